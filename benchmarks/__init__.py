@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks.<name>`` prints a table and writes JSON with the machine and the versions."""

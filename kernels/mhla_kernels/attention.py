@@ -1,0 +1,150 @@
+"""The public functions: arguments are checked here, once; the forms behind them assume that all is well.
+
+Shape letters: B batch, N tokens, H heads, Dk and Dv widths of a key and of a value, M blocks, S packed sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mhla_kernels import reference
+from mhla_kernels.blocks import make_partition, token_blocks
+from mhla_kernels.checks import Problem, check_problem
+from mhla_kernels.chunked import chunked
+from mhla_kernels.cost import cheapest_form
+from mhla_kernels.parallel import parallel
+
+FeatureMap = Literal["identity", "relu"]
+Form = Literal["auto", "parallel", "chunked", "reference"]
+Backend = Literal["auto", "torch"]
+
+FEATURE_MAP_FLOOR = 1e-6
+"""Added after the rectifier, so that no query meets a normaliser of zero (the paper's public code)."""
+
+
+def mhla_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    *,
+    block_size: int | None = None,
+    block_offsets: Tensor | Sequence[int] | None = None,
+    causal: bool = False,
+    normalize: bool = True,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    feature_map: FeatureMap = "identity",
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    form: Form = "auto",
+    backend: Backend = "auto",
+) -> Tensor:
+    r"""Linear attention whose query blocks mix the key-value summaries of all blocks (arXiv 2601.07832).
+
+    Attention with the weight ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked; a row is divided by its sum
+    + ``eps`` if ``normalize``, else multiplied by ``scale``. Sums are accumulated in float32 (float64 for float64
+    inputs), also under autocast.
+
+    Args:
+        q: ``[B, N, H, Dk]``; with ``normalize`` nonnegative after the feature map.
+        k: ``[B, N, H, Dk]``; likewise.
+        v: ``[B, N, H, Dv]``.
+        mixing: coefficients m, ``[M, M]`` for all heads or ``[H, M, M]``; row i says how query block i weighs the
+            blocks. Causal uses the top left corner of a larger m; bidirectional wants exactly M.
+        block_size: tokens in a block; the last block may be short. Exactly one of this and ``block_offsets``.
+        block_offsets: ``[M + 1]``, first token of each block and N at the end, for blocks of uneven size; bidirectional
+            only. Best on the CPU: one on an accelerator is read back.
+        causal: whether token t attends to tokens ``j <= t`` only.
+        normalize: whether each row of weights is divided by its sum.
+        scale: factor on the output, only without ``normalize``; None stands for ``Dk ** -0.5``.
+        eps: added to the normaliser.
+        feature_map: ``"identity"`` (q and k come mapped) or ``"relu"``: ``relu(x) + 1e-6``.
+        key_mask: ``[B, N]`` bool; False tokens are not attended to, keep their position and block, give zeros as
+            queries and pass no gradient. A row that sees no key gives zeros.
+        cu_seqlens: ``[S + 1]``, first token of each packed sequence and N at the end, with B = 1; blocks count from
+            each sequence's first token. Causal, or bidirectional when every non-empty sequence has exactly M blocks.
+            Its values are checked at once on the CPU and on the device itself on an accelerator, without waiting for it.
+        form: ``"parallel"`` (all pairs), ``"chunked"`` (block summaries), ``"reference"`` (the definition, N x N), or
+            ``"auto"``: the cheaper of the first two.
+        backend: ``"torch"`` or ``"auto"``.
+
+    Returns:
+        ``[B, N, H, Dv]`` in the dtype of ``v``.
+
+    Raises:
+        ValueError: for shapes, sizes and options that do not fit together; the message names the value and the way out.
+        TypeError: for a dtype that is not float32, bfloat16 or float64 (float16 sums overflow).
+    """
+    if form not in ("auto", "parallel", "chunked", "reference"):
+        raise ValueError(f"form={form!r} is not one of 'auto', 'parallel', 'chunked', 'reference'")
+    if backend not in ("auto", "torch"):
+        raise ValueError(f"backend={backend!r} is not available; this version has 'auto' and 'torch'")
+    problem = check_problem(
+        q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, feature_map, key_mask, cu_seqlens
+    )
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v, mixing = _prepare(q, k, v, mixing, problem, feature_map, key_mask)
+        options = {"causal": causal, "scale": problem.scale, "eps": eps}
+        if form == "reference":
+            where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
+            out = reference.attend(reference.weights(q, k, mixing, where, **options), v)
+        else:
+            blocks = make_partition(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
+            if form == "auto":
+                form = cheapest_form(blocks.blocks, blocks.slots, q.shape[-1], v.shape[-1], causal)
+            run = parallel if form == "parallel" else chunked
+            coefficients = blocks.expand_mixing(mixing)
+            out = blocks.merge(run(blocks.split(q), blocks.split(k), blocks.split(v), coefficients, **options))
+    return out.to(problem.dtype)
+
+
+def attention_matrix(
+    q: Tensor,
+    k: Tensor,
+    mixing: Tensor,
+    *,
+    block_size: int | None = None,
+    block_offsets: Tensor | Sequence[int] | None = None,
+    causal: bool = False,
+    normalize: bool = True,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    feature_map: FeatureMap = "identity",
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+) -> Tensor:
+    """The weights ``[B, H, N, N]`` that :func:`mhla_attention` applies to ``v``, in float32 (float64 for float64 inputs).
+
+    For analysis and tests: memory grows with N squared. Arguments and errors are those of :func:`mhla_attention`.
+    """
+    problem = check_problem(
+        q, k, k, mixing, block_size, block_offsets, causal, normalize, scale, feature_map, key_mask, cu_seqlens
+    )
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, _, mixing = _prepare(q, k, k, mixing, problem, feature_map, key_mask)
+        where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
+        return reference.weights(q, k, mixing, where, causal=causal, scale=problem.scale, eps=eps)
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    problem: Problem,
+    feature_map: FeatureMap,
+    key_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs in the accumulation dtype, mapped, with masked tokens set to zero (whatever they held, NaN included)."""
+    q, k, v, mixing = (x.to(problem.accumulate) for x in (q, k, v, mixing))
+    if feature_map == "relu":
+        q, k = q.relu() + FEATURE_MAP_FLOOR, k.relu() + FEATURE_MAP_FLOOR
+    if key_mask is not None:
+        hidden = ~key_mask[..., None, None]
+        q, k, v = (x.masked_fill(hidden, 0) for x in (q, k, v))
+    return q, k, v, mixing

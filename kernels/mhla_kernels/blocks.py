@@ -1,0 +1,130 @@
+"""How tokens fall into blocks: the one place that knows about ragged tails, uneven blocks and packed sequences.
+
+Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots of a block, S packed sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class TokenBlocks:
+    """For each token, the block that it lies in and the sequence that the block belongs to.
+
+    Attributes:
+        block: ``[N]`` int64, block index, counted within the token's own sequence.
+        sequence: ``[N]`` int64, index of the packed sequence, or None when the row is one sequence.
+    """
+
+    block: Tensor
+    sequence: Tensor | None = None
+
+
+def token_blocks(
+    tokens: int,
+    device: torch.device,
+    block_size: int | None,
+    block_offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> TokenBlocks:
+    """Block and sequence of every token, by the definition; nothing here waits for the device."""
+    position = torch.arange(tokens, device=device)
+    if block_offsets is not None:
+        inner = block_offsets.to(device)[1:-1].contiguous()
+        return TokenBlocks(torch.searchsorted(inner, position, right=True))
+    assert block_size is not None
+    if cu_seqlens is None:
+        return TokenBlocks(position // block_size)
+    bounds = cu_seqlens.to(device=device, dtype=torch.int64)
+    sequence = torch.searchsorted(bounds[1:].contiguous(), position, right=True)
+    return TokenBlocks((position - bounds[sequence]) // block_size, sequence)
+
+
+@dataclass(frozen=True)
+class BlockPartition:
+    """Tokens of one row as ``blocks`` blocks of ``slots`` slots each; slots that hold no token are zero.
+
+    Attributes:
+        tokens: N.
+        blocks: M, or an upper bound of it for packed sequences.
+        slots: C, the size of the largest block.
+        slot: ``[N]`` int64, the flat slot of each token, or None where token t simply lies in slot t.
+        local: ``[M]`` int64, for packed sequences: index of the block within its sequence.
+        owner: ``[M]`` int64, for packed sequences: the block's sequence, S for a block that is not in use.
+    """
+
+    tokens: int
+    blocks: int
+    slots: int
+    slot: Tensor | None = None
+    local: Tensor | None = None
+    owner: Tensor | None = None
+
+    def split(self, x: Tensor) -> Tensor:
+        """``[B, N, H, D]`` to ``[B, H, M, C, D]``."""
+        batch, tokens, heads, width = x.shape
+        capacity = self.blocks * self.slots
+        if self.slot is not None:
+            x = x.new_zeros(batch, capacity, heads, width).index_copy(1, self.slot, x)
+        elif capacity != tokens:
+            x = F.pad(x, (0, 0, 0, 0, 0, capacity - tokens))
+        return x.reshape(batch, self.blocks, self.slots, heads, width).permute(0, 3, 1, 2, 4).contiguous()
+
+    def merge(self, x: Tensor) -> Tensor:
+        """``[B, H, M, C, D]`` back to ``[B, N, H, D]``."""
+        batch, heads, blocks, slots, width = x.shape
+        x = x.permute(0, 2, 3, 1, 4).reshape(batch, blocks * slots, heads, width)
+        if self.slot is not None:
+            return x.index_select(1, self.slot)
+        return x[:, : self.tokens]
+
+    def expand_mixing(self, mixing: Tensor) -> Tensor:
+        """Coefficients ``[..., M, M]`` between the blocks of this partition; zero across packed sequences."""
+        if self.local is None or self.owner is None:
+            return mixing[..., : self.blocks, : self.blocks]
+        local = self.local.clamp(max=mixing.shape[-1] - 1)
+        together = self.owner[:, None] == self.owner[None, :]
+        return mixing[..., local[:, None], local[None, :]] * together
+
+
+def make_partition(
+    tokens: int,
+    device: torch.device,
+    block_size: int | None,
+    block_offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> BlockPartition:
+    """The partition for one of: equal blocks, uneven blocks, packed sequences of equal blocks.
+
+    ``block_offsets`` on an accelerator is read back once (its largest block sizes the buffers); ``cu_seqlens`` is not:
+    S sequences of N tokens in all have at most ``N // block_size + S`` blocks, and that many are laid out.
+    """
+    if block_offsets is not None:
+        offsets = block_offsets.to("cpu", torch.int64)
+        sizes = offsets.diff()
+        slots = int(sizes.max()) if sizes.numel() else 0
+        shift = torch.arange(sizes.numel()) * slots - offsets[:-1]
+        slot = torch.arange(tokens) + shift.repeat_interleave(sizes)
+        return BlockPartition(tokens, sizes.numel(), slots, slot.to(device))
+    assert block_size is not None
+    if cu_seqlens is None:
+        slots = min(block_size, tokens)
+        return BlockPartition(tokens, -(-tokens // slots) if slots else 0, slots)
+    bounds = cu_seqlens.to(device=device, dtype=torch.int64)
+    counts = (bounds.diff() + block_size - 1) // block_size
+    ends = counts.cumsum(0)
+    blocks = tokens // block_size + counts.numel()
+    place = torch.arange(blocks, device=device)
+    owner = torch.searchsorted(ends, place, right=True)
+    starts = F.pad(ends, (1, 0))
+    local = place - starts[owner]
+    where = token_blocks(tokens, device, block_size, None, cu_seqlens)
+    assert where.sequence is not None
+    within = torch.arange(tokens, device=device) - bounds[where.sequence]
+    slot = (starts[where.sequence] + where.block) * block_size + within % block_size
+    return BlockPartition(tokens, blocks, block_size, slot, local, owner)

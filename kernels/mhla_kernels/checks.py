@@ -1,0 +1,174 @@
+"""What the operator accepts: every check of its arguments, with the value and the way out in each message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A checked call.
+
+    Attributes:
+        tokens: N.
+        scale: factor on the output, or None when rows are divided by their sum.
+        accumulate: dtype that sums are held in.
+        dtype: dtype of the output.
+        block_offsets: ``[M + 1]`` int64, or None.
+        cu_seqlens: ``[S + 1]`` int64, or None.
+    """
+
+    tokens: int
+    scale: float | None
+    accumulate: torch.dtype
+    dtype: torch.dtype
+    block_offsets: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+def check_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    block_size: int | None,
+    block_offsets: Tensor | Sequence[int] | None,
+    causal: bool,
+    normalize: bool,
+    scale: float | None,
+    feature_map: str,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | Sequence[int] | None,
+) -> Problem:
+    """Check one call of the operator; see :func:`mhla_kernels.mhla_attention` for the arguments and errors."""
+    _check_tensors(q, k, v, mixing)
+    batch, tokens, heads, width = q.shape
+    if feature_map not in ("identity", "relu"):
+        raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'; map q and k before the call")
+    if normalize and scale is not None:
+        raise ValueError(f"scale={scale} has no effect with normalize=True; pass normalize=False or leave scale out")
+    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, tokens)):
+        raise ValueError(
+            f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; it must be bool [B, N] = [{batch}, {tokens}]"
+        )
+    if (block_size is None) == (block_offsets is None):
+        raise ValueError("give exactly one of block_size (equal blocks) and block_offsets (uneven blocks)")
+
+    offsets = bounds = None
+    if block_offsets is not None:
+        offsets = _check_offsets(block_offsets, tokens, causal, cu_seqlens)
+        _check_mixing_size(mixing, offsets.numel() - 1, causal, tokens, block_size)
+    else:
+        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+            raise ValueError(f"block_size={block_size!r} must be a positive integer, the number of tokens in a block")
+        if cu_seqlens is None:
+            _check_mixing_size(mixing, -(-tokens // block_size), causal, tokens, block_size)
+        else:
+            bounds = _check_cu_seqlens(cu_seqlens, batch, tokens, mixing, block_size, causal)
+
+    double = torch.float64 in (q.dtype, k.dtype, v.dtype)
+    return Problem(
+        tokens=tokens,
+        scale=None if normalize else (width**-0.5 if scale is None else float(scale)),
+        accumulate=torch.float64 if double else torch.float32,
+        dtype=v.dtype,
+        block_offsets=offsets,
+        cu_seqlens=bounds,
+    )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} is {x.dtype}; use float32 or bfloat16 (float16 is refused: sums over a block overflow)"
+            )
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, N, H, D]")
+    if q.shape != k.shape:
+        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must have one shape, [B, N, H, Dk]")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v {list(v.shape)} must share B, N, H with k {list(k.shape)}; repeat key-value heads first")
+    if not mixing.is_floating_point():
+        raise TypeError(f"mixing is {mixing.dtype}; it must be floating point, best float32")
+    size, heads = mixing.shape[-1:], q.shape[2]
+    if mixing.dim() not in (2, 3) or mixing.shape[-2:-1] != size or (mixing.dim() == 3 and len(mixing) != heads):
+        raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M] with H = {heads}")
+
+
+def _check_mixing_size(mixing: Tensor, blocks: int, causal: bool, tokens: int, block_size: int | None) -> None:
+    size = mixing.shape[-1]
+    if size >= blocks and (causal or size == blocks):
+        return
+    layout = f"N={tokens} tokens with block_size={block_size}" if block_size else f"block_offsets for N={tokens} tokens"
+    if not causal:
+        raise ValueError(
+            f"{layout} make {blocks} blocks, but mixing is for {size}: bidirectional attention wants exactly "
+            f"{blocks}; change the blocks, or carry mixing to another block grid with mhla_kernels.resize_mixing"
+        )
+    raise ValueError(
+        f"{layout} make {blocks} blocks, but mixing is for {size} at most: use at most N={size * (block_size or 0)} "
+        f"tokens, block_size={-(-tokens // size)} or more, or a larger mixing"
+    )
+
+
+def _as_index(values: Tensor | Sequence[int], name: str) -> Tensor:
+    index = values if isinstance(values, Tensor) else torch.tensor(list(values), dtype=torch.int64)
+    if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool or index.numel() < 2:
+        raise ValueError(f"{name} must be one dimension of at least two integers, got {index.dtype} {list(index.shape)}")
+    return index.to(torch.int64)
+
+
+def _check_bounds(index: Tensor, tokens: int, name: str, least: int) -> None:
+    values = index.tolist()
+    steps = [b - a for a, b in zip(values, values[1:], strict=False)]
+    if values[0] != 0 or values[-1] != tokens or min(steps) < least:
+        order = "increase" if least else "not decrease"
+        raise ValueError(f"{name} must start at 0, {order}, and end at N={tokens}; got {values[:8]} .. {values[-1]}")
+
+
+def _check_offsets(
+    block_offsets: Tensor | Sequence[int],
+    tokens: int,
+    causal: bool,
+    cu_seqlens: Tensor | Sequence[int] | None,
+) -> Tensor:
+    if causal:
+        raise ValueError("block_offsets is for bidirectional attention; causal blocks are equal: give block_size")
+    if cu_seqlens is not None:
+        raise ValueError("block_offsets and cu_seqlens cannot be combined; packed sequences take block_size")
+    offsets = _as_index(block_offsets, "block_offsets")
+    _check_bounds(offsets, tokens, "block_offsets", least=1)
+    return offsets
+
+
+def _check_cu_seqlens(
+    cu_seqlens: Tensor | Sequence[int],
+    batch: int,
+    tokens: int,
+    mixing: Tensor,
+    block_size: int,
+    causal: bool,
+) -> Tensor:
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")
+    bounds = _as_index(cu_seqlens, "cu_seqlens")
+    size = mixing.shape[-1]
+    if bounds.is_cuda:
+        steps = bounds.diff()
+        counts = (steps + block_size - 1) // block_size
+        sound = (bounds[0] == 0) & (bounds[-1] == tokens) & (steps >= 0).all()
+        fits = (counts <= size).all() if causal else ((counts == size) | (counts == 0)).all()
+        torch._assert_async(sound & fits, "cu_seqlens must rise from 0 to N, and its sequences must fit the mixing")
+        return bounds
+    _check_bounds(bounds, tokens, "cu_seqlens", least=0)
+    for length in bounds.diff().tolist():
+        if length:
+            _check_mixing_size(mixing, -(-length // block_size), causal, length, block_size)
+    return bounds
