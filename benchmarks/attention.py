@@ -18,6 +18,7 @@ from typing import Any
 
 import matplotlib
 import torch
+from mhla_kernels import mhla_attention
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -25,10 +26,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.machine import describe, milliseconds
-from mhla_kernels import mhla_attention
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  (the backend is chosen first)
+from matplotlib import pyplot as plt
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,9 @@ def _inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Ten
     return q, k, random(*token, shape.value_width), mixing
 
 
-def _methods(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
+def _methods(
+    shape: Shape, device: torch.device, dtype: torch.dtype
+) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
     """Name to a call and the tensors that it is differentiated by."""
     q, k, v, mixing = _inputs(shape, device, dtype)
     options: dict[str, Any] = {"block_size": shape.block, "causal": shape.causal, "normalize": not shape.causal}
@@ -117,7 +119,9 @@ def measure(shape: Shape, device: torch.device, dtype: torch.dtype, seconds: flo
         def both(call: Callable[[], Tensor] = call, wanted: list[Tensor] = wanted, g: Tensor = cotangent) -> object:
             return torch.autograd.grad(call(), wanted, g)
 
-        rows.append({**asdict(shape), "method": name, "forward_ms": forward, "both_ms": milliseconds(both, device, seconds)})
+        rows.append(
+            {**asdict(shape), "method": name, "forward_ms": forward, "both_ms": milliseconds(both, device, seconds)}
+        )
     return rows
 
 
@@ -171,7 +175,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seconds", type=float, default=1.0, help="time spent on each figure")
     parser.add_argument("--longest", type=int, default=16384, help="leave out shapes of more tokens")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for attention-*.json and .png")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/benchmarks"), help="folder for attention-*.json and .png"
+    )
     args = parser.parse_args()
 
     device, dtype, console = torch.device(args.device), getattr(torch, args.dtype), Console(width=120)
@@ -187,7 +193,11 @@ def main() -> None:
     result = args.out / f"attention-{device.type}.json"
     result.write_text(json.dumps({"machine": machine, "dtype": args.dtype, "rows": rows}, indent=1) + "\n")
     picture = result.with_suffix(".png")
-    draw(rows, f"causal, H=4, Dk=128, Dv=256, C=64, {args.dtype}, {machine['device']}, {machine['threads']} threads", picture)
+    draw(
+        rows,
+        f"causal, H=4, Dk=128, Dv=256, C=64, {args.dtype}, {machine['device']}, {machine['threads']} threads",
+        picture,
+    )
     console.print(f"written: {result}, {picture}")
 
 

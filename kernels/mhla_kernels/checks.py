@@ -121,7 +121,9 @@ def _check_mixing_size(mixing: Tensor, blocks: int, causal: bool, tokens: int, b
 def _as_index(values: Tensor | Sequence[int], name: str) -> Tensor:
     index = values if isinstance(values, Tensor) else torch.tensor(list(values), dtype=torch.int64)
     if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool or index.numel() < 2:
-        raise ValueError(f"{name} must be one dimension of at least two integers, got {index.dtype} {list(index.shape)}")
+        raise ValueError(
+            f"{name} must be one dimension of at least two integers, got {index.dtype} {list(index.shape)}"
+        )
     return index.to(torch.int64)
 
 

@@ -37,7 +37,9 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
         ValueError: if the grids do not fit each other or the matrix.
     """
     if len(old_grid) != len(new_grid) or not old_grid or min(*old_grid, *new_grid) < 1:
-        raise ValueError(f"old_grid {tuple(old_grid)} and new_grid {tuple(new_grid)} must have equally many axes, each >= 1")
+        raise ValueError(
+            f"old_grid {tuple(old_grid)} and new_grid {tuple(new_grid)} must have equally many axes, each >= 1"
+        )
     if mixing.dim() not in (2, 3) or mixing.shape[-2:] != (prod(old_grid), prod(old_grid)):
         raise ValueError(
             f"mixing has shape {list(mixing.shape)}, but old_grid {tuple(old_grid)} has {prod(old_grid)} blocks; "

@@ -1,0 +1,7 @@
+"""What the domains share: block layouts, attention modules, the backbone, the data pipeline, callbacks, checkpoints."""
+
+from lightning_mhla.attention import MHLA, AttentionConfig
+from lightning_mhla.backbone import Backbone, Block
+from lightning_mhla.layout import BlockLayout
+
+__all__ = ["MHLA", "AttentionConfig", "Backbone", "Block", "BlockLayout"]

@@ -1,0 +1,247 @@
+"""What every attention kind shares: configuration, projections, and the modules around the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mhla.layout import BlockLayout
+
+FeatureMap = Literal["relu", "elu", "softplus", "identity"]
+
+
+@dataclass
+class AttentionConfig:
+    """Which attention a model uses; the same keys in every domain.
+
+    Args:
+        kind: mhla (mixed block summaries), linear (one summary of all tokens) or softmax.
+        block_grid: number of blocks along each axis of the token grid (images, video).
+        block_size: tokens in a block (sequences). One of block_grid and block_size; only mhla uses them.
+        mixing: how the mixing coefficients are parametrised. dense is one free coefficient for each pair of blocks.
+        mixing_init: how they start. locality gives near blocks more weight, uniform gives all the same.
+        mixing_per_head: whether every head has coefficients of its own.
+        mixing_trainable: whether they are learned.
+        normalize: whether the weights of a query are divided by their sum (mhla, linear).
+        feature_map: applied to queries and keys (mhla, linear). relu and elu are relu(x) + 1e-6 and elu(x) + 1.
+        lepe: width of the depthwise convolution of the values that is added to the output, odd; 0 for none.
+        gate: whether the output is multiplied by SiLU of a projection of the input.
+        output_norm: whether each head's output passes an RMSNorm; null for exactly where normalize is off.
+    """
+
+    kind: str = "mhla"
+    block_grid: list[int] | None = None
+    block_size: int | None = None
+    mixing: Literal["dense"] = "dense"
+    mixing_init: Literal["locality", "uniform"] = "locality"
+    mixing_per_head: bool = False
+    mixing_trainable: bool = True
+    normalize: bool = True
+    feature_map: FeatureMap = "relu"
+    lepe: int = 0
+    gate: bool = False
+    output_norm: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in Attention.kinds:
+            close = get_close_matches(str(self.kind), Attention.kinds, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"attention kind {self.kind!r} is not one of {sorted(Attention.kinds)}{hint}")
+        if self.block_grid is not None and self.block_size is not None:
+            raise ValueError("give block_grid or block_size, not both")
+        if self.lepe < 0 or (self.lepe and self.lepe % 2 == 0):
+            raise ValueError(f"lepe={self.lepe} must be an odd width, or 0 for none")
+        if self.normalize and self.feature_map == "identity" and self.kind != "softmax":
+            raise ValueError("normalize wants nonnegative queries and keys; feature_map 'identity' does not give them")
+
+
+class Attention(nn.Module):
+    """Self-attention over the tokens of a layout: projections, an operator, and the modules around it.
+
+    A kind derives from this class, gives its name (``class Mine(Attention, kind="mine")``) and implements
+    :meth:`attend` and :meth:`weights`.
+
+    Args:
+        dim: width of the tokens.
+        heads: number of query heads.
+        layout: token grid and its blocks.
+        config: see :class:`AttentionConfig`.
+        key_value_heads: number of key and value heads, a divisor of ``heads``; None for as many.
+        key_width: width of a key, ``dim // heads`` if None.
+        value_width: width of a value, ``dim // heads`` if None.
+        qkv_bias: whether the projections to queries, keys and values have a bias.
+        causal: whether token t attends to tokens ``j <= t`` only; 1-D grids.
+        block_ordered: tokens come and go in the layout's block order (the backbone sees to it) instead of raster order.
+    """
+
+    kinds: ClassVar[dict[str, type[Attention]]] = {}
+    uses_blocks: ClassVar[bool] = False
+    uses_linear_options: ClassVar[bool] = True
+
+    def __init_subclass__(cls, kind: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Attention.kinds[kind] = cls
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        layout: BlockLayout,
+        config: AttentionConfig,
+        *,
+        key_value_heads: int | None = None,
+        key_width: int | None = None,
+        value_width: int | None = None,
+        qkv_bias: bool = True,
+        causal: bool = False,
+        block_ordered: bool = False,
+    ) -> None:
+        super().__init__()
+        key_value_heads = key_value_heads or heads
+        if heads % key_value_heads:
+            raise ValueError(f"key_value_heads={key_value_heads} must divide heads={heads}")
+        if (key_width is None or value_width is None) and dim % heads:
+            raise ValueError(f"dim={dim} is not divisible by heads={heads}; give key_width and value_width")
+        if causal and (len(layout.grid) != 1 or layout.prefix_tokens):
+            raise ValueError(f"causal attention needs a 1-D grid without prefix tokens, not {layout}")
+        if causal and config.lepe:
+            raise ValueError("lepe looks at later tokens too; leave it out of causal attention")
+        self.layout, self.config, self.causal, self.block_ordered = layout, config, causal, block_ordered
+        self.heads, self.key_value_heads = heads, key_value_heads
+        self.key_width, self.value_width = key_width or dim // heads, value_width or dim // heads
+        self.sections = [heads * self.key_width, key_value_heads * self.key_width, key_value_heads * self.value_width]
+        inner = heads * self.value_width
+        self.qkv = nn.Linear(dim, sum(self.sections), bias=qkv_bias)
+        self.proj = nn.Linear(inner, dim)
+        self.gate = nn.Linear(dim, inner) if config.gate else None
+        norm = config.output_norm if config.output_norm is not None else not config.normalize
+        self.norm = nn.RMSNorm(self.value_width) if norm and self.uses_linear_options else None
+        self.lepe = LocalPositionalEncoding(layout, inner, config.lepe) if config.lepe else None
+        self.register_buffer("order", layout.order, persistent=False)
+        self.register_buffer("inverse", layout.inverse, persistent=False)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The operator, tokens in block order: q, k ``[B, N, H, Dk]`` (not mapped), v ``[B, N, H, Dv]`` to v's shape."""
+        raise NotImplementedError
+
+    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+        """Attention matrix ``[B, H, N, N]`` that :meth:`attend` applies, for analysis."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Tokens ``[B, N, dim]`` to the same shape.
+
+        Args:
+            x: tokens, in raster order unless ``block_ordered``.
+            key_mask: ``[B, N]`` bool, in the same order; False tokens are neither seen nor updated.
+        """
+        x, key_mask = self._enter(x, key_mask)
+        q, k, v = self._project(x)
+        out = self.attend(q, k, v, key_mask)
+        if self.norm is not None:
+            out = self.norm(out)
+        out = out.flatten(2)
+        if self.lepe is not None:
+            out = out + self.lepe(v.flatten(2), key_mask)
+        if self.gate is not None:
+            out = out * F.silu(self.gate(x))
+        out = self.proj(out)
+        return out if self.block_ordered or self.layout.is_raster else out.index_select(1, self.inverse)
+
+    def attention_matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Attention weights ``[B, H, N, N]`` for tokens ``[B, N, dim]``; rows and columns in the order of ``x``."""
+        x, key_mask = self._enter(x, key_mask)
+        q, k, _ = self._project(x)
+        weights = self.weights(q, k, key_mask)
+        if self.block_ordered or self.layout.is_raster:
+            return weights
+        return weights.index_select(2, self.inverse).index_select(3, self.inverse)
+
+    def _enter(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        tokens = self.layout.num_tokens
+        if x.shape[1] != tokens and not (self.causal and x.shape[1] < tokens):
+            raise ValueError(f"{x.shape[1]} tokens for a layout of {tokens} ({self.layout})")
+        if self.block_ordered or self.layout.is_raster:
+            return x, key_mask
+        return x.index_select(1, self.order), key_mask if key_mask is None else key_mask.index_select(1, self.order)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.qkv(x).split(self.sections, dim=-1)
+        q = q.unflatten(-1, (self.heads, self.key_width))
+        k = k.unflatten(-1, (self.key_value_heads, self.key_width))
+        v = v.unflatten(-1, (self.key_value_heads, self.value_width))
+        repeats = self.heads // self.key_value_heads
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+        return q, k, v
+
+
+class LocalPositionalEncoding(nn.Module):
+    """Depthwise convolution of the values over the token grid (``lepe``; the paper calls it CPE).
+
+    Takes and gives tokens in block order; the grid is put together through a precomputed index. Prefix tokens, which
+    have no neighbours, get zeros.
+    """
+
+    def __init__(self, layout: BlockLayout, channels: int, width: int) -> None:
+        super().__init__()
+        self.layout = layout
+        kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(layout.grid) - 1]
+        self.conv = kind(channels, channels, width, padding=width // 2, groups=channels)
+        prefix = layout.prefix_tokens
+        self.register_buffer("to_grid", layout.inverse[prefix:], persistent=False)
+        self.register_buffer("from_grid", layout.order[prefix:] - prefix, persistent=False)
+
+    def forward(self, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """``[B, N, channels]`` to the same shape; tokens that ``key_mask`` hides count as zeros and get zeros."""
+        if key_mask is not None:
+            v = v.masked_fill(~key_mask[..., None], 0)
+        grid = v.index_select(1, self.to_grid).transpose(1, 2).unflatten(-1, self.layout.grid)
+        out = self.conv(grid).flatten(2).transpose(1, 2).index_select(1, self.from_grid)
+        out = F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
+        return out if key_mask is None else out.masked_fill(~key_mask[..., None], 0)
+
+
+def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0) -> BlockLayout:
+    """The one layout that all layers of a model share; a single block if no layer uses blocks.
+
+    Raises:
+        ValueError: when layers ask for different blocks, or a kind that uses blocks is given none.
+    """
+    using = [config for config in configs if Attention.kinds[config.kind].uses_blocks]
+    if not using:
+        return BlockLayout(tuple(grid), blocks=(1,) * len(grid), prefix_tokens=prefix_tokens)
+    first = using[0]
+    if any((c.block_grid, c.block_size) != (first.block_grid, first.block_size) for c in using):
+        raise ValueError("all layers must ask for the same block_grid or block_size; tokens are put in order only once")
+    if first.block_grid is None and first.block_size is None:
+        raise ValueError(f"attention kind {first.kind!r} needs block_grid (blocks along each axis) or block_size")
+    blocks = None if first.block_grid is None else tuple(first.block_grid)
+    return BlockLayout(tuple(grid), blocks, first.block_size, prefix_tokens)
+
+
+def build_attention(config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any) -> Attention:
+    """The attention module that ``config.kind`` names; ``options`` as for :class:`Attention`."""
+    return Attention.kinds[config.kind](dim, heads, layout, config, **options)
+
+
+def map_features(q: Tensor, k: Tensor, feature_map: FeatureMap) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
+    """Queries and keys after the feature map, and what of it is left to the operator (relu costs nothing there)."""
+    if feature_map == "elu":
+        return F.elu(q) + 1, F.elu(k) + 1, "identity"
+    if feature_map == "softplus":
+        return F.softplus(q), F.softplus(k), "identity"
+    return q, k, feature_map
+
+
+def hide_rows(out: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Zeros where ``key_mask`` ``[B, N]`` is False, ``out`` being ``[B, N, ...]``."""
+    if key_mask is None:
+        return out
+    return torch.where(key_mask.view(*key_mask.shape, *(1,) * (out.dim() - 2)), out, 0)

@@ -1,0 +1,212 @@
+"""The transformer that every domain stands on: pre-norm blocks over tokens of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from timm.layers import DropPath, Mlp, SwiGLU
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mhla.attention import AttentionConfig, build_attention, layout_for
+from lightning_mhla.layout import BlockLayout
+
+NormKind = Literal["layernorm", "rmsnorm"]
+MlpKind = Literal["gelu", "swiglu"]
+
+
+def make_norm(kind: NormKind, dim: int, affine: bool = True) -> nn.Module:
+    """Normalisation over the last axis of width ``dim``."""
+    if kind == "layernorm":
+        return nn.LayerNorm(dim, eps=1e-6, elementwise_affine=affine)
+    if kind == "rmsnorm":
+        return nn.RMSNorm(dim, eps=1e-6, elementwise_affine=affine)
+    raise ValueError(f"norm={kind!r} is not one of 'layernorm', 'rmsnorm'")
+
+
+class Block(nn.Module):
+    """Self-attention, optional cross-attention, and an MLP, each behind a norm and added to the stream.
+
+    Args:
+        dim: width of the tokens.
+        heads: attention heads.
+        layout: token grid and blocks.
+        attention: the self-attention.
+        mlp_ratio: inner width of the MLP over ``dim``.
+        mlp: ``"gelu"`` or ``"swiglu"``.
+        norm: ``"layernorm"`` or ``"rmsnorm"``.
+        drop_path: probability that a sample skips a branch while training (stochastic depth).
+        condition_dim: width of a conditioning vector that shifts, scales and gates the branches (adaLN-Zero, DiT,
+            arXiv 2212.09748); None for none. The branches start switched off.
+        context_dim: width of the tokens that cross-attention looks at; None for no cross-attention.
+        causal: whether the self-attention is causal.
+        qkv_bias: whether the projections to queries, keys and values have a bias.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        layout: BlockLayout,
+        attention: AttentionConfig,
+        *,
+        mlp_ratio: float = 4.0,
+        mlp: MlpKind = "gelu",
+        norm: NormKind = "layernorm",
+        drop_path: float = 0.0,
+        condition_dim: int | None = None,
+        context_dim: int | None = None,
+        causal: bool = False,
+        qkv_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        affine = condition_dim is None
+        self.norm1 = make_norm(norm, dim, affine)
+        self.attn = build_attention(attention, dim, heads, layout, causal=causal, qkv_bias=qkv_bias, block_ordered=True)
+        self.norm2 = make_norm(norm, dim, affine)
+        self.mlp = (Mlp if mlp == "gelu" else SwiGLU)(dim, int(dim * mlp_ratio))
+        self.drop_path = DropPath(drop_path)
+        self.norm_context: nn.Module | None = None
+        self.cross: nn.MultiheadAttention | None = None
+        if context_dim is not None:
+            self.norm_context = make_norm(norm, dim)
+            self.cross = nn.MultiheadAttention(dim, heads, kdim=context_dim, vdim=context_dim, batch_first=True)
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(condition_dim, 6 * dim)) if condition_dim else None
+
+    def forward(
+        self,
+        x: Tensor,
+        condition: Tensor | None = None,
+        context: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens ``[B, N, dim]`` in block order to the same shape.
+
+        Args:
+            x: tokens.
+            condition: ``[B, condition_dim]``, with ``condition_dim``.
+            context: ``[B, L, context_dim]``, with ``context_dim``.
+            key_mask: ``[B, N]`` bool, False tokens are not attended to.
+            context_mask: ``[B, L]`` bool, likewise for the context.
+        """
+        if self.modulation is None:
+            x = x + self.drop_path(self.attn(self.norm1(x), key_mask))
+            x = self._look_at(x, context, context_mask)
+            return x + self.drop_path(self.mlp(self.norm2(x)))
+        assert condition is not None, "a block with condition_dim needs a condition"
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=-1)
+        x = x + self.drop_path(gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1, key_mask))
+        x = self._look_at(x, context, context_mask)
+        return x + self.drop_path(gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
+
+    def _look_at(self, x: Tensor, context: Tensor | None, context_mask: Tensor | None) -> Tensor:
+        if self.cross is None or self.norm_context is None:
+            return x
+        assert context is not None, "a block with context_dim needs a context"
+        hidden = None if context_mask is None else ~context_mask
+        seen, _ = self.cross(self.norm_context(x), context, context, key_padding_mask=hidden, need_weights=False)
+        return x + self.drop_path(seen)
+
+
+class Backbone(nn.Module):
+    """Blocks over the tokens of one layout, and a final norm. Tokens are put in block order once, and back once.
+
+    Args:
+        dim: width of the tokens.
+        depth: number of blocks.
+        heads: attention heads.
+        grid: tokens along each axis.
+        attention: one configuration, or one for each layer (their blocks must agree).
+        prefix_tokens: tokens before the grid (class, register).
+        drop_path: stochastic depth of the last block; it rises linearly from 0 at the first.
+        checkpointing: recompute each block in the backward pass instead of keeping its activations.
+        mlp_ratio: see :class:`Block`, as are all that follow.
+        mlp: see :class:`Block`.
+        norm: see :class:`Block`.
+        condition_dim: see :class:`Block`.
+        context_dim: see :class:`Block`.
+        causal: see :class:`Block`.
+        qkv_bias: see :class:`Block`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        heads: int,
+        grid: Sequence[int],
+        attention: AttentionConfig | Sequence[AttentionConfig],
+        *,
+        prefix_tokens: int = 0,
+        drop_path: float = 0.0,
+        checkpointing: bool = False,
+        mlp_ratio: float = 4.0,
+        mlp: MlpKind = "gelu",
+        norm: NormKind = "layernorm",
+        condition_dim: int | None = None,
+        context_dim: int | None = None,
+        causal: bool = False,
+        qkv_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        configs = [attention] * depth if isinstance(attention, AttentionConfig) else list(attention)
+        if len(configs) != depth:
+            raise ValueError(f"attention lists {len(configs)} layers, but depth={depth}")
+        self.layout = layout_for(configs, grid, prefix_tokens)
+        self.checkpointing = checkpointing
+        self.blocks = nn.ModuleList(
+            Block(
+                dim,
+                heads,
+                self.layout,
+                config,
+                mlp_ratio=mlp_ratio,
+                mlp=mlp,
+                norm=norm,
+                drop_path=drop_path * index / max(depth - 1, 1),
+                condition_dim=condition_dim,
+                context_dim=context_dim,
+                causal=causal,
+                qkv_bias=qkv_bias,
+            )
+            for index, config in enumerate(configs)
+        )
+        self.norm = make_norm(norm, dim, affine=condition_dim is None)
+        self.register_buffer("order", self.layout.order, persistent=False)
+        self.register_buffer("inverse", self.layout.inverse, persistent=False)
+        self.apply(_init_linear)
+        for block in self.blocks:
+            if block.modulation is not None:
+                nn.init.zeros_(block.modulation[-1].weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        condition: Tensor | None = None,
+        context: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens ``[B, N, dim]`` in raster order, prefix first, to the same; arguments as for :class:`Block`."""
+        moves = not self.layout.is_raster
+        if moves:
+            x = x.index_select(1, self.order)
+            key_mask = key_mask if key_mask is None else key_mask.index_select(1, self.order)
+        for block in self.blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, condition, context, key_mask, context_mask, use_reentrant=False)
+            else:
+                x = block(x, condition, context, key_mask, context_mask)
+        x = self.norm(x)
+        return x.index_select(1, self.inverse) if moves else x
+
+
+def _init_linear(module: nn.Module) -> None:
+    """Truncated normal of standard deviation 0.02 for weights, zeros for biases (ViT, DeiT and DiT alike)."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,108 @@
+"""Images with labels from shards, and images without labels from a folder."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from lightning_mhla.data.shards import ShardReader
+from lightning_mhla.data.source import BrokenSampleError
+
+EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+FORMATS = ("JPEG", "PNG", "WEBP")
+
+Transform = Callable[[Image.Image], Tensor]
+
+
+def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
+    """Decode a JPEG, PNG or WebP image.
+
+    Raises:
+        BrokenSampleError: naming ``name``, when the data is no whole image.
+    """
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS).convert(mode)
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise BrokenSampleError(f"{name}: the image cannot be decoded ({error})") from error
+
+
+class ShardImages:
+    """Images and class labels from WebDataset shards: ``KEY.jpg`` (or png, webp) and ``KEY.cls``.
+
+    Args:
+        reader: the shards.
+        transform: image to tensor.
+        num_classes: labels must lie below it.
+    """
+
+    def __init__(self, reader: ShardReader, transform: Transform, num_classes: int) -> None:
+        self.reader, self.transform, self.num_classes = reader, transform, num_classes
+        self.shard_sizes = reader.shard_sizes
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.reader)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``image`` as the transform gives it, and ``label``."""
+        label = self._label(index)
+        data = self.reader.read(index, self.reader.extension(index, EXTENSIONS))
+        return {"image": self.transform(decode_image(data, self.reader.describe(index))), "label": label}
+
+    def _label(self, index: int) -> int:
+        text = self.reader.read(index, self.reader.extension(index, ("cls",)))
+        try:
+            label = int(text)
+        except ValueError:
+            label = -1
+        if not 0 <= label < self.num_classes:
+            raise BrokenSampleError(
+                f"{self.reader.describe(index)}: label {text[:20]!r} is not one of the classes 0 to {self.num_classes - 1}"
+            )
+        return label
+
+
+class FolderImages:
+    """Every image below a folder, in order of its path.
+
+    Args:
+        folder: searched with all folders in it.
+        transform: image to tensor.
+        mode: of the decoded image, ``"RGB"`` or ``"L"``.
+
+    Raises:
+        FileNotFoundError: when there is no such folder or no image in it.
+    """
+
+    def __init__(self, folder: str | Path, transform: Transform, mode: str = "RGB") -> None:
+        self.folder, self.transform, self.mode = Path(folder), transform, mode
+        self.paths = image_files(self.folder)
+        self.shard_sizes: Sequence[int] = [len(self.paths)]
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``image`` as the transform gives it, and ``index`` into ``paths``."""
+        path = self.paths[index]
+        return {"image": self.transform(decode_image(path.read_bytes(), str(path), self.mode)), "index": index}
+
+
+def image_files(folder: Path) -> list[Path]:
+    """Paths of all images below ``folder``, sorted.
+
+    Raises:
+        FileNotFoundError: when there is no such folder or no image in it.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; give one that holds images")
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower().lstrip(".") in EXTENSIONS)
+    if not paths:
+        raise FileNotFoundError(f"{folder} holds no images ({', '.join(EXTENSIONS)})")
+    return paths

@@ -1,0 +1,164 @@
+"""A loader whose position is the number of batches trained, so that a resumed run goes on with the very next sample."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from lightning_mhla.data.sampling import (
+    Ticket,
+    epoch_order,
+    evaluation_batches,
+    kept_random_state,
+    seed_sample,
+    training_batches,
+)
+from lightning_mhla.data.source import BrokenSampleError, SampleSource
+
+log = logging.getLogger(__name__)
+
+
+class _SeededSamples(Dataset):
+    """Reads tickets; each with random numbers of its own. Broken training samples give way to the next good one."""
+
+    def __init__(self, source: SampleSource, seed: int, skip_broken: bool) -> None:
+        self.source, self.seed, self.skip_broken = source, seed, skip_broken
+
+    def __getitem__(self, ticket: Ticket) -> dict[str, Any]:
+        if get_worker_info() is not None:
+            return self._read(ticket)
+        with kept_random_state():
+            return self._read(ticket)
+
+    def _read(self, ticket: Ticket) -> dict[str, Any]:
+        skipped = 0
+        while True:
+            index = (ticket.index + skipped) % len(self.source)
+            seed_sample(self.seed, ticket)
+            try:
+                return {**self.source[index], "valid": ticket.valid, "skipped": skipped}
+            except BrokenSampleError as error:
+                if not self.skip_broken or skipped + 1 >= len(self.source):
+                    raise
+                log.warning("skipped a broken sample: %s", error)
+                skipped += 1
+
+
+class _Batches(Sampler[list[Ticket]]):
+    """The batches that the next pass over the loader yields; set anew before each pass."""
+
+    def __init__(self) -> None:
+        self.pending: Iterator[list[Ticket]] = iter(())
+
+    def __iter__(self) -> Iterator[list[Ticket]]:
+        return self.pending
+
+
+class ResumableLoader:
+    """Batches of a source, in an order that depends on seed and epoch alone.
+
+    Batches are dicts of stacked tensors, with ``valid`` ``[B]`` bool beside what the source gives: False marks samples
+    that only fill up an evaluation batch. Lightning takes the loader as it is, adds no sampler, and keeps its
+    ``state_dict`` in checkpoints.
+
+    Args:
+        source: the samples.
+        batch_size: samples of a batch over all processes together.
+        train: shuffled, whole batches only, broken samples skipped; else in order, every sample once, broken is an error.
+        seed: of order and samples.
+        rank: this process.
+        world: number of processes.
+        window: see :func:`lightning_mhla.data.sampling.epoch_order`.
+        max_skipped: broken samples that this process skips before it stops with an error.
+        position: for training, gives the number of batches trained so far, whenever a pass starts.
+        steps: for training, batches that an epoch is cut to; None for all.
+        num_workers: worker processes.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        batch_size: int,
+        *,
+        train: bool,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        window: int | None = None,
+        max_skipped: int = 100,
+        position: Callable[[], int] | None = None,
+        steps: int | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        if batch_size < 1 or batch_size % world:
+            raise ValueError(
+                f"batch_size={batch_size} counts the samples of a batch over all processes and must be a multiple of "
+                f"their number, {world}; use {max(1, round(batch_size / world)) * world}"
+            )
+        if not len(source):
+            raise ValueError("the data set holds no samples")
+        if train and len(source) < batch_size:
+            raise ValueError(f"{len(source)} training samples do not fill one batch of batch_size={batch_size}")
+        self.source, self.batch_size, self.train, self.seed = source, batch_size, train, seed
+        self.rank, self.world, self.window, self.max_skipped = rank, world, window, max_skipped
+        self.position, self.skipped = position, 0
+        whole = len(source) // batch_size if train else -(-len(source) // batch_size)
+        self.steps = whole if steps is None else min(whole, steps)
+        self._batches = _Batches()
+        self._loader = DataLoader(
+            _SeededSamples(source, seed, skip_broken=train),
+            batch_sampler=self._batches,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return self.steps
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The rest of the epoch that the position lies in."""
+        self._batches.pending = self._remaining()
+        for batch in self._loader:
+            self._count(int(batch.pop("skipped").sum()))
+            yield batch
+
+    def _remaining(self) -> Iterator[list[Ticket]]:
+        if not self.train:
+            yield from evaluation_batches(len(self.source), self.batch_size, self.rank, self.world)
+            return
+        epoch, done = divmod(self.position() if self.position else 0, self.steps)
+        order = epoch_order(self.source.shard_sizes, self.seed, epoch, self.window)
+        order = order[done * self.batch_size : self.steps * self.batch_size]
+        yield from training_batches(order, epoch, self.batch_size, self.rank, self.world)
+
+    def _count(self, skipped: int) -> None:
+        self.skipped += skipped
+        if self.skipped > self.max_skipped:
+            raise BrokenSampleError(
+                f"{self.skipped} broken training samples were skipped, more than max_skipped={self.max_skipped}; "
+                "the warnings above name them: mend the data, or raise the limit"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order depends on, to be compared at a resume; the position itself is the trainer's batch count."""
+        return {"samples": len(self.source), "batch_size": self.batch_size, "seed": self.seed, "window": self.window}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse to go on in another order than the checkpoint's.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        for key, now in self.state_dict().items():
+            if state.get(key, now) != now:
+                raise ValueError(
+                    f"the checkpoint was trained with {key}={state[key]}, this run has {key}={now}: it could not go on "
+                    f"with the very next sample. Set {key} back, or start a new run from the weights alone"
+                )

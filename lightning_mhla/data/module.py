@@ -1,0 +1,99 @@
+"""The LightningDataModule of every domain: sources in, resumable loaders out."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning import LightningDataModule
+
+from lightning_mhla.data.loader import ResumableLoader
+from lightning_mhla.data.source import SampleSource
+
+
+def limited(batches: int, limit: int | float | None) -> int:
+    """Batches left by one of the trainer's ``limit_*_batches``: a count, or a share of an epoch."""
+    if limit is None:
+        return batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+
+class ResumableDataModule(LightningDataModule):
+    """Training, validation, test and prediction data of one domain; a domain implements :meth:`source`.
+
+    Args:
+        batch_size: samples of a batch over all processes together, so that the number of processes does not change a
+            run; a multiple of it.
+        num_workers: worker processes that read samples, for each training process.
+        seed: order and random numbers of the samples; null takes ``seed_everything``.
+        max_skipped: broken training samples that one process skips, with a warning each, before it stops.
+        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_workers: int = 0,
+        seed: int | None = None,
+        max_skipped: int = 100,
+        shuffle_window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.batch_size, self.num_workers = batch_size, num_workers
+        self.max_skipped, self.shuffle_window = max_skipped, shuffle_window
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+
+        self._trained_with: dict[str, Any] | None = None
+        self._order: dict[str, Any] = {}
+
+    def source(self, stage: str) -> SampleSource:
+        """The samples of ``stage``: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        raise NotImplementedError
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Shuffled batches that go on where the trainer's batch count stands."""
+        loader = self._loader("train", train=True)
+        if self._trained_with is not None:
+            loader.load_state_dict(self._trained_with)
+        self._order = loader.state_dict()
+        if (trainer := self.trainer) is not None:
+            progress = trainer.fit_loop.epoch_loop.batch_progress
+            loader.position = lambda: progress.total.processed
+            loader.steps = limited(loader.steps, trainer.limit_train_batches)
+        return loader
+
+    def val_dataloader(self) -> ResumableLoader:
+        """Every validation sample once."""
+        return self._loader("validate")
+
+    def test_dataloader(self) -> ResumableLoader:
+        """Every test sample once."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> ResumableLoader:
+        """Every sample to predict once."""
+        return self._loader("predict")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order of the training samples depends on, for the checkpoint."""
+        return self._order
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep what the checkpoint's order depends on; the training loader is compared with it when it is made."""
+        self._trained_with = state_dict
+
+    def _loader(self, stage: str, train: bool = False) -> ResumableLoader:
+        options: dict[str, Any] = {}
+        if self.trainer is not None:
+            share = self.trainer.distributed_sampler_kwargs or {}
+            options = {"rank": share.get("rank", 0), "world": share.get("num_replicas", 1)}
+        return ResumableLoader(
+            self.source(stage),
+            self.batch_size,
+            train=train,
+            seed=self.seed,
+            window=self.shuffle_window,
+            max_skipped=self.max_skipped,
+            num_workers=self.num_workers,
+            **options,
+        )

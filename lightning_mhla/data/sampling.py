@@ -1,0 +1,101 @@
+"""Which sample comes when, and with which random numbers: pure functions of seed, epoch and position.
+
+Nothing here has a state, so nothing can be lost: the position of a run is the number of batches that it has trained on.
+The order does not depend on the number of processes or workers either: global batch b of an epoch holds the same
+samples however many share it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+_ORDER, _SAMPLE, _STEP = range(3)  # one stream of random numbers for each purpose
+
+
+class Ticket(NamedTuple):
+    """One sample to be read: for which epoch (its random numbers depend on it), and whether it counts.
+
+    ``valid`` is False for samples that only fill up a batch, so that all processes run equally many.
+    """
+
+    epoch: int
+    index: int
+    valid: bool = True
+
+
+def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int | None = None) -> np.ndarray:
+    """Order of all samples in one epoch.
+
+    Args:
+        shard_sizes: samples in each shard.
+        seed: of the run.
+        epoch: from 0.
+        window: shards are shuffled, then samples within so many shards that follow each other, which keeps reads
+            close together; None shuffles all samples.
+
+    Returns:
+        ``[sum(shard_sizes)]`` int64, a permutation.
+    """
+    generator = np.random.default_rng([seed, _ORDER, epoch])
+    if window is None or window >= len(shard_sizes):
+        return generator.permutation(sum(shard_sizes))
+    starts = np.concatenate([[0], np.cumsum(shard_sizes)[:-1]])
+    shards = generator.permutation(len(shard_sizes))
+    windows = []
+    for first in range(0, len(shards), window):
+        members = [np.arange(shard_sizes[s]) + starts[s] for s in shards[first : first + window]]
+        windows.append(generator.permutation(np.concatenate(members)))
+    return np.concatenate(windows)
+
+
+def training_batches(order: np.ndarray, epoch: int, batch: int, rank: int, world: int) -> Iterator[list[Ticket]]:
+    """This process's share of each whole global batch of ``batch`` samples; a last incomplete batch is left out."""
+    share = batch // world
+    for start in range(rank * share, len(order) // batch * batch, batch):
+        yield [Ticket(epoch, int(index)) for index in order[start : start + share]]
+
+
+def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Iterator[list[Ticket]]:
+    """Every sample once over all processes, equally many batches for each; what only fills up is not ``valid``."""
+    share = batch // world
+    rounds = -(-samples // batch)
+    for step in range(rounds):
+        first = step * batch
+        size = min(share, -(-(samples - first) // world))
+        places = [first + rank + i * world for i in range(size)]
+        yield [Ticket(0, min(place, samples - 1), place < samples) for place in places]
+
+
+def seed_sample(seed: int, ticket: Ticket) -> None:
+    """Seed python's, numpy's and torch's generators for reading one sample."""
+    _seed_all([seed, _SAMPLE, ticket.epoch, ticket.index])
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed all generators of this process for one training step (dropout, stochastic depth, mixup)."""
+    _seed_all([seed, _STEP, step, rank])
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Leave the CPU's global random generators as they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _seed_all(entropy: list[int]) -> None:
+    word = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+    random.seed(word)
+    np.random.seed(word & 0xFFFFFFFF)
+    torch.manual_seed(word)

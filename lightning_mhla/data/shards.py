@@ -1,0 +1,252 @@
+"""WebDataset tar shards read by index: safe members only, no shell, no pickle.
+
+A shard is an uncompressed tar file; the members of one sample follow each other and share a name up to the first dot
+(``0007.jpg``, ``0007.cls``). Its member table is scanned once and kept beside it (or in the cache folder).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tarfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+from braceexpand import braceexpand
+from rich.progress import track
+
+from lightning_mhla.data.source import BrokenSampleError
+
+log = logging.getLogger(__name__)
+
+SCHEMES = ("http", "https", "s3", "gs", "hf")
+"""Remote places that shards may come from; everything else but a plain path is refused, ``pipe:`` above all."""
+
+OPEN_FILES = 64
+"""Shards that one process keeps open."""
+
+
+def default_cache() -> Path:
+    """Folder for downloaded shards and member tables: ``$XDG_CACHE_HOME/lightning-mhla``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-mhla"
+
+
+def find_shards(where: str | Sequence[str], cache: Path | None = None) -> list[Path]:
+    """Local paths of the shards that ``where`` names.
+
+    Args:
+        where: a folder of ``*.tar``, a path or URL with braces (``train-{0000..1023}.tar``), a glob, or a list of these.
+            URLs (http, https, s3, gs, hf) are downloaded once, whole or not at all.
+        cache: folder for downloads; None for :func:`default_cache`.
+
+    Raises:
+        FileNotFoundError: when a folder, file or pattern gives no shard.
+        ValueError: for a URL scheme that is not allowed.
+    """
+    names = [where] if isinstance(where, str) else list(where)
+    expanded = [part for name in names for part in braceexpand(str(name))]
+    remote = [name for name in expanded if _scheme(name)]
+    fetched = dict(zip(remote, _download(remote, (cache or default_cache()) / "shards"), strict=True))
+    return [path for name in expanded for path in ([fetched[name]] if name in fetched else _local(name))]
+
+
+def _scheme(name: str) -> str | None:
+    match = re.match(r"^([A-Za-z][A-Za-z0-9+.-]+):", name)
+    if match is None:
+        return None
+    if match[1] not in SCHEMES or not name.startswith(f"{match[1]}://"):
+        raise ValueError(
+            f"{name!r}: shards come from a local path or one of {', '.join(SCHEMES)}; nothing else is opened"
+        )
+    return match[1]
+
+
+def _local(name: str) -> list[Path]:
+    path = Path(name)
+    if path.is_dir():
+        found = sorted(path.glob("*.tar"))
+    elif path.is_file():
+        found = [path]
+    else:
+        found = sorted(path.parent.glob(path.name)) if any(c in path.name for c in "*?[") else []
+    if not found:
+        what = "holds no *.tar files" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(
+            f"{name} {what}; give a folder of shards, a pattern such as DIR/train-{{0000..0009}}.tar, or URLs"
+        )
+    return found
+
+
+def _download(urls: list[str], cache: Path) -> list[Path]:
+    targets = [cache / hashlib.sha256(url.encode()).hexdigest()[:16] / url.rsplit("/", 1)[-1] for url in urls]
+    missing = [(url, target) for url, target in zip(urls, targets, strict=True) if not target.exists()]
+    for url, target in track(missing, "downloading shards", disable=not missing):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+        try:
+            with fsspec.open(url, "rb") as source, partial.open("wb") as sink:
+                shutil.copyfileobj(source, sink, 1 << 22)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    return targets
+
+
+@dataclass(frozen=True)
+class MemberTable:
+    """Where the members of one shard lie.
+
+    Attributes:
+        keys: ``[n]`` str, the samples.
+        extensions: the member extensions of the shard, lower case.
+        offsets: ``[n, len(extensions)]`` int64, first byte; -1 where a sample has no such member.
+        sizes: likewise, bytes.
+    """
+
+    keys: np.ndarray
+    extensions: tuple[str, ...]
+    offsets: np.ndarray
+    sizes: np.ndarray
+
+
+def scan_shard(path: Path) -> MemberTable:
+    """Read a shard's member table from its headers.
+
+    Raises:
+        ValueError: naming the shard, when it is no tar file, or cut short.
+    """
+    samples: OrderedDict[str, dict[str, tuple[int, int]]] = OrderedDict()
+    total = path.stat().st_size
+    end = 0
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                end = member.offset_data + -(-member.size // 512) * 512
+                folder, _, name = member.name.rpartition("/")
+                stem, dot, extension = name.partition(".")
+                if member.isfile() and dot and stem:
+                    key = f"{folder}/{stem}" if folder else stem
+                    samples.setdefault(key, {})[extension.lower()] = (member.offset_data, member.size)
+    except tarfile.TarError as error:
+        raise ValueError(f"{path}: not a whole tar file ({error}); write or download it again") from error
+    if end + 512 > total:
+        raise ValueError(
+            f"{path}: cut short, {total} bytes where at least {end + 1024} belong; write or download it again"
+        )
+    extensions = tuple(sorted({extension for members in samples.values() for extension in members}))
+    missing = (-1, 0)
+    table = [[members.get(extension, missing) for extension in extensions] for members in samples.values()]
+    places = np.array(table, dtype=np.int64).reshape(len(samples), len(extensions), 2)
+    return MemberTable(np.array(list(samples), dtype=np.str_), extensions, places[..., 0], places[..., 1])
+
+
+def load_table(path: Path, cache: Path | None = None) -> MemberTable:
+    """The member table of a shard, from the file that keeps it if that is as old as the shard, else scanned and kept."""
+    stat = path.stat()
+    stamp = np.array([stat.st_size, stat.st_mtime_ns], dtype=np.int64)
+    hidden = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    places = [path.with_name(path.name + ".index.npz"), (cache or default_cache()) / "tables" / f"{hidden}.npz"]
+    for place in places:
+        if place.exists():
+            with np.load(place, allow_pickle=False) as kept:
+                if (kept["stamp"] == stamp).all():
+                    return MemberTable(kept["keys"], tuple(kept["extensions"].tolist()), kept["offsets"], kept["sizes"])
+    table = scan_shard(path)
+    for place in places:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            aside = place.with_name(f"{place.name}.{os.getpid()}.part.npz")
+            np.savez(
+                aside,
+                stamp=stamp,
+                keys=table.keys,
+                extensions=np.array(table.extensions, dtype=np.str_),
+                offsets=table.offsets,
+                sizes=table.sizes,
+            )
+            aside.replace(place)
+            break
+        except OSError as error:
+            log.info("member table of %s not kept at %s: %s", path, place, error)
+    return table
+
+
+class ShardReader:
+    """Members of samples by index, over many shards. Safe to share between processes.
+
+    Args:
+        shards: local paths, see :func:`find_shards`.
+        cache: folder for member tables where the shards' own folder cannot be written.
+    """
+
+    def __init__(self, shards: Sequence[Path], cache: Path | None = None) -> None:
+        self.shards = list(shards)
+        with ThreadPoolExecutor(8) as pool:
+            tables = pool.map(lambda path: load_table(path, cache), self.shards)
+            few = len(self.shards) < 32
+            self.tables = list(track(tables, "reading shard tables", total=len(self.shards), disable=few))
+        self.shard_sizes = [len(table.keys) for table in self.tables]
+        self._ends = np.cumsum(self.shard_sizes)
+        self._open: OrderedDict[int, int] = OrderedDict()
+        self._owner = os.getpid()
+
+    def __len__(self) -> int:
+        """Samples in all shards."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def describe(self, index: int) -> str:
+        """Shard and key of a sample, for messages."""
+        shard, row = self._find(index)
+        return f"{self.shards[shard]}: sample {self.tables[shard].keys[row]}"
+
+    def extension(self, index: int, wanted: Sequence[str]) -> str:
+        """The first of ``wanted`` that the sample has.
+
+        Raises:
+            BrokenSampleError: if it has none of them.
+        """
+        shard, row = self._find(index)
+        table = self.tables[shard]
+        for name in wanted:
+            if name in table.extensions and table.offsets[row, table.extensions.index(name)] >= 0:
+                return name
+        has = [name for name, at in zip(table.extensions, table.offsets[row], strict=True) if at >= 0]
+        raise BrokenSampleError(f"{self.describe(index)} has no .{' or .'.join(wanted)}, only {has}")
+
+    def read(self, index: int, extension: str) -> bytes:
+        """The bytes of one member that the sample has."""
+        shard, row = self._find(index)
+        table = self.tables[shard]
+        column = table.extensions.index(extension)
+        size = int(table.sizes[row, column])
+        data = os.pread(self._file(shard), size, int(table.offsets[row, column]))
+        if len(data) < size:
+            raise BrokenSampleError(f"{self.describe(index)}: .{extension} is cut short, {len(data)} of {size} bytes")
+        return data
+
+    def _find(self, index: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        return shard, index - (int(self._ends[shard - 1]) if shard else 0)
+
+    def _file(self, shard: int) -> int:
+        if self._owner != os.getpid():
+            self._open, self._owner = OrderedDict(), os.getpid()
+        if shard not in self._open:
+            if len(self._open) >= OPEN_FILES:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[shard] = os.open(self.shards[shard], os.O_RDONLY)
+        self._open.move_to_end(shard)
+        return self._open[shard]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without open files, for worker processes that are started afresh."""
+        return {**self.__dict__, "_open": OrderedDict()}

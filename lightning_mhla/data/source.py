@@ -1,0 +1,32 @@
+"""What a data set is to the pipeline: samples that can be had by index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class BrokenSampleError(ValueError):
+    """A sample that cannot be used; the message names where it lies and what is wrong with it."""
+
+
+class SampleSource(Protocol):
+    """Samples by index. Reading one uses the global random generators freely: they are seeded for each sample.
+
+    Attributes:
+        shard_sizes: samples in each shard, in order; a source without shards is one shard.
+    """
+
+    shard_sizes: Sequence[int]
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One sample, of tensors and numbers of the same keys and shapes for every index.
+
+        Raises:
+            BrokenSampleError: if the sample cannot be used.
+        """
+        ...

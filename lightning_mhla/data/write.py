@@ -1,0 +1,47 @@
+"""Writing WebDataset shards: each whole or not at all, so that a stopped command goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import webdataset as wds
+from rich.progress import track
+
+Item = TypeVar("Item")
+
+
+def write_shards(
+    items: Sequence[Item],
+    encode: Callable[[Item], dict[str, Any]],
+    folder: Path,
+    prefix: str,
+    per_shard: int,
+) -> list[Path]:
+    """Write ``items`` in order as ``folder/prefix-0000.tar`` and so on.
+
+    A shard gets its name when it is complete; one that exists is left alone, so calling again after a stop goes on.
+
+    Args:
+        items: what to write; sample i gets the key ``i`` in eight digits.
+        encode: the members of one item, extension to bytes or a number.
+        folder: made if missing.
+        prefix: of the file names.
+        per_shard: samples in a shard; the last may hold fewer.
+
+    Returns:
+        Paths of all shards.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    starts = range(0, len(items), per_shard)
+    paths = [folder / f"{prefix}-{number:04d}.tar" for number in range(len(starts))]
+    for start, path in track(list(zip(starts, paths, strict=True)), f"writing {prefix} shards"):
+        if path.exists():
+            continue
+        aside = path.with_name(path.name + ".part")
+        with aside.open("wb") as stream, wds.TarWriter(stream, mtime=0) as writer:
+            for number in range(start, min(start + per_shard, len(items))):
+                writer.write({"__key__": f"{number:08d}", **encode(items[number])})
+        aside.replace(path)
+    return paths

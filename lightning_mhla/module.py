@@ -1,0 +1,105 @@
+"""The LightningModule that every domain derives from: optimiser, EMA, seeds, sharding, and checks of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from lightning import Callback, LightningModule
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
+from lightning_mhla.callbacks.seeding import StepSeed
+from lightning_mhla.optim import OptimizerConfig, build_optimizer
+
+
+class TrainingModule(LightningModule):
+    """A network and how it is trained; a domain sets ``self.network`` and implements the steps.
+
+    Args:
+        optimizer: see :class:`OptimizerConfig`.
+        ema_decay: decay of the exponential moving average of the weights, which validation, test and the checkpoint's
+            ``state_dict`` use; null for none.
+    """
+
+    network: nn.Module
+
+    def __init__(self, optimizer: OptimizerConfig, ema_decay: float | None) -> None:
+        super().__init__()
+        if ema_decay is not None and not 0 < ema_decay < 1:
+            raise ValueError(f"ema_decay={ema_decay} must lie between 0 and 1, or be null for no average")
+        self.optimizer_config = optimizer
+        self.ema_decay = ema_decay
+
+    def remember(self) -> None:
+        """Keep the arguments as plain data, so that a checkpoint can be read without running code from it."""
+        for name in ("_hparams", "_hparams_initial"):
+            for key, value in getattr(self, name).items():
+                if is_dataclass(value) and not isinstance(value, type):
+                    getattr(self, name)[key] = asdict(value)
+
+    def layers(self) -> list[nn.Module]:
+        """The repeated blocks of the network, first to last: what is sharded, and what layer decay counts."""
+        raise NotImplementedError
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Seeds of each step, and the moving average, in every fit."""
+        if self.trainer.state.fn != "fit":
+            return []
+        average = [] if self.ema_decay is None else [ExponentialMovingAverage(self.ema_decay)]
+        return [StepSeed(), *average]
+
+    def configure_model(self) -> None:
+        """Shard the network block by block, under a strategy that made a device mesh (FSDP2)."""
+        if self.device_mesh is None or isinstance(self.network, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.layers():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.network, mesh=mesh)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with warm-up and schedule, stepped with the optimiser."""
+        steps = float(self.trainer.estimated_stepping_batches)
+        accumulate = self.trainer.accumulate_grad_batches
+        per_epoch = max(1.0, self.trainer.num_training_batches / accumulate)
+        optimizer, schedule = build_optimizer(
+            self.network, self.optimizer_config, steps, per_epoch, self._layer_names()
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
+
+    def _layer_names(self) -> Iterable[Iterable[str]]:
+        if self.optimizer_config.layer_decay == 1:
+            return []
+        blocks = {id(layer) for layer in self.layers()}
+        names = [f"{name}." for name, module in self.network.named_modules() if id(module) in blocks]
+        root = names[0].split(".")[0]
+        before = [name for name, _ in self.network.named_parameters() if not name.startswith((root, "head"))]
+        return [before, *[[name] for name in names]]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another model before its tensors fail to fit.
+
+        Raises:
+            ValueError: naming the attention kind or size that differs, and the way out.
+        """
+        theirs, ours = checkpoint.get("hyper_parameters", {}), self.hparams
+        kinds = theirs.get("attention", {}).get("kind"), ours.get("attention", {}).get("kind")
+        if None not in kinds and kinds[0] != kinds[1]:
+            raise ValueError(
+                f"the checkpoint was trained with attention kind {kinds[0]!r}, this run asks for {kinds[1]!r}; "
+                f"set --model.init_args.attention.kind={kinds[0]}, or train {kinds[1]!r} from the start"
+            )
+        state = self.state_dict()
+        wrong = [
+            f"{name} is {list(tensor.shape)}, here {list(state[name].shape)}"
+            for name, tensor in checkpoint.get("state_dict", {}).items()
+            if name in state and hasattr(tensor, "shape") and tensor.shape != state[name].shape
+        ]
+        if wrong:
+            raise ValueError(
+                f"the checkpoint is of a model of other sizes: {'; '.join(wrong[:3])} ({len(wrong)} tensors in all). "
+                "Leave the model options out to take those that the checkpoint remembers"
+            )

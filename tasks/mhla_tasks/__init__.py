@@ -1,0 +1,1 @@
+"""The domains, a folder each, and the command line that trains them."""

@@ -1,0 +1,176 @@
+"""Data of the classification domain: the embedded digits, and ImageNet in WebDataset shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import create_transform
+from torch import Tensor
+from torchvision.transforms import v2
+
+from lightning_mhla.data import ResumableDataModule, SampleSource, ShardReader, find_shards
+from lightning_mhla.data.digits import load_digits
+from lightning_mhla.data.images import FolderImages, ShardImages
+
+
+class DigitSamples:
+    """The digits as a source.
+
+    Args:
+        train: the training images, or those held out.
+        augment: whether each image is shifted, turned and scaled a little.
+    """
+
+    def __init__(self, train: bool, augment: bool) -> None:
+        self.images, self.labels = load_digits(train)
+        self.shard_sizes: Sequence[int] = [len(self.labels)]
+        self.augment = v2.RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1)) if augment else None
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``image`` ``[1, 8, 8]`` and ``label``."""
+        image = self.images[index]
+        return {"image": image if self.augment is None else self.augment(image), "label": int(self.labels[index])}
+
+
+class Digits(ResumableDataModule):
+    """Handwritten digits of 8 x 8 pixels that ship with scikit-learn; 1,437 to train on, 360 held out.
+
+    Args:
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process; 0 is fastest for images this small.
+        augment: whether training images are shifted, turned and scaled a little.
+        seed: order and random numbers of the samples; null takes seed_everything.
+        predict_dir: folder of images for predict; they are scaled to 8 x 8 grey pixels, light strokes on dark.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        augment: bool = True,
+        seed: int | None = None,
+        predict_dir: str | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed)
+        self.save_hyperparameters(ignore=["predict_dir"])
+        self.augment, self.predict_dir = augment, predict_dir
+
+    def source(self, stage: str) -> SampleSource:
+        """See :meth:`ResumableDataModule.source`."""
+        if stage == "predict":
+            return FolderImages(_predict_folder(self.predict_dir), _shrink_digit, mode="L")
+        return DigitSamples(train=stage == "train", augment=self.augment and stage == "train")
+
+
+def _shrink_digit(image: Any) -> Tensor:
+    resize = v2.Resize((8, 8), interpolation=v2.InterpolationMode.BOX, antialias=True)
+    return v2.functional.to_dtype(v2.functional.pil_to_tensor(resize(image)), torch.float32, scale=True)
+
+
+@dataclass
+class AugmentConfig:
+    """Augmentation of training images (timm); the defaults are the paper's.
+
+    Args:
+        auto_augment: RandAugment policy of timm; null for none.
+        color_jitter: strength where there is no auto_augment.
+        random_erasing: probability that a rectangle is erased.
+        min_scale: smallest share of the image's area that a crop shows.
+        horizontal_flip: probability of a flip.
+        interpolation: random, bilinear or bicubic.
+    """
+
+    auto_augment: str | None = "rand-m9-mstd0.5-inc1"
+    color_jitter: float = 0.4
+    random_erasing: float = 0.25
+    min_scale: float = 0.08
+    horizontal_flip: float = 0.5
+    interpolation: str = "bicubic"
+
+
+class ImageNetShards(ResumableDataModule):
+    """Labelled images in WebDataset tar shards, NNN.jpg and NNN.cls, the layout of timm/imagenet-1k-wds.
+
+    Args:
+        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these.
+        val: shards to validate and test on, likewise.
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process.
+        image_size: side of the square image that the model takes.
+        num_classes: labels must lie below it.
+        crop_share: share of the resized image's side that the central crop of validation shows.
+        augment: augmentation of training images.
+        seed: order and random numbers of the samples; null takes seed_everything.
+        max_skipped: broken training samples that one process skips, with a warning each, before it stops.
+        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
+        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+        predict_dir: folder of images for predict.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        val: str | list[str],
+        batch_size: int = 1024,
+        num_workers: int = 8,
+        image_size: int = 224,
+        num_classes: int = 1000,
+        crop_share: float = 0.9,
+        augment: AugmentConfig | None = None,
+        seed: int | None = None,
+        max_skipped: int = 100,
+        shuffle_window: int | None = 16,
+        cache_dir: str | None = None,
+        predict_dir: str | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed, max_skipped, shuffle_window)
+        self.shards = {"train": train, "validate": val, "test": val}
+        self.image_size, self.num_classes, self.crop_share = image_size, num_classes, crop_share
+        self.augment = AugmentConfig(**augment) if isinstance(augment, dict) else augment or AugmentConfig()
+        self.cache = Path(cache_dir) if cache_dir else None
+        self.predict_dir = predict_dir
+
+    def prepare_data(self) -> None:
+        """Find or download the shards and read their member tables, once on each node."""
+        if self.trainer is None or self.trainer.state.fn == "predict":
+            return
+        stages = ("train", "validate") if self.trainer.state.fn == "fit" else (str(self.trainer.state.fn),)
+        for stage in stages:
+            self._reader(stage)
+
+    def source(self, stage: str) -> SampleSource:
+        """See :meth:`ResumableDataModule.source`."""
+        if stage == "predict":
+            return FolderImages(_predict_folder(self.predict_dir), self._transform(train=False))
+        return ShardImages(self._reader(stage), self._transform(train=stage == "train"), self.num_classes)
+
+    def _reader(self, stage: str) -> ShardReader:
+        return ShardReader(find_shards(self.shards[stage], self.cache), self.cache)
+
+    def _transform(self, train: bool) -> Any:
+        if not train:
+            return create_transform(self.image_size, crop_pct=self.crop_share, interpolation="bicubic")
+        return create_transform(
+            self.image_size,
+            is_training=True,
+            auto_augment=self.augment.auto_augment,
+            color_jitter=self.augment.color_jitter,
+            re_prob=self.augment.random_erasing,
+            scale=(self.augment.min_scale, 1.0),
+            hflip=self.augment.horizontal_flip,
+            interpolation=self.augment.interpolation,
+        )
+
+
+def _predict_folder(folder: str | None) -> str:
+    if folder is None:
+        raise ValueError("predict needs images: --data.init_args.predict_dir=FOLDER")
+    return folder

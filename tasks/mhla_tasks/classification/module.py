@@ -1,0 +1,190 @@
+"""Training, validation and prediction of an image classifier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from lightning import Callback
+from timm.data import Mixup
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.module import TrainingModule
+from lightning_mhla.optim import OptimizerConfig
+from mhla_tasks.classification.model import Size, VisionTransformer
+from mhla_tasks.classification.predict import PredictionTable
+
+Stage = Literal["val", "test"]
+
+
+@dataclass
+class MixupConfig:
+    """Mixing of images and labels within a batch (timm).
+
+    Args:
+        mixup: alpha of mixup; 0 for none.
+        cutmix: alpha of cutmix; 0 for none.
+        prob: probability that a batch is mixed.
+        switch_prob: probability of cutmix where both are on.
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    prob: float = 1.0
+    switch_prob: float = 0.5
+
+
+class ImageClassifier(TrainingModule):
+    """A vision transformer trained on images and labels.
+
+    Args:
+        attention: which attention; see each key.
+        num_classes: number of classes.
+        image_size: side of the square image, in pixels.
+        size: DeiT's tiny, small or base; null to give dim, depth and heads.
+        dim: width of the tokens.
+        depth: number of blocks.
+        heads: attention heads.
+        patch_size: side of a patch, in pixels.
+        channels: of the image.
+        stem: patch (one convolution of the patch's size) or conv (two small ones).
+        pad_to: side that zero pixels pad the image to; null for none.
+        mlp_ratio: inner width of the MLP over the tokens'.
+        drop_path: stochastic depth of the last block.
+        checkpointing: recompute blocks in the backward pass, to save memory.
+        label_smoothing: share of the label that is spread over all classes.
+        mixup: mixing of images and labels.
+        optimizer: AdamW and its schedule.
+        ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
+        class_names: names of the classes for predictions; null for numbers.
+    """
+
+    def __init__(
+        self,
+        attention: AttentionConfig,
+        num_classes: int,
+        image_size: int = 224,
+        size: Size | None = None,
+        dim: int | None = None,
+        depth: int | None = None,
+        heads: int | None = None,
+        patch_size: int = 16,
+        channels: int = 3,
+        stem: Literal["patch", "conv"] = "patch",
+        pad_to: int | None = None,
+        mlp_ratio: float = 4.0,
+        drop_path: float = 0.0,
+        checkpointing: bool = False,
+        label_smoothing: float = 0.0,
+        mixup: MixupConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        ema_decay: float | None = None,
+        class_names: list[str] | None = None,
+    ) -> None:
+        attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
+        mixup = MixupConfig(**mixup) if isinstance(mixup, dict) else mixup or MixupConfig()
+        optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer or OptimizerConfig()
+        super().__init__(optimizer, ema_decay)
+        self.save_hyperparameters()
+        self.remember()
+        if class_names is not None and len(class_names) != num_classes:
+            raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
+        self.class_names = class_names or [str(number) for number in range(num_classes)]
+        self.label_smoothing = label_smoothing
+        self.network = VisionTransformer(
+            image_size,
+            num_classes,
+            attention,
+            size=size,
+            dim=dim,
+            depth=depth,
+            heads=heads,
+            patch_size=patch_size,
+            channels=channels,
+            stem=stem,
+            pad_to=pad_to,
+            mlp_ratio=mlp_ratio,
+            drop_path=drop_path,
+            checkpointing=checkpointing,
+        )
+        self.mixup = (
+            Mixup(
+                mixup_alpha=mixup.mixup,
+                cutmix_alpha=mixup.cutmix,
+                prob=mixup.prob,
+                switch_prob=mixup.switch_prob,
+                label_smoothing=label_smoothing,
+                num_classes=num_classes,
+            )
+            if mixup.mixup or mixup.cutmix
+            else None
+        )
+        self.metrics = nn.ModuleDict({f"{stage}_metrics": _metrics(num_classes) for stage in ("val", "test")})
+
+    def layers(self) -> list[nn.Module]:
+        """See :meth:`TrainingModule.layers`."""
+        return list(self.network.backbone.blocks)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Also the table of predictions."""
+        predicting = self.trainer.state.fn == "predict"
+        return [PredictionTable(self.class_names)] if predicting else super().configure_callbacks()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Class scores ``[B, num_classes]`` of images ``[B, channels, image_size, image_size]``."""
+        return self.network(images)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Cross-entropy of one batch."""
+        images, labels = batch["image"], batch["label"]
+        if self.mixup is not None:
+            images, labels = self.mixup(images, labels)
+            loss = torch.sum(-labels * F.log_softmax(self(images), dim=-1), dim=-1).mean()
+        else:
+            loss = F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(images))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Update the validation metrics."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Update the test metrics."""
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Class probabilities and indices of the images that count."""
+        probabilities = self(batch["image"]).softmax(-1)
+        return {"probability": probabilities[batch["valid"]], "index": batch["index"][batch["valid"]]}
+
+    def _evaluate(self, batch: dict[str, Tensor], stage: Stage) -> None:
+        scores = self(batch["image"])
+        valid = batch["valid"]
+        scores, labels = scores[valid], batch["label"][valid]
+        metrics = self.metrics[f"{stage}_metrics"]
+        if len(labels):
+            metrics["loss"].update(F.cross_entropy(scores, labels, reduction="none"))
+            metrics["samples"].update(torch.ones_like(labels))
+            for name in ("accuracy", "accuracy_top5"):
+                if name in metrics:
+                    metrics[name].update(scores, labels)
+        for name, metric in metrics.items():
+            self.log(f"{stage}/{name}", metric, on_epoch=True, prog_bar=name == "accuracy", batch_size=len(valid))
+
+
+def _metrics(num_classes: int) -> MetricCollection:
+    """Top-1, top-5 where there are more than five classes, mean loss, and how many samples counted."""
+    metrics: dict[str, Metric | MetricCollection] = {
+        "accuracy": MulticlassAccuracy(num_classes, average="micro"),
+        "loss": MeanMetric(),
+        "samples": SumMetric(),
+    }
+    if num_classes > 5:
+        metrics["accuracy_top5"] = MulticlassAccuracy(num_classes, top_k=5, average="micro")
+    return MetricCollection(metrics, compute_groups=False)

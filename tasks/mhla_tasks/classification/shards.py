@@ -1,0 +1,67 @@
+"""Turn a folder of images, one folder for each class, into WebDataset shards.
+
+    python -m mhla_tasks.classification.shards photos/train shards --prefix train
+
+The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. Images
+are copied byte for byte, in an order shuffled by the seed. Calling again after a stop goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from lightning_mhla.data import ShardReader, write_shards
+from lightning_mhla.data.images import image_files
+
+
+def images_to_shards(source: Path, target: Path, prefix: str, per_shard: int, seed: int) -> list[Path]:
+    """Write the shards; see the module's description.
+
+    Returns:
+        Paths of the shards.
+
+    Raises:
+        FileNotFoundError: when ``source`` holds no class folders with images.
+    """
+    folders = sorted(path for path in source.iterdir() if path.is_dir()) if source.is_dir() else []
+    if not folders:
+        raise FileNotFoundError(f"{source} must hold one folder of images for each class")
+    labelled = [(path, label) for label, folder in enumerate(folders) for path in image_files(folder)]
+    order = np.random.default_rng(seed).permutation(len(labelled))
+
+    def encode(item: tuple[Path, int]) -> dict[str, bytes]:
+        path, label = item
+        return {path.suffix.lower().lstrip("."): path.read_bytes(), "cls": str(label).encode()}
+
+    paths = write_shards([labelled[i] for i in order], encode, target, prefix, per_shard)
+    (target / f"{prefix}-classes.txt").write_text("".join(f"{folder.name}\n" for folder in folders))
+    return paths
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mhla_tasks.classification.shards",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, help="folder that holds one folder of images for each class")
+    parser.add_argument("target", type=Path, help="folder for the shards")
+    parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
+    parser.add_argument("--per-shard", type=int, default=1000, help="images in a shard (default: 1000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the images (default: 0)")
+    args = parser.parse_args()
+    try:
+        paths = images_to_shards(args.source, args.target, args.prefix, args.per_shard, args.seed)
+    except FileNotFoundError as error:
+        sys.exit(f"error: {error}")
+    Console().print(f"{len(ShardReader(paths))} images in {len(paths)} shards: {paths[0]} ..")
+
+
+if __name__ == "__main__":
+    main()
