@@ -65,18 +65,21 @@ class LearningCurves(Callback):
             if points is not None and (not points or points[-1][0] < trainer.global_step):
                 points.append((trainer.global_step, float(value)))
 
+    def _moves(self, name: str) -> bool:
+        return len({value for _, value in self.points[name]}) > 1
+
     def draw(self) -> None:
         """Write the picture."""
         panels: dict[str, list[str]] = defaultdict(list)
         for name in sorted(self.points):
             panels[name.split("/", 1)[1]].append(name)
-        panels = {title: names for title, names in panels.items() if any(len(self.points[n]) > 1 for n in names)}
+        panels = {title: names for title, names in panels.items() if any(self._moves(name) for name in names)}
         if not panels or self._path is None:
             return
         columns = min(3, len(panels))
         rows = -(-len(panels) // columns)
         figure = Figure(figsize=(4.2 * columns, 3 * rows), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False).flat
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axis, (title, names) in zip(axes, panels.items(), strict=False):
             for name in names:
                 axis.plot(*zip(*self.points[name], strict=True), label=name.split("/", 1)[0], linewidth=1.2)
@@ -84,7 +87,7 @@ class LearningCurves(Callback):
             axis.grid(alpha=0.3)
             if len(names) > 1:
                 axis.legend()
-        for axis in list(axes)[len(panels) :]:
+        for axis in axes[len(panels) :]:
             axis.remove()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(self._path, dpi=110)

@@ -1,8 +1,122 @@
-"""The command line of every domain: ``lightning fit|validate|test|predict --config FILE [--config OVERLAY] [--key=value]``."""
+"""The command line of every domain: ``lightning fit|validate|test|predict --config FILE [--config OVERLAY] [--key=value]``.
 
-from lightning.pytorch.cli import LightningCLI
+What the command line says beats the YAML files, a later file beats an earlier one, and all of them beat what a
+checkpoint given by ``--ckpt_path`` remembers of its model and data.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from rich.logging import RichHandler
+
+from mhla_tasks.config_errors import find_unknown_key, read_sources, shorten
+
+OWN = ("mhla_kernels", "lightning_mhla", "mhla_tasks")
+EXPECTED = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
 
 
-def main() -> None:
-    """Run."""
-    LightningCLI(save_config_kwargs={"overwrite": True})
+class ShortErrorParser(LightningArgumentParser):
+    """A parser whose errors are a line or two, not a page of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say what is wrong and leave with status 2."""
+        text = shorten(message, read_sources(sys.argv[1:]))
+        program = re.sub(r" \[[^]]*\]", "", self.prog)
+        sys.stderr.write(f"error: {text}\nhelp: {program} --help\n")
+        sys.exit(2)
+
+
+class SuiteCLI(LightningCLI):
+    """LightningCLI with short errors and with checkpoints that never override what the user asks for."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Check the keys, take over what a checkpoint remembers as defaults, then parse."""
+        words = sys.argv[1:] if args is None else list(args) if isinstance(args, Sequence) else []
+        subcommand = next((word for word in words if word in self._subcommand_parsers), None)
+        if subcommand is not None:
+            chosen = self._subcommand_parsers[subcommand]
+            sources = read_sources(words)
+            options = [action.dest for action in chosen._actions]
+            unknown = find_unknown_key(sources, [*options, "print_config"])
+            if unknown:
+                chosen.error(unknown)
+            for source in sources:
+                if isinstance(path := source.values.get("ckpt_path"), str):
+                    chosen.set_defaults(remembered(Path(path)))
+        super().parse_arguments(parser, args)
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing here: :meth:`parse_arguments` has made the checkpoint's memory the weakest source."""
+
+
+def remembered(checkpoint: Path) -> dict[str, Any]:
+    """Model and data options that a checkpoint remembers, ``{}`` for one that does not exist or holds none.
+
+    Args:
+        checkpoint: a file, or the folder of a sharded checkpoint.
+    """
+    path = checkpoint / "meta.pt" if checkpoint.is_dir() else checkpoint
+    if not path.is_file():
+        return {}
+    content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    options = {}
+    for root, key in (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters")):
+        known = {name: value for name, value in content.get(key, {}).items() if not name.startswith("_")}
+        class_path = content.get(key, {}).get("_class_path")
+        if class_path:
+            options[root] = {"class_path": class_path, "init_args": known}
+    return options
+
+
+def _is_deliberate(error: BaseException) -> bool:
+    """Whether an error was raised by a check of ours, so that its message alone is enough."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    raised_in = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+    return isinstance(error, EXPECTED) and raised_in.split(".")[0] in OWN
+
+
+def main(args: ArgsType = None) -> None:
+    """Run the command line; errors that a check of ours raised are printed without a traceback.
+
+    Set ``LIGHTNING_MHLA_TRACEBACK=1`` to see the traceback.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
+    for name in OWN:
+        logging.getLogger(name).setLevel(logging.INFO)
+    for noise in (
+        ".*LeafSpec.*is deprecated.*",
+        ".*`srun` command is available.*",
+        ".*callbacks used to create the.*",
+        ".*Grad strides do not match.*",
+    ):
+        warnings.filterwarnings("ignore", message=noise)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in str(record.msg))
+    try:
+        SuiteCLI(
+            parser_class=ShortErrorParser,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={"default_root_dir": "runs"},
+            args=args,
+        )
+    except Exception as error:
+        union = "Does not validate against any of the Union subtypes" in str(error)
+        if os.environ.get("LIGHTNING_MHLA_TRACEBACK") or not (union or _is_deliberate(error)):
+            raise
+        text = shorten(str(error), read_sources(sys.argv[1:])) if union else str(error)
+        sys.stderr.write(f"error: {text}\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -132,6 +132,7 @@ class ImageNetShards(ResumableDataModule):
         predict_dir: str | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, max_skipped, shuffle_window)
+        self.save_hyperparameters(ignore=["predict_dir"])
         self.shards = {"train": train, "validate": val, "test": val}
         self.image_size, self.num_classes, self.crop_share = image_size, num_classes, crop_share
         self.augment = AugmentConfig(**augment) if isinstance(augment, dict) else augment or AugmentConfig()

@@ -1,0 +1,207 @@
+"""Short messages for wrong configurations: the key, where it came from, and the nearest valid one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Collection, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SHORT_NAMES = ("lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.strategies")
+"""Modules whose classes may be named without their module, as LightningCLI does."""
+
+CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+
+NOISE = re.compile(
+    r"^-?\s*(Does not validate against any|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
+    r"|Not a valid subclass of|Subclass types expect|- a (class path|dict))"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One place that options come from.
+
+    Attributes:
+        origin: for messages: a file name, or the argument as typed.
+        values: nested options.
+    """
+
+    origin: str
+    values: dict[str, Any]
+
+
+def read_sources(arguments: Sequence[str]) -> list[Source]:
+    """Every ``--config`` file and every ``--key=value`` of a command line, in order; what cannot be read is left out."""
+    sources = []
+    words = iter(arguments)
+    for word in words:
+        if not word.startswith("-"):
+            continue
+        key, equals, value = word.partition("=")
+        key = key.lstrip("-")
+        if not equals:
+            value = next(words, "")
+        if key in ("config", "c"):
+            sources.append(Source(value, _load(Path(value))))
+            continue
+        nested: Any = _literal(value)
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        sources.append(Source(word if equals else f"{word} {value}", nested))
+    return sources
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _literal(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def find_unknown_key(sources: Sequence[Source], options: Collection[str]) -> str | None:
+    """A message for the first key that nothing accepts, or None.
+
+    Args:
+        sources: in order of precedence, weakest first.
+        options: what the subcommand accepts, dotted (``trainer.max_epochs``, ``model``, ``ckpt_path``).
+    """
+    roots = {option.split(".")[0] for option in options}
+    trainer = {option.split(".")[1] for option in options if option.startswith("trainer.")}
+    classes: dict[str, type] = {}
+    for source in sources:
+        for key, value in source.values.items():
+            if key not in roots:
+                return _message(source.origin, key, roots, "")
+            if key == "trainer" and isinstance(value, dict):
+                problem = _check_trainer(source.origin, value, trainer)
+            elif key in ("model", "data"):
+                problem = _check_class(source.origin, key, value, classes)
+            else:
+                problem = None
+            if problem:
+                return problem
+    return None
+
+
+def _message(origin: str, path: str, valid: Collection[str], owner: str) -> str:
+    leaf = path.rsplit(".", 1)[-1]
+    close = get_close_matches(leaf, sorted(valid), 1, 0.5)
+    hint = f"did you mean {path[: -len(leaf)]}{close[0]}?" if close else f"valid are {', '.join(sorted(valid))}"
+    return f"{origin}: {path} is not an option{f' of {owner}' if owner else ''}; {hint}"
+
+
+def _check_trainer(origin: str, values: dict[str, Any], valid: set[str]) -> str | None:
+    for key, value in values.items():
+        name = key.rstrip("+")
+        if name not in valid:
+            return _message(origin, f"trainer.{key}", valid, "the trainer")
+        for place, item in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(item, dict) and "class_path" in item:
+                problem = _check_class(origin, f"trainer.{name}[{place}]", item, {})
+                if problem:
+                    return problem
+    return None
+
+
+def _check_class(origin: str, path: str, value: Any, classes: dict[str, type]) -> str | None:
+    """Check one ``{class_path, init_args}``; ``classes`` remembers the class of a path from weaker sources."""
+    if not isinstance(value, dict):
+        return None
+    if "class_path" in value:
+        found = _resolve(str(value["class_path"]))
+        if isinstance(found, str):
+            return f"{origin}: {path}.class_path {value['class_path']!r}: {found}"
+        classes[path] = found
+    if path not in classes:
+        return None
+    arguments = value.get("init_args") or {key: item for key, item in value.items() if key not in CLASS_KEYS}
+    prefix = f"{path}.init_args" if "init_args" in value else path
+    parameters = inspect.signature(classes[path].__init__).parameters  # type: ignore[misc]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return None
+    hints = typing.get_type_hints(classes[path].__init__)  # type: ignore[misc]
+    valid = {name: hints.get(name) for name in parameters if name != "self"}
+    return next(_unknown(origin, prefix, arguments, valid, classes[path].__name__), None)
+
+
+def _unknown(origin: str, path: str, given: Any, valid: dict[str, Any], owner: str) -> Iterator[str]:
+    for key, value in given.items() if isinstance(given, dict) else ():
+        if key.rstrip("+") not in valid:
+            yield _message(origin, f"{path}.{key}", valid, owner)
+            continue
+        for hint in _alternatives(valid[key.rstrip("+")]):
+            if dataclasses.is_dataclass(hint):
+                fields = typing.get_type_hints(hint)
+                yield from _unknown(origin, f"{path}.{key}", value, fields, getattr(hint, "__name__", key))
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _resolve(class_path: str) -> type | str:
+    """The class, or what is wrong with its path."""
+    module_name, _, name = class_path.rpartition(".")
+    modules = [module_name] if module_name else list(SHORT_NAMES)
+    names: list[str] = []
+    for each in modules:
+        try:
+            module = importlib.import_module(each)
+        except ImportError as error:
+            return f"cannot import {each} ({error})"
+        if isinstance(found := getattr(module, name, None), type):
+            return found
+        names += [other for other, item in vars(module).items() if isinstance(item, type)]
+    close = get_close_matches(name, names, 1, 0.5)
+    return f"there is no such class{f'; did you mean {close[0]}?' if close else ''}"
+
+
+def shorten(message: str, sources: Sequence[Source]) -> str:
+    """What matters of a message of jsonargparse: the keys on the way, what was wrong, and where the value came from."""
+    lines = [line.strip() for line in message.splitlines()]
+    kept = [re.sub(r"^- ", "", line) for line in lines if line and not NOISE.match(line)]
+    keys = [key for line in kept for key in re.findall(r'Parser key "([^"]+)"', line)]
+    detail = [line for line in kept if not re.match(r'^(Parser key "[^"]+":|Problem with given class_path .*:)$', line)]
+    detail = [re.sub(r'^Parser key "[^"]+":\s*', "", line) for line in detail]
+    text = "; ".join(dict.fromkeys(detail)) or "; ".join(kept)
+    text = re.sub(r"Expected an? <class '(?:\w+\.)*(\w+)'>", r"expected \1", text)
+    if "required: " in text and ".model" in text:
+        return "no model is given; name a configuration: --config FILE, for example configs/classification/digits.yaml"
+    given = re.search(r"Given value: (.*)", message)
+    text = text.replace(". Got value: ", ", got ")
+    if len(keys) == 1 and given and ", got " not in text and len(given[1]) < 60:
+        text += f", got {given[1]}"
+    if not keys:
+        return text
+    for source in reversed(sources):
+        if path := _locate(source.values, keys[-1].split(".")):
+            return f"{source.origin}: {path}: {text}"
+    return f"{'.'.join(keys)}: {text}"
+
+
+def _locate(values: Any, tail: list[str], path: tuple[str, ...] = ()) -> str | None:
+    """Dotted path of the first key in nested options that ends in ``tail``."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        here = (*path, key)
+        if list(here[-len(tail) :]) == tail:
+            return ".".join(here)
+        if found := _locate(value, tail, here):
+            return found
+    return None
