@@ -146,6 +146,15 @@ class ResumableLoader:
                 "the warnings above name them: mend the data, or raise the limit"
             )
 
+    @property
+    def _iterator(self) -> Any:
+        """The pass that holds worker processes, under the name by which Lightning finds and ends them at teardown."""
+        return self._loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        self._loader._iterator = value
+
     def state_dict(self) -> dict[str, Any]:
         """What the order depends on, to be compared at a resume; the position itself is the trainer's batch count."""
         return {"samples": len(self.source), "batch_size": self.batch_size, "seed": self.seed, "window": self.window}

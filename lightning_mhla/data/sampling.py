@@ -79,7 +79,9 @@ def seed_sample(seed: int, ticket: Ticket) -> None:
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed all generators of this process for one training step (dropout, stochastic depth, mixup)."""
-    _seed_all([seed, _STEP, step, rank])
+    word = _seed_all([seed, _STEP, step, rank])
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(word)
 
 
 @contextmanager
@@ -94,8 +96,9 @@ def kept_random_state() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def _seed_all(entropy: list[int]) -> None:
+def _seed_all(entropy: list[int]) -> int:
     word = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
     random.seed(word)
     np.random.seed(word & 0xFFFFFFFF)
-    torch.manual_seed(word)
+    torch.default_generator.manual_seed(word)  # torch.manual_seed queues a seed for CUDA too, with a stack trace each
+    return word
