@@ -1,0 +1,118 @@
+"""The command line on several processes: counts are exact, DDP and FSDP2 train, and resume is exact there too."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DDP = ROOT / "configs/trainer/ddp.yaml"
+FSDP = ROOT / "configs/trainer/fsdp.yaml"
+
+
+def run_cli(*arguments: str) -> str:
+    """Run the command line in processes of its own; what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mhla_tasks.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def small_config(folder: Path) -> Path:
+    """The digits configuration, smaller, with a checkpoint at every step and losses in a CSV file."""
+    config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
+    config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2, "ema_decay": 0.9, "drop_path": 0.2}
+    config["data"]["init_args"] = {"batch_size": 240}
+    checkpoint = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1, "save_on_train_epoch_end": False}
+    config["trainer"] = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(folder / "checkpoints"), **checkpoint}}],
+        "logger": [{"class_path": "CSVLogger", "init_args": {"save_dir": str(folder), "name": "log", "version": ""}}],
+    }
+    path = folder / "config.yaml"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def logged(folder: Path, name: str) -> dict[int, str]:
+    """A logged metric by step, as text, to the last digit."""
+    with (folder / "log" / "metrics.csv").open() as stream:
+        return {int(row["step"]): row[name] for row in csv.DictReader(stream) if row.get(name)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_cli("fit", "--config", str(small_config(folder)), "--config", str(DDP), "--trainer.accelerator=cpu", "--trainer.devices=2")
+    return folder
+
+
+@pytest.mark.parametrize("step", [2, 5, 8], ids=["inside", "between", "second"])
+def test_ddp_resume_is_bitwise_exact(whole: Path, tmp_path: Path, step: int) -> None:
+    run_cli(
+        "fit",
+        *("--config", str(small_config(tmp_path)), "--config", str(DDP)),
+        *("--trainer.accelerator=cpu", "--trainer.devices=2"),
+        f"--ckpt_path={whole / 'checkpoints' / f'step={step}.ckpt'}",
+    )
+    expected = {k: v for k, v in logged(whole, "train/loss").items() if k >= step}
+    assert logged(tmp_path, "train/loss") == expected, "losses differ"
+    one, two = (torch.load(f / "checkpoints" / "step=10.ckpt", weights_only=True) for f in (whole, tmp_path))
+    for key in ("state_dict", "current_model_state"):
+        differ = [name for name in one[key] if not torch.equal(one[key][name], two[key][name])]
+        assert not differ, f"{key} differs: {differ}"
+
+
+def test_two_processes_see_the_samples_that_one_sees(whole: Path, tmp_path: Path) -> None:
+    run_cli("fit", "--config", str(small_config(tmp_path)), "--model.init_args.drop_path=0", "--trainer.max_epochs=1")
+    folder = tmp_path / "two"
+    config = str(small_config(folder))
+    options = ("--trainer.accelerator=cpu", "--trainer.devices=2", "--model.init_args.drop_path=0", "--trainer.max_epochs=1")
+    run_cli("fit", "--config", config, "--config", str(DDP), *options)
+    one, two = (torch.load(f / "checkpoints" / "step=5.ckpt", weights_only=True) for f in (tmp_path, folder))
+    for name, tensor in one["current_model_state"].items():
+        torch.testing.assert_close(two["current_model_state"][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_validation_count_is_exact(whole: Path, tmp_path: Path, processes: int) -> None:
+    strategy = [] if processes == 1 else ["--config", str(DDP)]
+    run_cli(
+        "validate",
+        *("--config", str(small_config(tmp_path)), *strategy),
+        *("--trainer.accelerator=cpu", f"--trainer.devices={processes}"),
+        f"--ckpt_path={whole / 'checkpoints' / 'step=10.ckpt'}",
+    )
+    assert [float(v) for v in logged(tmp_path, "val/samples").values()] == [360.0]
+    trained = logged(whole, "val/accuracy")
+    assert list(logged(tmp_path, "val/accuracy").values()) == [trained[max(trained)]]
+
+
+def test_fsdp_trains_validates_and_resumes(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    options = ("--config", str(FSDP), "--trainer.accelerator=cpu", "--trainer.devices=2")
+    run_cli("fit", "--config", str(small_config(one)), *options)
+    assert (one / "checkpoints" / "step=7.ckpt").is_dir(), "not a sharded checkpoint"
+    assert set(logged(one, "val/samples").values()) == {"360.0"}
+    losses = logged(one, "train/loss")
+    assert float(losses[9]) < float(losses[0])
+    run_cli("fit", "--config", str(small_config(two)), *options, f"--ckpt_path={one / 'checkpoints' / 'step=7.ckpt'}")
+    assert logged(two, "train/loss") == {k: v for k, v in losses.items() if k >= 7}
