@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def check_problem(
 ) -> Problem:
     """Check one call of the operator; see :func:`mhla_kernels.mhla_attention` for the arguments and errors."""
     _check_tensors(q, k, v, mixing)
-    batch, tokens, heads, width = q.shape
+    batch, tokens, _, width = q.shape
     if feature_map not in ("identity", "relu"):
         raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'; map q and k before the call")
     if normalize and scale is not None:
@@ -129,7 +130,7 @@ def _as_index(values: Tensor | Sequence[int], name: str) -> Tensor:
 
 def _check_bounds(index: Tensor, tokens: int, name: str, least: int) -> None:
     values = index.tolist()
-    steps = [b - a for a, b in zip(values, values[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(values)]
     if values[0] != 0 or values[-1] != tokens or min(steps) < least:
         order = "increase" if least else "not decrease"
         raise ValueError(f"{name} must start at 0, {order}, and end at N={tokens}; got {values[:8]} .. {values[-1]}")

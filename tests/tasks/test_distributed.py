@@ -42,7 +42,9 @@ def small_config(folder: Path) -> Path:
         "max_epochs": 2,
         "log_every_n_steps": 1,
         "enable_progress_bar": False,
-        "callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(folder / "checkpoints"), **checkpoint}}],
+        "callbacks": [
+            {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(folder / "checkpoints"), **checkpoint}}
+        ],
         "logger": [{"class_path": "CSVLogger", "init_args": {"save_dir": str(folder), "name": "log", "version": ""}}],
     }
     path = folder / "config.yaml"
@@ -61,7 +63,15 @@ def logged(folder: Path, name: str) -> dict[int, str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two processes that was never stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    run_cli("fit", "--config", str(small_config(folder)), "--config", str(DDP), "--trainer.accelerator=cpu", "--trainer.devices=2")
+    run_cli(
+        "fit",
+        "--config",
+        str(small_config(folder)),
+        "--config",
+        str(DDP),
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=2",
+    )
     return folder
 
 
@@ -85,7 +95,12 @@ def test_two_processes_see_the_samples_that_one_sees(whole: Path, tmp_path: Path
     run_cli("fit", "--config", str(small_config(tmp_path)), "--model.init_args.drop_path=0", "--trainer.max_epochs=1")
     folder = tmp_path / "two"
     config = str(small_config(folder))
-    options = ("--trainer.accelerator=cpu", "--trainer.devices=2", "--model.init_args.drop_path=0", "--trainer.max_epochs=1")
+    options = (
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=2",
+        "--model.init_args.drop_path=0",
+        "--trainer.max_epochs=1",
+    )
     run_cli("fit", "--config", config, "--config", str(DDP), *options)
     one, two = (torch.load(f / "checkpoints" / "step=5.ckpt", weights_only=True) for f in (tmp_path, folder))
     for name, tensor in one["current_model_state"].items():

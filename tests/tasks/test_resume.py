@@ -10,11 +10,11 @@ import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from mhla_tasks.classification import Digits, ImageClassifier
+from mhla_tasks.classification.module import MixupConfig
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.optim import OptimizerConfig
-from mhla_tasks.classification import Digits, ImageClassifier
-from mhla_tasks.classification.module import MixupConfig
 
 STEPS = 5  # an epoch of 1,437 digits in batches of 256
 EPOCHS = 3
@@ -63,7 +63,9 @@ def fit(folder: Path, workers: int, record: Record, resume: Path | None = None) 
     keep = ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
     )
-    ends = ModelCheckpoint(folder, filename="end-{epoch}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True)
+    ends = ModelCheckpoint(
+        folder, filename="end-{epoch}", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=True
+    )
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=EPOCHS,
@@ -97,7 +99,13 @@ def test_resume_is_bitwise_exact(tmp_path: Path, workers: int) -> None:
     end = torch.load(tmp_path / "whole" / f"step={STEPS * EPOCHS}.ckpt", weights_only=True)
     assert len(set(whole.seen.values())) == STEPS * EPOCHS, "some batch came twice"
 
-    stops = {"step=3": 3, f"step={STEPS}": STEPS, "end-epoch=0": STEPS, f"step={STEPS + 2}": STEPS + 2, "end-epoch=1": 10}
+    stops = {
+        "step=3": 3,
+        f"step={STEPS}": STEPS,
+        "end-epoch=0": STEPS,
+        f"step={STEPS + 2}": STEPS + 2,
+        "end-epoch=1": 10,
+    }
     for name, step in stops.items():
         part = Record()
         fit(tmp_path / name, workers, part, resume=tmp_path / "whole" / f"{name}.ckpt")

@@ -1,0 +1,77 @@
+"""Wrong arguments are clear errors that name the value and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mhla_kernels import mhla_attention, resize_mixing
+
+Q = torch.rand(1, 10, 2, 4)
+M = torch.rand(3, 3)
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "fp16": ({"q": Q.half()}, TypeError, "float16 is refused"),
+    "shapes": ({"k": Q[:, :9]}, ValueError, "must have one shape"),
+    "value heads": ({"v": Q[:, :, :1]}, ValueError, "repeat key-value heads"),
+    "mixing heads": ({"mixing": torch.rand(3, 3, 3)}, ValueError, r"\[H, M, M\] with H = 2"),
+    "mixing not square": ({"mixing": torch.rand(3, 4)}, ValueError, r"\[M, M\]"),
+    "integer mixing": ({"mixing": torch.ones(3, 3, dtype=torch.long)}, TypeError, "floating point"),
+    "too many blocks": ({"block_size": 2}, ValueError, "N=10 tokens with block_size=2 make 5 blocks.*resize_mixing"),
+    "too few blocks": ({"block_size": 10}, ValueError, "wants exactly 1"),
+    "causal too long": ({"block_size": 3, "causal": True}, ValueError, "at most N=9 tokens, block_size=4 or more"),
+    "no blocks": ({"block_size": None}, ValueError, "exactly one of block_size"),
+    "both blocks": ({"block_offsets": [0, 4, 8, 10]}, ValueError, "exactly one of block_size"),
+    "zero block size": ({"block_size": 0}, ValueError, "positive integer"),
+    "float block size": ({"block_size": 4.0}, ValueError, "positive integer"),
+    "offsets end": ({"block_size": None, "block_offsets": [0, 4, 8, 9]}, ValueError, "end at N=10"),
+    "empty block": ({"block_size": None, "block_offsets": [0, 4, 4, 10]}, ValueError, "increase"),
+    "causal offsets": ({"block_size": None, "block_offsets": [0, 4, 8, 10], "causal": True}, ValueError, "bidirectional"),
+    "scale": ({"scale": 0.5}, ValueError, "scale=0.5 has no effect with normalize=True"),
+    "feature map": ({"feature_map": "gelu"}, ValueError, "'gelu' is not one of 'identity', 'relu'"),
+    "form": ({"form": "fast"}, ValueError, "'fast' is not one of"),
+    "backend": ({"backend": "triton"}, ValueError, "'triton' is not available"),
+    "mask dtype": ({"key_mask": torch.ones(1, 10)}, ValueError, "must be bool"),
+    "mask shape": ({"key_mask": torch.ones(1, 9, dtype=torch.bool)}, ValueError, r"\[1, 10\]"),
+    "packed batch": ({**dict.fromkeys("qkv", Q.repeat(2, 1, 1, 1)), "cu_seqlens": [0, 10]}, ValueError, "B=2"),
+    "packed end": ({"cu_seqlens": [0, 4, 9], "causal": True}, ValueError, "end at N=10"),
+    "packed falls": ({"cu_seqlens": [0, 8, 4, 10], "causal": True}, ValueError, "not decrease"),
+    "packed grids": ({"cu_seqlens": [0, 4, 10]}, ValueError, "N=4 tokens with block_size=4 make 1 blocks"),
+    "packed floats": ({"cu_seqlens": torch.tensor([0.0, 10.0])}, ValueError, "integers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_argument(name: str) -> None:
+    changed, error, message = WRONG[name]
+    call: dict[str, Any] = {"q": Q, "k": Q, "v": Q, "mixing": M, "block_size": 4, **changed}
+    with pytest.raises(error, match=message):
+        mhla_attention(**call)
+
+
+def test_resize_mixing_keeps_the_same_grid_and_row_sums() -> None:
+    mixing = torch.rand(2, 12, 12)
+    mixing = mixing / mixing.sum(-1, keepdim=True)
+    torch.testing.assert_close(resize_mixing(mixing, (3, 4), (3, 4)), mixing)
+    for grid in ((6, 8), (2, 2), (5, 3)):
+        resized = resize_mixing(mixing, (3, 4), grid)
+        assert resized.shape == (2, grid[0] * grid[1], grid[0] * grid[1])
+        assert (resized >= 0).all()
+        torch.testing.assert_close(resized.sum(-1), torch.ones(2, grid[0] * grid[1]))
+
+
+def test_resize_mixing_keeps_what_depends_on_distance() -> None:
+    near = torch.exp(-(torch.arange(16.0)[:, None] - torch.arange(16.0)).abs())
+    near = near / near.sum(-1, keepdim=True)
+    finer = resize_mixing(near, (16,), (32,))
+    assert (finer.argmax(-1) // 2 == torch.arange(32) // 2).all(), "the nearest block must stay the heaviest"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [((3,), (2, 2), "equally many axes"), ((2, 2), (4, 4), "has 4 blocks"), ((9,), (0,), "each >= 1")],
+)
+def test_resize_mixing_refuses(old: tuple[int, ...], new: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resize_mixing(torch.rand(9, 9), old, new)
