@@ -1,0 +1,200 @@
+"""Attention kinds behind one interface, alone and in the backbone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_mhla import MHLA, AttentionConfig, Backbone, Block, BlockLayout
+from lightning_mhla.attention import Attention, build_attention, layout_for
+
+KINDS = ("mhla", "linear", "softmax")
+GRIDS = {"1d": ((12,), [3]), "2d": ((5, 7), [2, 3]), "3d": ((3, 4, 4), [1, 2, 2])}
+
+
+def config(kind: str, blocks: list[int], **options: Any) -> AttentionConfig:
+    return AttentionConfig(kind=kind, block_grid=blocks, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("prefix", [0, 2], ids=["", "prefix"])
+def test_alone_and_block_ordered_are_the_same_layer(kind: str, grid: str, prefix: int) -> None:
+    size, blocks = GRIDS[grid]
+    settings = config(kind, blocks, lepe=3, gate=True)
+    layout = BlockLayout(size, tuple(blocks), prefix_tokens=prefix)
+    alone = build_attention(settings, 16, 2, layout)
+    ordered = build_attention(settings, 16, 2, layout, block_ordered=True)
+    ordered.load_state_dict(alone.state_dict())
+    x = torch.randn(2, layout.num_tokens, 16)
+    mask = torch.rand(2, layout.num_tokens) > 0.3
+    order, inverse = layout.order, layout.inverse
+    torch.testing.assert_close(ordered(x[:, order], mask[:, order])[:, inverse], alone(x, mask))
+    weights = ordered.attention_matrix(x[:, order], mask[:, order])
+    torch.testing.assert_close(weights[:, :, inverse][:, :, :, inverse], alone.attention_matrix(x, mask))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_attention_matrix_is_what_the_layer_applies(kind: str, causal: bool) -> None:
+    layer = build_attention(
+        AttentionConfig(kind=kind, block_size=4), 16, 2, BlockLayout((14,), block_size=4), causal=causal
+    )
+    x, mask = torch.randn(2, 14, 16), torch.rand(2, 14) > 0.2
+    q, k, v = layer._project(x)
+    weights = layer.weights(q, k, mask)
+    if causal:
+        assert (weights.triu(1) == 0).all(), "a later token is seen"
+    hidden = v.masked_fill(~mask[..., None, None], 0)
+    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", weights, hidden), layer.attend(q, k, v, mask))
+
+
+def test_softmax_is_softmax() -> None:
+    layer = build_attention(AttentionConfig(kind="softmax"), 16, 2, BlockLayout((9,), (1,)))
+    x = torch.randn(2, 9, 16)
+    q, k, v = (y.transpose(1, 2) for y in layer._project(x))
+    want = layer.proj((torch.softmax(q @ k.transpose(-1, -2) * 8**-0.5, -1) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), want)
+
+
+def test_mhla_with_ones_is_linear_attention() -> None:
+    layout = BlockLayout((4, 4), (2, 2))
+    mhla, linear = (build_attention(config(kind, [2, 2]), 16, 2, layout) for kind in ("mhla", "linear"))
+    linear.load_state_dict({k: v for k, v in mhla.state_dict().items() if k != "mixing.weight"})
+    with torch.no_grad():
+        mhla.mixing.weight.fill_(1.0)
+    x = torch.randn(2, 16, 16)
+    torch.testing.assert_close(mhla(x), linear(x), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("feature_map", ["relu", "elu", "softplus"])
+def test_feature_maps_give_weights_that_sum_to_one(feature_map: Any) -> None:
+    layer = MHLA(16, 2, BlockLayout((4, 4), (2, 2)), AttentionConfig(block_grid=[2, 2], feature_map=feature_map))
+    weights = layer.attention_matrix(torch.randn(2, 16, 16))
+    assert (weights >= 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 16), rtol=1e-3, atol=1e-3)
+
+
+def test_lepe_is_a_convolution_over_the_token_grid() -> None:
+    layout = BlockLayout((5, 7), (2, 3), prefix_tokens=1)
+    layer = build_attention(config("mhla", [2, 3], lepe=3), 8, 2, layout)
+    v = torch.randn(2, 36, 8)
+    grid = v[:, 1:].transpose(1, 2).unflatten(2, (5, 7))
+    want = F.conv2d(grid, layer.lepe.conv.weight, layer.lepe.conv.bias, padding=1, groups=8).flatten(2).transpose(1, 2)
+    got = layer.lepe(v[:, layout.order])[:, layout.inverse]
+    torch.testing.assert_close(got[:, 1:], want)
+    assert (got[:, 0] == 0).all(), "a prefix token has no neighbours"
+
+
+def test_fewer_key_value_heads_and_other_widths() -> None:
+    layer = MHLA(16, 4, BlockLayout((8,), (2,)), key_value_heads=2, key_width=6, value_width=10)
+    assert layer.qkv.out_features == 4 * 6 + 2 * 6 + 2 * 10
+    assert layer(torch.randn(2, 8, 16)).shape == (2, 8, 16)
+
+
+def test_without_normaliser_the_output_has_a_norm() -> None:
+    layer = MHLA(16, 2, BlockLayout((8,), (2,)), AttentionConfig(block_grid=[2], normalize=False))
+    assert isinstance(layer.norm, nn.RMSNorm)
+    assert torch.isfinite(layer(torch.randn(2, 8, 16) * 100)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_causal_layers_ignore_the_future(kind: str) -> None:
+    layer = build_attention(
+        AttentionConfig(kind=kind, block_size=4), 16, 2, BlockLayout((20,), block_size=4), causal=True
+    )
+    x = torch.randn(1, 18, 16)
+    changed = x.clone()
+    changed[:, 11:] += 1
+    torch.testing.assert_close(layer(changed)[:, :11], layer(x)[:, :11])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backbone_conditions_looks_and_recomputes(kind: str) -> None:
+    options: dict[str, Any] = {"condition_dim": 6, "context_dim": 5, "prefix_tokens": 1}
+    model = Backbone(16, 2, 2, (4, 6), config(kind, [2, 2], lepe=3), **options)
+    for block in model.blocks:
+        nn.init.normal_(block.modulation[-1].weight, std=0.1)
+    x, condition, context = torch.randn(2, 25, 16), torch.randn(2, 6), torch.randn(2, 3, 5)
+    out = model(x, condition, context)
+    assert out.shape == x.shape
+    assert not torch.allclose(out, model(x, condition + 1, context)), "the condition has no effect"
+    assert not torch.allclose(out, model(x, condition, context + 1)), "the context has no effect"
+    hidden = torch.tensor([[True, True, False]] * 2)
+    torch.testing.assert_close(model(x, condition, context, context_mask=hidden), model(x, condition, context[:, :2]))
+    want = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+    model.checkpointing = True
+    got = torch.autograd.grad(model(x, condition, context).square().sum(), list(model.parameters()))
+    for one, two in zip(got, want, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_adaln_zero_starts_as_the_identity() -> None:
+    block = Backbone(16, 1, 2, (4,), config("mhla", [2]), condition_dim=6).blocks[0]
+    x = torch.randn(2, 4, 16)
+    torch.testing.assert_close(block(x, torch.randn(2, 6)), x)
+
+
+def test_masked_tokens_change_nothing_in_the_backbone() -> None:
+    model = Backbone(16, 2, 2, (4, 4), config("mhla", [2, 2]))
+    x, mask = torch.randn(2, 16, 16), torch.ones(2, 16, dtype=torch.bool)
+    mask[:, 5] = mask[:, 12] = False
+    changed = x.masked_fill(~mask[..., None], 9.0)
+    torch.testing.assert_close(model(changed, key_mask=mask)[mask], model(x, key_mask=mask)[mask])
+
+
+def test_a_list_makes_a_hybrid() -> None:
+    model = Backbone(16, 3, 2, (4, 4), [config(kind, [2, 2]) for kind in KINDS])
+    assert [block.attn.config.kind for block in model.blocks] == list(KINDS)
+    assert model(torch.randn(2, 16, 16)).shape == (2, 16, 16)
+    with pytest.raises(ValueError, match="lists 2 layers, but depth=3"):
+        Backbone(16, 3, 2, (4, 4), [config("mhla", [2, 2])] * 2)
+    with pytest.raises(ValueError, match="same block_grid"):
+        Backbone(16, 2, 2, (4, 4), [config("mhla", [2, 2]), config("mhla", [4, 4])])
+
+
+def test_a_new_kind_is_one_class() -> None:
+    class Mean(Attention, kind="mean-of-values"):
+        def attend(self, q: Any, k: Any, v: torch.Tensor, key_mask: Any) -> torch.Tensor:
+            return v.mean(1, keepdim=True).expand_as(v)
+
+    try:
+        assert Backbone(8, 1, 2, (4,), AttentionConfig(kind="mean-of-values"))(torch.randn(1, 4, 8)).shape == (1, 4, 8)
+    finally:
+        del Attention.kinds["mean-of-values"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "mlha"}, "did you mean 'mhla'"),
+        ({"block_grid": [2], "block_size": 2}, "not both"),
+        ({"lepe": 4}, "odd width"),
+        ({"feature_map": "identity"}, "nonnegative"),
+    ],
+)
+def test_config_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionConfig(**options)
+
+
+def test_layers_refuse() -> None:
+    layout = BlockLayout((4, 4), (2, 2))
+    with pytest.raises(ValueError, match="needs block_grid"):
+        layout_for([AttentionConfig()], (4, 4))
+    with pytest.raises(ValueError, match="needs a 1-D grid"):
+        MHLA(16, 2, layout, causal=True)
+    with pytest.raises(ValueError, match="later tokens"):
+        MHLA(16, 2, BlockLayout((4,), (2,)), AttentionConfig(block_grid=[2], lepe=3), causal=True)
+    with pytest.raises(ValueError, match="must divide heads"):
+        MHLA(16, 4, layout, key_value_heads=3)
+    with pytest.raises(ValueError, match="not divisible by heads"):
+        MHLA(16, 3, layout)
+    with pytest.raises(ValueError, match="9 tokens for a layout of 16"):
+        MHLA(16, 2, layout)(torch.randn(1, 9, 16))
+    with pytest.raises(ValueError, match="norm='batch'"):
+        Block(16, 2, layout, AttentionConfig(block_grid=[2, 2]), norm="batch")  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""Mixing coefficients: start, bounds, precision, and their place in the optimiser."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_mhla import MHLA, BlockLayout
+from lightning_mhla.mixing import LOWER, MixingCoefficients, locality_mixing, uniform_mixing
+from lightning_mhla.optim import OptimizerConfig, build_optimizer, lr_factor, parameter_groups
+
+
+def test_locality_follows_the_paper() -> None:
+    mixing = locality_mixing(BlockLayout((8, 8), (4, 4)))
+    distance = [math.dist((0, 0), (i, j)) for i in range(4) for j in range(4)]
+    want = torch.tensor([1 - d / max(distance) for d in distance])
+    torch.testing.assert_close(mixing[0], want / want.sum())
+    torch.testing.assert_close(mixing.sum(-1), torch.ones(16))
+    assert mixing[5].argmax() == 5
+
+
+def test_causal_start_sees_every_earlier_block_and_no_later() -> None:
+    for start in (locality_mixing, uniform_mixing):
+        mixing = start(BlockLayout((64,), block_size=8), causal=True)
+        assert (mixing.tril() > 0).sum() == 36, f"{start.__name__} starts a visible block at zero"
+        assert (mixing.triu(1) == 0).all()
+        torch.testing.assert_close(mixing.sum(-1), torch.ones(8))
+
+
+def test_one_block_has_weight_one() -> None:
+    assert locality_mixing(BlockLayout((5, 5), (1, 1))).tolist() == [[1.0]]
+
+
+def test_prefix_block_is_near_to_all() -> None:
+    mixing = locality_mixing(BlockLayout((4, 4), (2, 2), prefix_tokens=1))
+    torch.testing.assert_close(mixing[0], torch.full((5,), 0.2))
+    assert (mixing[1:, 0] == mixing[1:].amax(-1)).all()
+
+
+def test_a_coefficient_at_the_bound_can_grow_again() -> None:
+    torch.manual_seed(0)
+    layer = MHLA(8, 2, BlockLayout((4, 4), (2, 2)))
+    with torch.no_grad():
+        layer.mixing.weight.fill_(-5.0)
+        layer.mixing.weight.diagonal().fill_(7.0)
+    layer.mixing.clip_()
+    assert (layer.mixing.weight.min(), layer.mixing.weight.max()) == (torch.tensor(LOWER), 1.0)
+    optimizer, _ = build_optimizer(layer, OptimizerConfig(lr=0.1), steps=10, steps_per_epoch=1)
+    layer.mixing.weight.grad = -torch.ones_like(layer.mixing.weight)
+    optimizer.step()
+    assert (layer.mixing.weight >= 0.09).all(), "a coefficient stuck at its lower bound"
+    assert layer.mixing.weight.max() == 1.0, "a coefficient left its upper bound"
+
+
+def test_coefficients_stay_float32_in_a_bfloat16_model() -> None:
+    layer = MHLA(8, 2, BlockLayout((4, 4), (2, 2)))
+    before = layer.mixing.weight.detach().clone()
+    layer.bfloat16()
+    assert layer.qkv.weight.dtype == torch.bfloat16
+    assert layer.mixing.weight.dtype == torch.float32
+    assert torch.equal(layer.mixing.weight, before)
+    assert layer(torch.randn(2, 16, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_frozen_and_per_head() -> None:
+    layout = BlockLayout((4, 4), (2, 2))
+    assert not MixingCoefficients(layout, trainable=False).weight.requires_grad
+    assert MixingCoefficients(layout, heads=3).weight.shape == (3, 4, 4)
+    with pytest.raises(ValueError, match="'random' is not one of"):
+        MixingCoefficients(layout, init="random")  # type: ignore[arg-type]
+
+
+def test_parameter_groups() -> None:
+    model = nn.ModuleDict({"attn": MHLA(8, 2, BlockLayout((4, 4), (2, 2))), "norm": nn.LayerNorm(8)})
+    groups = parameter_groups(model, OptimizerConfig(lr=1.0, weight_decay=0.1, mixing_lr_scale=5.0))
+    found = {group["name"].split("-")[0]: group for group in groups}
+    assert set(found) == {"decay", "no_decay", "mixing"}
+    assert (found["mixing"]["lr"], found["mixing"]["weight_decay"]) == (5.0, 0.0)
+    assert found["no_decay"]["weight_decay"] == 0.0
+    assert {p.ndim for p in found["decay"]["params"]} == {2}
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+def test_layer_decay_lowers_the_rate_towards_the_input() -> None:
+    model = nn.ModuleDict(
+        {"stem": nn.Linear(2, 2), "a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "head": nn.Linear(2, 2)}
+    )
+    layers = [["stem"], ["a."], ["b."]]
+    groups = parameter_groups(model, OptimizerConfig(lr=1.0, layer_decay=0.5), layers)
+    rate = {id(p): group["lr"] for group in groups for p in group["params"]}
+    assert [rate[id(model[name].weight)] for name in ("stem", "a", "b", "head")] == [0.125, 0.25, 0.5, 1.0]
+
+
+def test_schedule() -> None:
+    factor = lr_factor(OptimizerConfig(lr=1.0, min_lr=0.1), steps=110, warmup=10)
+    assert [round(factor(step), 3) for step in (0, 9, 10, 60, 110)] == [0.1, 1.0, 1.0, 0.55, 0.1]
+    with pytest.raises(ValueError, match="needs an end"):
+        build_optimizer(nn.Linear(2, 2), OptimizerConfig(), steps=math.inf, steps_per_epoch=1)
+    with pytest.raises(ValueError, match="not both"):
+        OptimizerConfig(warmup_epochs=1, warmup_steps=1)
