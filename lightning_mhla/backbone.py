@@ -132,6 +132,9 @@ class Backbone(nn.Module):
         qkv_bias: see :class:`Block`.
     """
 
+    order: Tensor
+    inverse: Tensor
+
     def __init__(
         self,
         dim: int,
@@ -178,9 +181,9 @@ class Backbone(nn.Module):
         self.register_buffer("order", self.layout.order, persistent=False)
         self.register_buffer("inverse", self.layout.inverse, persistent=False)
         self.apply(_init_linear)
-        for block in self.blocks:
-            if block.modulation is not None:
-                nn.init.zeros_(block.modulation[-1].weight)
+        for name, parameter in self.named_parameters():
+            if ".modulation." in name:
+                nn.init.zeros_(parameter)
 
     def forward(
         self,

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_mhla.mixing import MixingCoefficients, clip_mixing
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW and its learning-rate schedule.
 
@@ -64,13 +64,13 @@ def parameter_groups(
         layers: name prefixes of each layer, from the input to the output; what matches none counts as the output.
     """
     mixing = {id(m.weight) for m in model.modules() if isinstance(m, MixingCoefficients)}
-    layers = [tuple(prefixes) for prefixes in layers]
+    prefixes = [tuple(names) for names in layers]
     groups: dict[tuple[str, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        depth = next((i for i, prefixes in enumerate(layers) if name.startswith(prefixes)), len(layers))
-        lr = config.lr * config.layer_decay ** (len(layers) - depth)
+        depth = next((i for i, each in enumerate(prefixes) if name.startswith(each)), len(prefixes))
+        lr = config.lr * config.layer_decay ** (len(prefixes) - depth)
         kind = "decay"
         if id(parameter) in mixing:
             kind, lr = "mixing", lr * config.mixing_lr_scale

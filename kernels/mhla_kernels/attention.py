@@ -6,7 +6,7 @@ Shape letters: B batch, N tokens, H heads, Dk and Dv widths of a key and of a va
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ def mhla_attention(
     )
     with torch.autocast(q.device.type, enabled=False):
         q, k, v, mixing = _prepare(q, k, v, mixing, problem, feature_map, key_mask)
-        options = {"causal": causal, "scale": problem.scale, "eps": eps}
+        options: dict[str, Any] = {"causal": causal, "scale": problem.scale, "eps": eps}
         if form == "reference":
             where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
             out = reference.attend(reference.weights(q, k, mixing, where, **options), v)

@@ -83,6 +83,8 @@ class Attention(nn.Module):
     kinds: ClassVar[dict[str, type[Attention]]] = {}
     uses_blocks: ClassVar[bool] = False
     uses_linear_options: ClassVar[bool] = True
+    order: Tensor
+    inverse: Tensor
 
     def __init_subclass__(cls, kind: str, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -188,6 +190,9 @@ class LocalPositionalEncoding(nn.Module):
     Takes and gives tokens in block order; the grid is put together through a precomputed index. Prefix tokens, which
     have no neighbours, get zeros.
     """
+
+    to_grid: Tensor
+    from_grid: Tensor
 
     def __init__(self, layout: BlockLayout, channels: int, width: int) -> None:
         super().__init__()

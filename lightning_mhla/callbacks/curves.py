@@ -36,7 +36,7 @@ class LearningCurves(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Note the training metrics every ``log_every_n_steps``."""
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]  # set when it is made
             self._note(trainer, "train/")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
+from lightning_mhla.data.module import batches_trained
 from lightning_mhla.data.sampling import seed_step
 
 
@@ -26,4 +27,4 @@ class StepSeed(Callback):
         """Seed this process."""
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
         share = trainer.distributed_sampler_kwargs or {}
-        seed_step(seed, trainer.fit_loop.epoch_loop.batch_progress.total.processed, share.get("rank", 0))
+        seed_step(seed, batches_trained(trainer), share.get("rank", 0))

@@ -42,7 +42,7 @@ class ShardImages:
 
     def __init__(self, reader: ShardReader, transform: Transform, num_classes: int) -> None:
         self.reader, self.transform, self.num_classes = reader, transform, num_classes
-        self.shard_sizes = reader.shard_sizes
+        self.shard_sizes: Sequence[int] = reader.shard_sizes
 
     def __len__(self) -> int:
         """Number of images."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lightning import LightningDataModule
+from lightning import LightningDataModule, Trainer
 
 from lightning_mhla.data.loader import ResumableLoader
 from lightning_mhla.data.source import SampleSource
@@ -16,6 +16,12 @@ def limited(batches: int, limit: int | float | None) -> int:
     if limit is None:
         return batches
     return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+
+def batches_trained(trainer: Trainer) -> int:
+    """Batches that a run has trained on since its start, resumes included; a batch counts once it is processed."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.total
+    return progress.processed  # type: ignore[attr-defined]  # Lightning's annotation names the base class
 
 
 class ResumableDataModule(LightningDataModule):
@@ -57,8 +63,7 @@ class ResumableDataModule(LightningDataModule):
             loader.load_state_dict(self._trained_with)
         self._order = loader.state_dict()
         if (trainer := self.trainer) is not None:
-            progress = trainer.fit_loop.epoch_loop.batch_progress
-            loader.position = lambda: progress.total.processed
+            loader.position = lambda: batches_trained(trainer)
             loader.steps = limited(loader.steps, trainer.limit_train_batches)
         return loader
 

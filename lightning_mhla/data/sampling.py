@@ -25,7 +25,7 @@ class Ticket(NamedTuple):
     """
 
     epoch: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index is not used
     valid: bool = True
 
 

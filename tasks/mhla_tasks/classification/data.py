@@ -75,7 +75,7 @@ def _shrink_digit(image: Any) -> Tensor:
     return v2.functional.to_dtype(v2.functional.pil_to_tensor(resize(image)), torch.float32, scale=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class AugmentConfig:
     """Augmentation of training images (timm); the defaults are the paper's.
 
@@ -124,7 +124,7 @@ class ImageNetShards(ResumableDataModule):
         image_size: int = 224,
         num_classes: int = 1000,
         crop_share: float = 0.9,
-        augment: AugmentConfig | None = None,
+        augment: AugmentConfig = AugmentConfig(),
         seed: int | None = None,
         max_skipped: int = 100,
         shuffle_window: int | None = 16,
@@ -135,7 +135,7 @@ class ImageNetShards(ResumableDataModule):
         self.save_hyperparameters(ignore=["predict_dir"])
         self.shards = {"train": train, "validate": val, "test": val}
         self.image_size, self.num_classes, self.crop_share = image_size, num_classes, crop_share
-        self.augment = AugmentConfig(**augment) if isinstance(augment, dict) else augment or AugmentConfig()
+        self.augment = AugmentConfig(**augment) if isinstance(augment, dict) else augment
         self.cache = Path(cache_dir) if cache_dir else None
         self.predict_dir = predict_dir
 

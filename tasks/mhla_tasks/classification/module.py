@@ -22,7 +22,7 @@ from mhla_tasks.classification.predict import PredictionTable
 Stage = Literal["val", "test"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class MixupConfig:
     """Mixing of images and labels within a batch (timm).
 
@@ -81,14 +81,14 @@ class ImageClassifier(TrainingModule):
         drop_path: float = 0.0,
         checkpointing: bool = False,
         label_smoothing: float = 0.0,
-        mixup: MixupConfig | None = None,
-        optimizer: OptimizerConfig | None = None,
+        mixup: MixupConfig = MixupConfig(),
+        optimizer: OptimizerConfig = OptimizerConfig(),
         ema_decay: float | None = None,
         class_names: list[str] | None = None,
     ) -> None:
         attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
-        mixup = MixupConfig(**mixup) if isinstance(mixup, dict) else mixup or MixupConfig()
-        optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer or OptimizerConfig()
+        mixup = MixupConfig(**mixup) if isinstance(mixup, dict) else mixup
+        optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
         super().__init__(optimizer, ema_decay)
         self.save_hyperparameters()
         self.remember()
@@ -124,7 +124,9 @@ class ImageClassifier(TrainingModule):
             if mixup.mixup or mixup.cutmix
             else None
         )
-        self.metrics = nn.ModuleDict({f"{stage}_metrics": _metrics(num_classes) for stage in ("val", "test")})
+        self.val_metrics, self.test_metrics = _metrics(num_classes), _metrics(num_classes)
+
+    network: VisionTransformer
 
     def layers(self) -> list[nn.Module]:
         """See :meth:`TrainingModule.layers`."""
@@ -167,7 +169,7 @@ class ImageClassifier(TrainingModule):
         scores = self(batch["image"])
         valid = batch["valid"]
         scores, labels = scores[valid], batch["label"][valid]
-        metrics = self.metrics[f"{stage}_metrics"]
+        metrics = self.val_metrics if stage == "val" else self.test_metrics
         if len(labels):
             metrics["loss"].update(F.cross_entropy(scores, labels, reduction="none"))
             metrics["samples"].update(torch.ones_like(labels))

@@ -41,7 +41,9 @@ class PredictionTable(Callback):
         self._rows = []
         if not trainer.is_global_zero:
             return
-        paths: list[Path] = trainer.predict_dataloaders.source.paths
+        loader = trainer.predict_dataloaders
+        assert loader is not None
+        paths: list[Path] = loader.source.paths
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="") as stream:
             writer = csv.writer(stream)

@@ -1,0 +1,34 @@
+# Everything runs in .venv, made here on the first call.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help demo test lint clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/demo-installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[classification]'
+	@touch $@
+
+.venv/test-installed: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[all,test]'
+	@touch $@
+
+demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, say where the results are
+	$(BIN)/lightning fit --config configs/classification/digits.yaml
+
+test: .venv/test-installed  ## install, run all tests (no GPU, no network beyond the package index)
+	$(BIN)/python -m pytest
+
+lint: .venv/test-installed  ## ruff, mypy, and the import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:  ## remove the environment and all runs
+	rm -rf .venv runs

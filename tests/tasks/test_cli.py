@@ -1,0 +1,267 @@
+"""The command line: short errors, precedence, and every shipped configuration."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from mhla_tasks.classification import ImageClassifier
+from mhla_tasks.cli import SuiteCLI, main
+from PIL import Image
+
+from lightning_mhla.data.digits import load_digits
+
+ROOT = Path(__file__).parents[2]
+DIGITS = ROOT / "configs/classification/digits.yaml"
+CONFIGS = sorted((ROOT / "configs").glob("*/*.yaml"))
+EXPERIMENTS = [path for path in CONFIGS if path.parent.name != "trainer"]
+OVERLAYS = [path for path in CONFIGS if path.parent.name == "trainer"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning", *arguments])
+    main()
+
+
+def parse(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    """The configuration that a command line comes to, nothing run."""
+    monkeypatch.setattr(SuiteCLI, "instantiate_classes", lambda self: None)
+    monkeypatch.setattr(SuiteCLI, "_run_subcommand", lambda self, name: None)
+    monkeypatch.setattr(SuiteCLI, "_set_seed", lambda self: None)
+    monkeypatch.setattr(sys, "argv", ["lightning", *arguments])
+    return SuiteCLI()
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command line that must fail prints."""
+    with pytest.raises(SystemExit) as stop:
+        run(monkeypatch, *arguments)
+    assert stop.value.code, "a failing command must leave with a status above 0"
+    text = capsys.readouterr().err
+    lines = [line for line in text.splitlines() if line.startswith(("error", "help", "Traceback", "usage"))]
+    assert len(lines) <= 2, f"not short:\n{text}"
+    return lines[0]
+
+
+def changed(tmp_path: Path, old: str, new: str) -> str:
+    text = DIGITS.read_text()
+    assert old in text
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace(old, new))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("drop_path: 0.1", "drop_pth: 0.1", "model.init_args.drop_pth is not an option of ImageClassifier; did you mean model.init_args.drop_path?"),
+        ("kind: mhla", "knd: mhla", "model.init_args.attention.knd is not an option of AttentionConfig; did you mean model.init_args.attention.kind?"),
+        ("warmup_epochs: 2", "warmup_epoch: 2", "did you mean model.init_args.optimizer.warmup_epochs?"),
+        ("max_epochs: 30", "max_epoch: 30", "trainer.max_epoch is not an option of the trainer; did you mean trainer.max_epochs?"),
+        ("save_last: true", "save_lst: true", "trainer.callbacks[0].init_args.save_lst is not an option of ModelCheckpoint; did you mean"),
+        ("trainer:", "trainr:", "trainr is not an option; did you mean trainer?"),
+        ("class_path: LearningRateMonitor", "class_path: LearningRateMonitr", "there is no such class; did you mean LearningRateMonitor?"),
+        ("ImageClassifier", "ImageClasifier", "there is no such class; did you mean ImageClassifier?"),
+        ("mhla_tasks.classification.Digits", "mhla_task.classification.Digits", "cannot import mhla_task.classification"),
+        ("batch_size: 64", "batch_size: many", "data.init_args.batch_size: expected int, got many"),
+    ],
+)  # fmt: skip
+def test_wrong_key_or_type_in_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    old: str,
+    new: str,
+    message: str,
+) -> None:
+    error = failing(monkeypatch, capsys, "fit", "--config", changed(tmp_path, old, new))
+    assert message in error
+    assert "mine.yaml: " in error, "where the key came from is not said"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--model.init_args.drop_pth=0.1", "did you mean model.init_args.drop_path?"),
+        ("--model.init_args.attention.knd=linear", "did you mean model.init_args.attention.kind?"),
+        ("--trainer.max_epoch=3", "did you mean trainer.max_epochs?"),
+        ("--trainer.max_epochs=abc", "trainer.max_epochs: expected int, got abc"),
+        ("--model.init_args.attention.normalize=maybe", "expected bool, got maybe"),
+        ("--sed_everything=1", "did you mean seed_everything?"),
+    ],
+)
+def test_wrong_argument(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str, message: str
+) -> None:
+    error = failing(monkeypatch, capsys, "fit", "--config", str(DIGITS), argument)
+    assert message in error
+    assert argument in error, "where the key came from is not said"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit"], "no model is given; name a configuration"),
+        (["fit", "--config", "absent.yaml"], "File does not exist"),
+        (["fitt"], "invalid choice: 'fitt'"),
+        (["fit", "--config", str(DIGITS), "--model.init_args.attention.kind=mlha"], "did you mean 'mhla'"),
+        (["fit", "--config", str(DIGITS), "--model.init_args.attention.block_grid=[9,4]"], "block_grid (9, 4) does not fit the token grid (8, 8)"),
+        (["predict", "--config", str(DIGITS)], "predict needs images: --data.init_args.predict_dir=FOLDER"),
+    ],
+)  # fmt: skip
+def test_wrong_call(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in failing(monkeypatch, capsys, *arguments)
+
+
+def test_missing_data_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = str(ROOT / "configs/classification/deit_t_imagenet.yaml")
+    options = ("--trainer.accelerator=cpu", "--trainer.precision=32-true")
+    error = failing(monkeypatch, capsys, "fit", "--config", config, *options, "--data.init_args.train=absent")
+    assert "absent does not exist; give a folder of shards" in error
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    with torch.device("meta"):
+        for kind in ("mhla", "linear", "softmax"):
+            cli = parse(monkeypatch, "fit", "--config", str(path), f"--model.init_args.attention.kind={kind}")
+            model = cli.parser.instantiate_classes(cli.config).fit.model
+            assert next(iter(model.network.backbone.blocks)).attn.config.kind == kind
+
+
+@pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.stem)
+def test_overlays_go_over_every_experiment_and_set_no_lists(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    assert "callbacks" not in yaml.safe_load(path.read_text())["trainer"]
+    for experiment in EXPERIMENTS:
+        config = parse(monkeypatch, "fit", "--config", str(experiment), "--config", str(path)).config.fit
+        assert config.trainer.callbacks
+        assert config.trainer.strategy != "auto"
+
+
+def test_deit_sizes_have_the_published_numbers_of_parameters() -> None:
+    for name, millions in (("tiny", 5.7), ("small", 22.0), ("base", 86.5)):
+        with torch.device("meta"):
+            model = ImageClassifier({"kind": "softmax"}, 1000, size=name)  # type: ignore[arg-type]
+        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a small run on the digits, through the command line."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = yaml.safe_load(DIGITS.read_text())
+    config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2}
+    config["trainer"] |= {
+        "max_epochs": 2,
+        "check_val_every_n_epoch": 1,
+        "enable_progress_bar": False,
+        "accelerator": "cpu",
+    }
+    config["trainer"]["logger"][0]["init_args"]["save_dir"] = str(folder)
+    config["trainer"]["callbacks"][2]["init_args"]["every_n_epochs"] = 1
+    (folder / "small.yaml").write_text(yaml.safe_dump(config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(patch, "fit", "--config", str(folder / "small.yaml"))
+    return folder / "digits" / "version_0"
+
+
+def test_a_run_leaves_checkpoint_configuration_curves_and_pictures(trained: Path) -> None:
+    for name in (
+        "config.yaml",
+        "checkpoints/last.ckpt",
+        "checkpoints/learning_curves.png",
+        "pictures/mixing-step0000044.png",
+        "pictures/attention-step0000022.png",
+    ):
+        assert (trained / name).is_file(), f"{name} is missing"
+    for picture in trained.rglob("*.png"):
+        with Image.open(picture) as image:
+            assert min(image.size) > 200
+            assert len(image.convert("L").getcolors() or [0] * 9) > 8, f"{picture.name} is blank"
+
+
+def test_a_checkpoint_needs_no_code_to_be_read(trained: Path) -> None:
+    content = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
+    assert content["hyper_parameters"]["attention"]["kind"] == "mhla"
+    model = ImageClassifier.load_from_checkpoint(trained / "checkpoints/last.ckpt", weights_only=True)
+    assert model.network.backbone.blocks[0].attn.mixing.weight.shape == (16, 16)
+
+
+def test_precedence_command_line_then_file_then_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, trained: Path, tmp_path: Path
+) -> None:
+    checkpoint = f"--ckpt_path={trained / 'checkpoints/last.ckpt'}"
+    remembered = parse(monkeypatch, "validate", checkpoint).config.validate.model.init_args
+    assert (remembered.dim, remembered.drop_path, remembered.optimizer.lr) == (16, 0.1, 2e-3)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("model: {init_args: {drop_path: 0.3, optimizer: {lr: 0.5}}}")
+    config = parse(
+        monkeypatch, "fit", "--config", str(mine), checkpoint, "--model.init_args.optimizer.lr=0.77"
+    ).config.fit
+    assert (config.model.init_args.dim, config.model.init_args.drop_path) == (16, 0.3)
+    assert config.model.init_args.optimizer.lr == 0.77, "the checkpoint or the file beat the command line"
+    assert config.data.init_args.batch_size == 64
+
+
+def test_checkpoint_of_another_attention_kind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trained: Path, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = f"--ckpt_path={trained / 'checkpoints/last.ckpt'}"
+    error = failing(monkeypatch, capsys, "validate", checkpoint, "--model.init_args.attention.kind=linear")
+    assert "trained with attention kind 'mhla', this run asks for 'linear'" in error
+    error = failing(monkeypatch, capsys, "validate", checkpoint, "--model.init_args.dim=32")
+    assert "a model of other sizes" in error
+
+
+def test_predict_writes_a_table(monkeypatch: pytest.MonkeyPatch, trained: Path, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    images, _ = load_digits(train=False)
+    (tmp_path / "photos").mkdir()
+    for i in range(5):
+        Image.fromarray((images[i, 0].numpy() * 255).astype("uint8")).resize((40, 40), 0).save(f"photos/{i}.png")
+    checkpoint = f"--ckpt_path={trained / 'checkpoints/last.ckpt'}"
+    run(monkeypatch, "predict", checkpoint, "--data.init_args.predict_dir=photos", "--trainer.accelerator=cpu")
+    (table,) = tmp_path.rglob("predictions.csv")
+    with table.open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [Path(row["path"]).name for row in rows] == [f"{i}.png" for i in range(5)]
+    model = ImageClassifier.load_from_checkpoint(trained / "checkpoints/last.ckpt", weights_only=True).eval()
+    with torch.no_grad():
+        want = model(images[:5]).softmax(-1)
+    got = torch.tensor([[float(row[str(c)]) for c in range(10)] for row in rows])
+    torch.testing.assert_close(got, want, atol=0.05, rtol=0.1)
+    assert [row["predicted"] for row in rows] == [str(int(i)) for i in got.argmax(-1)]
+
+
+def test_help_documents_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "fit", "--model.help", "mhla_tasks.classification.ImageClassifier")
+    text = " ".join(capsys.readouterr().out.split())
+    for option, said in (
+        ("attention.kind", "mhla (mixed block summaries)"),
+        ("attention.block_grid", "number of blocks along each axis"),
+        ("drop_path", "stochastic depth"),
+        ("optimizer.warmup_epochs", "epochs of linear warm-up"),
+        ("ema_decay", "moving average"),
+    ):
+        assert f"--model.init_args.{option}" in text or option in text
+        assert said in text, f"{option} is not explained"
+    assert issubclass(SuiteCLI, LightningCLI)
