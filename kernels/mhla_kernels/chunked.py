@@ -13,6 +13,9 @@ V value width.
 
 from __future__ import annotations
 
+from math import prod
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -39,14 +42,17 @@ def chunked(
 
 
 def _mix(mixing: Tensor, summary_BHMKV: Tensor) -> Tensor:
-    return (mixing @ summary_BHMKV.flatten(3)).view(summary_BHMKV.shape)
+    """Summaries mixed over the blocks: one batched GEMM, which torch would otherwise fold with two copies."""
+    batch, heads, blocks, *width = summary_BHMKV.shape
+    coefficients = mixing.expand(batch, heads, blocks, blocks).reshape(batch * heads, blocks, blocks)
+    return torch.bmm(coefficients, summary_BHMKV.reshape(batch * heads, blocks, prod(width))).view(batch, heads, blocks, *width)
 
 
 def _bidirectional(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
     out = q @ _mix(mixing, k.transpose(-1, -2) @ v)
     if not normalize:
         return out, None
-    return out, (q @ (mixing @ k.sum(-2))[..., None]).squeeze(-1)
+    return out, (q @ _mix(mixing, k.sum(-2))[..., None]).squeeze(-1)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
@@ -55,7 +61,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, normalize: bool) ->
     out = q @ _mix(before, k.transpose(-1, -2) @ v) + scores @ v
     if not normalize:
         return out, None
-    return out, (q @ (before @ k.sum(-2))[..., None]).squeeze(-1) + scores.sum(-1)
+    return out, (q @ _mix(before, k.sum(-2))[..., None]).squeeze(-1) + scores.sum(-1)
 
 
 def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
@@ -76,6 +82,6 @@ def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, normalize: bo
         return out, None
     total = k.sum(-2)
     earlier = total.cumsum(3) - total
-    mixed = (before @ total.sum(3))[:, :, :, None] + own[..., 0] * earlier
+    mixed = _mix(before, total.sum(3))[:, :, :, None] + own[..., 0] * earlier
     normalizer = (q @ mixed[..., None]).squeeze(-1) + scores.sum(-1)
     return out, normalizer.flatten(3, 4)[..., :slots]

@@ -149,13 +149,8 @@ def _unknown(origin: str, path: str, given: Any, valid: dict[str, Any], owner: s
         for hint in _alternatives(valid[key.rstrip("+")]):
             if dataclasses.is_dataclass(hint):
                 fields = typing.get_type_hints(hint)
-                yield from _unknown(
-                    origin,
-                    f"{path}.{key}",
-                    value,
-                    fields,
-                    type(hint).__name__ if not isinstance(hint, type) else hint.__name__,
-                )
+                owner_name = str(getattr(hint, "__name__", key))
+                yield from _unknown(origin, f"{path}.{key}", value, fields, owner_name)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

@@ -64,6 +64,8 @@ class ImageClassifier(TrainingModule):
         class_names: names of the classes for predictions; null for numbers.
     """
 
+    network: VisionTransformer
+
     def __init__(
         self,
         attention: AttentionConfig,
@@ -125,8 +127,6 @@ class ImageClassifier(TrainingModule):
             else None
         )
         self.val_metrics, self.test_metrics = _metrics(num_classes), _metrics(num_classes)
-
-    network: VisionTransformer
 
     def layers(self) -> list[nn.Module]:
         """See :meth:`TrainingModule.layers`."""
