@@ -62,6 +62,7 @@ class TrainingModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW with warm-up and schedule, stepped with the optimiser."""
+        self.trainer.fit_loop.setup_data()  # or the length of an epoch is unknown where max_steps ends the run
         steps = float(self.trainer.estimated_stepping_batches)
         accumulate = self.trainer.accumulate_grad_batches
         per_epoch = max(1.0, self.trainer.num_training_batches / accumulate)

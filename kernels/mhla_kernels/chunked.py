@@ -45,7 +45,9 @@ def _mix(mixing: Tensor, summary_BHMKV: Tensor) -> Tensor:
     """Summaries mixed over the blocks: one batched GEMM, which torch would otherwise fold with two copies."""
     batch, heads, blocks, *width = summary_BHMKV.shape
     coefficients = mixing.expand(batch, heads, blocks, blocks).reshape(batch * heads, blocks, blocks)
-    return torch.bmm(coefficients, summary_BHMKV.reshape(batch * heads, blocks, prod(width))).view(batch, heads, blocks, *width)
+    return torch.bmm(coefficients, summary_BHMKV.reshape(batch * heads, blocks, prod(width))).view(
+        batch, heads, blocks, *width
+    )
 
 
 def _bidirectional(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,208 @@
+"""The classification domain: shards to a trained model, metrics that count, options of the trainer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer
+from mhla_tasks.classification.data import AugmentConfig
+from mhla_tasks.classification.module import MixupConfig
+from mhla_tasks.classification.shards import images_to_shards
+from PIL import Image
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.data import ShardReader
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+def classifier(**options: Any) -> ImageClassifier:
+    defaults: dict[str, Any] = {
+        "attention": AttentionConfig(block_grid=[2, 2]),
+        "num_classes": 10,
+        "image_size": 8,
+        "channels": 1,
+        "patch_size": 2,
+        "dim": 16,
+        "depth": 1,
+        "heads": 2,
+    }
+    return ImageClassifier(**{**defaults, **options})
+
+
+def photo_folder(folder: Path, classes: int = 2, each: int = 6) -> Path:
+    """Folders of PNG and JPEG photographs, one for each class, of a colour of its own."""
+    for label in range(classes):
+        (folder / f"class{label}").mkdir(parents=True)
+        for number in range(each):
+            pixels = np.full((40, 48, 3), 40 + 150 * label, dtype=np.uint8) + np.uint8(number)
+            suffix = "png" if number % 2 else "jpg"
+            Image.fromarray(pixels).save(folder / f"class{label}" / f"{number}.{suffix}")
+    return folder
+
+
+def test_the_command_makes_shards_that_hold_every_image(tmp_path: Path) -> None:
+    source = photo_folder(tmp_path / "photos")
+    command = [sys.executable, "-m", "mhla_tasks.classification.shards", str(source), str(tmp_path / "shards")]
+    done = subprocess.run([*command, "--per-shard", "5"], capture_output=True, text=True, check=True)
+    assert "12 images in 3 shards" in " ".join(done.stdout.split())
+    assert (tmp_path / "shards/train-classes.txt").read_text() == "class0\nclass1\n"
+    reader = ShardReader(sorted((tmp_path / "shards").glob("*.tar")))
+    found = set()
+    for index in range(len(reader)):
+        extension = reader.extension(index, ("jpg", "png"))
+        found.add((int(reader.read(index, "cls")), reader.read(index, extension)))
+    want = {(label, path.read_bytes()) for label in range(2) for path in (source / f"class{label}").iterdir()}
+    assert found == want
+    failed = subprocess.run([*command[:-2], "absent", "x"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert failed.stderr == "error: absent must hold one folder of images for each class\n"
+
+
+def test_a_model_learns_from_shards(tmp_path: Path) -> None:
+    images_to_shards(photo_folder(tmp_path / "photos"), tmp_path, "train", per_shard=5, seed=0)
+    data = ImageNetShards(
+        str(tmp_path),
+        str(tmp_path),
+        batch_size=4,
+        num_workers=0,
+        image_size=32,
+        num_classes=2,
+        augment=AugmentConfig(auto_augment=None, random_erasing=0.0, color_jitter=0.0),
+    )
+    model = classifier(
+        num_classes=2, image_size=32, channels=3, patch_size=8, mixup=MixupConfig(mixup=0.1, cutmix=0.1, prob=0.2)
+    )
+    trainer = Trainer(max_epochs=8, **QUIET)
+    trainer.fit(model, datamodule=data)
+    assert trainer.callback_metrics["val/accuracy"] == 1.0
+    assert trainer.callback_metrics["val/samples"] == 12
+
+
+@pytest.mark.parametrize(("batch", "limit"), [(7, None), (360, None), (100, None), (50, 2)])
+def test_validation_counts_every_sample_once(batch: int, limit: int | None) -> None:
+    data, model = Digits(batch_size=batch), classifier()
+    trainer = Trainer(limit_val_batches=limit, **QUIET)
+    (result,) = trainer.validate(model, datamodule=data, verbose=False)
+    images, labels = data.source("validate").images, data.source("validate").labels
+    count = len(labels) if limit is None else limit * batch
+    assert result["val/samples"] == count
+    model.eval()
+    with torch.no_grad():
+        scores = model(images[:count])
+    assert result["val/accuracy"] == pytest.approx(
+        float((scores.argmax(-1) == labels[:count]).float().mean()), abs=1e-6
+    )
+    assert result["val/loss"] == pytest.approx(
+        float(torch.nn.functional.cross_entropy(scores, labels[:count])), abs=1e-5
+    )
+    top5 = (scores.topk(5).indices == labels[:count, None]).any(-1).float().mean()
+    assert result["val/accuracy_top5"] == pytest.approx(float(top5), abs=1e-6)
+
+
+class Seen(Digits):
+    """Digits that note which images a run reads."""
+
+    def source(self, stage: str) -> Any:
+        source = super().source(stage)
+        if stage == "train":
+            self.read = read = []
+            plain = type(source).__getitem__
+
+            class Noting(type(source)):  # type: ignore[misc]
+                def __getitem__(self, index: int) -> dict[str, Any]:
+                    read.append(index)
+                    return plain(self, index)
+
+            source.__class__ = Noting
+        return source
+
+
+@pytest.mark.parametrize(
+    ("options", "epochs"),
+    [
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 2),
+        ({"max_epochs": 2, "val_check_interval": 0.5}, 2),
+        ({"max_steps": 10}, 2),
+        ({"max_epochs": 3, "limit_train_batches": 2}, 3),
+    ],
+    ids=["accumulate", "validate inside", "max steps", "limited"],
+)
+def test_no_sample_comes_twice_in_an_epoch(options: dict[str, Any], epochs: int) -> None:
+    data = Seen(batch_size=256)
+    Trainer(**options, **QUIET).fit(classifier(), datamodule=data)
+    per_epoch = len(data.read) // epochs
+    passes = [data.read[i * per_epoch : (i + 1) * per_epoch] for i in range(epochs)]
+    for number, seen in enumerate(passes):
+        assert len(set(seen)) == len(seen) == per_epoch, f"epoch {number} repeats a sample"
+    assert len({tuple(seen) for seen in passes}) == epochs, "two epochs in one order"
+
+
+def test_the_average_is_what_is_validated_and_saved(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, filename="last", save_top_k=1)
+    model = classifier(ema_decay=0.99)
+    trainer = Trainer(max_epochs=2, callbacks=[keep], **{**QUIET, "enable_checkpointing": True})
+    trainer.fit(model, datamodule=Digits(batch_size=256))
+    content = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    average, live = content["state_dict"], content["current_model_state"]
+    moved = [
+        name for name in average if average[name].is_floating_point() and not torch.equal(average[name], live[name])
+    ]
+    assert len(moved) > 10, "the saved weights are not the average"
+    again = ImageClassifier.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    (result,) = Trainer(**QUIET).validate(again, datamodule=Digits(batch_size=256), verbose=False)
+    assert result["val/loss"] == pytest.approx(float(trainer.callback_metrics["val/loss"]), abs=1e-6)
+
+
+def test_mixing_stays_within_its_bounds_while_training() -> None:
+    model = classifier()
+    Trainer(max_epochs=1, **QUIET).fit(model, datamodule=Digits(batch_size=128))
+    weight = model.network.backbone.blocks[0].attn.mixing.weight
+    assert weight.min() >= 1e-5
+    assert weight.max() <= 1.0
+    assert not torch.equal(weight, classifier().network.backbone.blocks[0].attn.mixing.weight), "nothing was learned"
+
+
+def test_padding_the_image_keeps_it_in_the_middle() -> None:
+    model = VisionTransformer(
+        28, 3, AttentionConfig(block_grid=[4, 4]), dim=8, depth=1, heads=2, patch_size=2, pad_to=32
+    )
+    assert model.backbone.layout.grid == (16, 16)
+    assert model.backbone.layout.operator_blocks == {"block_size": 16}
+    assert model(torch.randn(2, 3, 28, 28)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patch_size": 3}, "patch_size=3 does not divide the image's side of 8 pixels"),
+        ({"pad_to": 7}, "must exceed image_size=8 by an even number"),
+        ({"size": "tiny"}, "sets dim, depth and heads"),
+        ({"dim": None}, "give size"),
+        ({"ema_decay": 1.0}, "must lie between 0 and 1"),
+        ({"class_names": ["a"]}, "1 names for num_classes=10"),
+        ({"attention": AttentionConfig(block_grid=[5, 2])}, r"does not fit the token grid \(4, 4\)"),
+    ],
+)
+def test_model_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        classifier(**options)
+
+
+def test_images_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="images of \\(9, 9\\) pixels for a model of image_size=8"):
+        classifier()(torch.randn(1, 1, 9, 9))
