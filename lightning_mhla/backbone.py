@@ -159,6 +159,7 @@ class Backbone(nn.Module):
         if len(configs) != depth:
             raise ValueError(f"attention lists {len(configs)} layers, but depth={depth}")
         self.layout = layout_for(configs, grid, prefix_tokens)
+        self.moves = not self.layout.is_raster
         self.checkpointing = checkpointing
         self.blocks = nn.ModuleList(
             Block(
@@ -194,8 +195,7 @@ class Backbone(nn.Module):
         context_mask: Tensor | None = None,
     ) -> Tensor:
         """Tokens ``[B, N, dim]`` in raster order, prefix first, to the same; arguments as for :class:`Block`."""
-        moves = not self.layout.is_raster
-        if moves:
+        if self.moves:
             x = x.index_select(1, self.order)
             key_mask = key_mask if key_mask is None else key_mask.index_select(1, self.order)
         for block in self.blocks:
@@ -204,7 +204,7 @@ class Backbone(nn.Module):
             else:
                 x = block(x, condition, context, key_mask, context_mask)
         x = self.norm(x)
-        return x.index_select(1, self.inverse) if moves else x
+        return x.index_select(1, self.inverse) if self.moves else x
 
 
 def _init_linear(module: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -132,16 +131,4 @@ class BlockLayout:
         sizes = self.block_offsets.diff()
         if (sizes[:-1] == sizes[0]).all() and sizes[-1] <= sizes[0]:
             return {"block_size": int(sizes[0])}
-        return {"block_offsets": self.block_offsets}
-
-
-def as_grid(size: int | Sequence[int], axes: int, name: str) -> tuple[int, ...]:
-    """``size`` for every axis, from one number or one for each axis.
-
-    Raises:
-        ValueError: when there are as many numbers as axes nowhere near.
-    """
-    grid = (size,) * axes if isinstance(size, int) else tuple(size)
-    if len(grid) != axes:
-        raise ValueError(f"{name}={list(grid)} must be one number or {axes}")
-    return grid
+        return {"block_offsets": tuple(self.block_offsets.tolist())}

@@ -6,6 +6,7 @@ Shape letters: B batch, N tokens, H heads, Dk and Dv widths of a key and of a va
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -57,12 +58,12 @@ def mhla_attention(
         mixing: coefficients m, ``[M, M]`` for all heads or ``[H, M, M]``; row i says how query block i weighs the
             blocks. Causal uses the top left corner of a larger m; bidirectional wants exactly M.
         block_size: tokens in a block; the last block may be short. Exactly one of this and ``block_offsets``.
-        block_offsets: ``[M + 1]``, first token of each block and N at the end, for blocks of uneven size; bidirectional
-            only. Best on the CPU: one on an accelerator is read back.
+        block_offsets: M + 1 integers, first token of each block and N at the end, for blocks of uneven size;
+            bidirectional only. A tensor on an accelerator is read back; best a tuple.
         causal: whether token t attends to tokens ``j <= t`` only.
         normalize: whether each row of weights is divided by its sum.
         scale: factor on the output, only without ``normalize``; None stands for ``Dk ** -0.5``.
-        eps: added to the normaliser.
+        eps: added to the normaliser; positive.
         feature_map: ``"identity"`` (q and k come mapped) or ``"relu"``: ``relu(x) + 1e-6``.
         key_mask: ``[B, N]`` bool; False tokens are not attended to, keep their position and block, give zeros as
             queries and pass no gradient. A row that sees no key gives zeros.
@@ -85,9 +86,9 @@ def mhla_attention(
     if backend not in ("auto", "torch"):
         raise ValueError(f"backend={backend!r} is not available; this version has 'auto' and 'torch'")
     problem = check_problem(
-        q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, feature_map, key_mask, cu_seqlens
+        q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
     )
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         q, k, v, mixing = _prepare(q, k, v, mixing, problem, feature_map, key_mask)
         options: dict[str, Any] = {"causal": causal, "scale": problem.scale, "eps": eps}
         if form == "reference":
@@ -123,12 +124,17 @@ def attention_matrix(
     For analysis and tests: memory grows with N squared. Arguments and errors are those of :func:`mhla_attention`.
     """
     problem = check_problem(
-        q, k, k, mixing, block_size, block_offsets, causal, normalize, scale, feature_map, key_mask, cu_seqlens
+        q, k, k, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
     )
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         q, k, _, mixing = _prepare(q, k, k, mixing, problem, feature_map, key_mask)
         where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
         return reference.weights(q, k, mixing, where, causal=causal, scale=problem.scale, eps=eps)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    available = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if available else nullcontext()
 
 
 def _prepare(

@@ -6,6 +6,8 @@ Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,13 +31,13 @@ def token_blocks(
     tokens: int,
     device: torch.device,
     block_size: int | None,
-    block_offsets: Tensor | None,
+    block_offsets: tuple[int, ...] | None,
     cu_seqlens: Tensor | None,
 ) -> TokenBlocks:
     """Block and sequence of every token, by the definition; nothing here waits for the device."""
     position = torch.arange(tokens, device=device)
     if block_offsets is not None:
-        inner = block_offsets.to(device)[1:-1].contiguous()
+        inner = torch.tensor(block_offsets[1:-1], dtype=torch.int64, device=device)
         return TokenBlocks(torch.searchsorted(inner, position, right=True))
     assert block_size is not None
     if cu_seqlens is None:
@@ -96,24 +98,19 @@ def make_partition(
     tokens: int,
     device: torch.device,
     block_size: int | None,
-    block_offsets: Tensor | None,
+    block_offsets: tuple[int, ...] | None,
     cu_seqlens: Tensor | None,
 ) -> BlockPartition:
     """The partition for one of: equal blocks, uneven blocks, packed sequences of equal blocks.
 
-    ``block_offsets`` on an accelerator is read back once (its largest block sizes the buffers); ``cu_seqlens`` is not:
-    S sequences of N tokens in all have at most ``N // block_size + S`` blocks, and that many are laid out.
+    Nothing waits for the device: S packed sequences of N tokens in all have at most ``N // block_size + S`` blocks, and
+    that many are laid out, each sequence in blocks of its own.
     """
     if block_offsets is not None:
-        offsets = block_offsets.to("cpu", torch.int64)
-        sizes = offsets.diff()
-        slots = int(sizes.max()) if sizes.numel() else 0
-        shift = torch.arange(sizes.numel()) * slots - offsets[:-1]
-        slot = torch.arange(tokens) + shift.repeat_interleave(sizes)
-        return BlockPartition(tokens, sizes.numel(), slots, slot.to(device))
+        return _uneven_partition(block_offsets, device)
     assert block_size is not None
+    slots = min(block_size, tokens)
     if cu_seqlens is None:
-        slots = min(block_size, tokens)
         return BlockPartition(tokens, -(-tokens // slots) if slots else 0, slots)
     bounds = cu_seqlens.to(device=device, dtype=torch.int64)
     counts = (bounds.diff() + block_size - 1) // block_size
@@ -126,5 +123,15 @@ def make_partition(
     where = token_blocks(tokens, device, block_size, None, cu_seqlens)
     assert where.sequence is not None
     within = torch.arange(tokens, device=device) - bounds[where.sequence]
-    slot = (starts[where.sequence] + where.block) * block_size + within % block_size
-    return BlockPartition(tokens, blocks, block_size, slot, local, owner)
+    slot = (starts[where.sequence] + where.block) * slots + within % block_size
+    return BlockPartition(tokens, blocks, slots, slot, local, owner)
+
+
+@lru_cache(maxsize=64)
+def _uneven_partition(offsets: tuple[int, ...], device: torch.device) -> BlockPartition:
+    """Kept for each layout, since a layer asks for the same one at every step."""
+    sizes = [end - start for start, end in pairwise(offsets)]
+    slots = max(sizes)
+    slot = [block * slots + within for block, size in enumerate(sizes) for within in range(size)]
+    with torch.inference_mode(False):  # training may use what a validation asked for first
+        return BlockPartition(offsets[-1], len(sizes), slots, torch.tensor(slot, device=device))

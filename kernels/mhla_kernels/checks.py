@@ -21,7 +21,7 @@ class Problem:
         scale: factor on the output, or None when rows are divided by their sum.
         accumulate: dtype that sums are held in.
         dtype: dtype of the output.
-        block_offsets: ``[M + 1]`` int64, or None.
+        block_offsets: M + 1 numbers, or None.
         cu_seqlens: ``[S + 1]`` int64, or None.
     """
 
@@ -29,7 +29,7 @@ class Problem:
     scale: float | None
     accumulate: torch.dtype
     dtype: torch.dtype
-    block_offsets: Tensor | None
+    block_offsets: tuple[int, ...] | None
     cu_seqlens: Tensor | None
 
 
@@ -43,6 +43,7 @@ def check_problem(
     causal: bool,
     normalize: bool,
     scale: float | None,
+    eps: float,
     feature_map: str,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | Sequence[int] | None,
@@ -54,6 +55,8 @@ def check_problem(
         raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'; map q and k before the call")
     if normalize and scale is not None:
         raise ValueError(f"scale={scale} has no effect with normalize=True; pass normalize=False or leave scale out")
+    if normalize and not eps > 0:
+        raise ValueError(f"eps={eps} must be positive: a row that sees no key is divided by it")
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, tokens)):
         raise ValueError(
             f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; it must be bool [B, N] = [{batch}, {tokens}]"
@@ -64,7 +67,7 @@ def check_problem(
     offsets = bounds = None
     if block_offsets is not None:
         offsets = _check_offsets(block_offsets, tokens, causal, cu_seqlens)
-        _check_mixing_size(mixing, offsets.numel() - 1, causal, tokens, block_size)
+        _check_mixing_size(mixing, len(offsets) - 1, causal, tokens, block_size)
     else:
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size={block_size!r} must be a positive integer, the number of tokens in a block")
@@ -99,7 +102,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> None:
     if not mixing.is_floating_point():
         raise TypeError(f"mixing is {mixing.dtype}; it must be floating point, best float32")
     size, heads = mixing.shape[-1:], q.shape[2]
-    if mixing.dim() not in (2, 3) or mixing.shape[-2:-1] != size or (mixing.dim() == 3 and len(mixing) != heads):
+    square = mixing.dim() in (2, 3) and mixing.shape[-2:-1] == size and mixing.numel() > 0
+    if not square or (mixing.dim() == 3 and len(mixing) != heads):
         raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M] with H = {heads}")
 
 
@@ -119,17 +123,17 @@ def _check_mixing_size(mixing: Tensor, blocks: int, causal: bool, tokens: int, b
     )
 
 
-def _as_index(values: Tensor | Sequence[int], name: str) -> Tensor:
-    index = values if isinstance(values, Tensor) else torch.tensor(list(values), dtype=torch.int64)
-    if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool or index.numel() < 2:
-        raise ValueError(
-            f"{name} must be one dimension of at least two integers, got {index.dtype} {list(index.shape)}"
-        )
-    return index.to(torch.int64)
+def _as_integers(values: Tensor | Sequence[int], name: str) -> tuple[int, ...]:
+    if isinstance(values, Tensor):
+        if values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
+            raise ValueError(f"{name} must be one dimension of integers, got {values.dtype} {list(values.shape)}")
+        values = values.tolist()
+    if len(values) < 2 or not all(isinstance(value, int) for value in values):
+        raise ValueError(f"{name} must be at least two integers, got {list(values)[:8]}")
+    return tuple(values)
 
 
-def _check_bounds(index: Tensor, tokens: int, name: str, least: int) -> None:
-    values = index.tolist()
+def _check_bounds(values: tuple[int, ...], tokens: int, name: str, least: int) -> None:
     steps = [b - a for a, b in pairwise(values)]
     if values[0] != 0 or values[-1] != tokens or min(steps) < least:
         order = "increase" if least else "not decrease"
@@ -141,12 +145,12 @@ def _check_offsets(
     tokens: int,
     causal: bool,
     cu_seqlens: Tensor | Sequence[int] | None,
-) -> Tensor:
+) -> tuple[int, ...]:
     if causal:
         raise ValueError("block_offsets is for bidirectional attention; causal blocks are equal: give block_size")
     if cu_seqlens is not None:
         raise ValueError("block_offsets and cu_seqlens cannot be combined; packed sequences take block_size")
-    offsets = _as_index(block_offsets, "block_offsets")
+    offsets = _as_integers(block_offsets, "block_offsets")
     _check_bounds(offsets, tokens, "block_offsets", least=1)
     return offsets
 
@@ -161,17 +165,21 @@ def _check_cu_seqlens(
 ) -> Tensor:
     if batch != 1:
         raise ValueError(f"cu_seqlens packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")
-    bounds = _as_index(cu_seqlens, "cu_seqlens")
     size = mixing.shape[-1]
-    if bounds.is_cuda:
-        steps = bounds.diff()
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
+            raise ValueError(
+                f"cu_seqlens must be at least two integers, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+            )
+        steps = cu_seqlens.diff()
         counts = (steps + block_size - 1) // block_size
-        sound = (bounds[0] == 0) & (bounds[-1] == tokens) & (steps >= 0).all()
+        sound = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (steps >= 0).all()
         fits = (counts <= size).all() if causal else ((counts == size) | (counts == 0)).all()
         torch._assert_async(sound & fits, "cu_seqlens must rise from 0 to N, and its sequences must fit the mixing")
-        return bounds
+        return cu_seqlens
+    bounds = _as_integers(cu_seqlens, "cu_seqlens")
     _check_bounds(bounds, tokens, "cu_seqlens", least=0)
-    for length in bounds.diff().tolist():
-        if length:
-            _check_mixing_size(mixing, -(-length // block_size), causal, length, block_size)
-    return bounds
+    for start, end in pairwise(bounds):
+        if end > start:
+            _check_mixing_size(mixing, -(-(end - start) // block_size), causal, end - start, block_size)
+    return torch.tensor(bounds)

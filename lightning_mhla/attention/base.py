@@ -115,6 +115,7 @@ class Attention(nn.Module):
         if causal and config.lepe:
             raise ValueError("lepe looks at later tokens too; leave it out of causal attention")
         self.layout, self.config, self.causal, self.block_ordered = layout, config, causal, block_ordered
+        self.moves = not (block_ordered or layout.is_raster)
         self.heads, self.key_value_heads = heads, key_value_heads
         self.key_width, self.value_width = key_width or dim // heads, value_width or dim // heads
         self.sections = [heads * self.key_width, key_value_heads * self.key_width, key_value_heads * self.value_width]
@@ -141,9 +142,10 @@ class Attention(nn.Module):
 
         Args:
             x: tokens, in raster order unless ``block_ordered``.
-            key_mask: ``[B, N]`` bool, in the same order; False tokens are neither seen nor updated.
+            key_mask: ``[B, N]`` bool, in the same order; False tokens are not seen, whatever they hold, and get zeros.
         """
         x, key_mask = self._enter(x, key_mask)
+        x = hide_rows(x, key_mask)
         q, k, v = self._project(x)
         out = self.attend(q, k, v, key_mask)
         if self.norm is not None:
@@ -153,15 +155,15 @@ class Attention(nn.Module):
             out = out + self.lepe(v.flatten(2), key_mask)
         if self.gate is not None:
             out = out * F.silu(self.gate(x))
-        out = self.proj(out)
-        return out if self.block_ordered or self.layout.is_raster else out.index_select(1, self.inverse)
+        out = hide_rows(self.proj(out), key_mask)
+        return out.index_select(1, self.inverse) if self.moves else out
 
     def attention_matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Attention weights ``[B, H, N, N]`` for tokens ``[B, N, dim]``; rows and columns in the order of ``x``."""
         x, key_mask = self._enter(x, key_mask)
-        q, k, _ = self._project(x)
+        q, k, _ = self._project(hide_rows(x, key_mask))
         weights = self.weights(q, k, key_mask)
-        if self.block_ordered or self.layout.is_raster:
+        if not self.moves:
             return weights
         return weights.index_select(2, self.inverse).index_select(3, self.inverse)
 
@@ -169,7 +171,7 @@ class Attention(nn.Module):
         tokens = self.layout.num_tokens
         if x.shape[1] != tokens and not (self.causal and x.shape[1] < tokens):
             raise ValueError(f"{x.shape[1]} tokens for a layout of {tokens} ({self.layout})")
-        if self.block_ordered or self.layout.is_raster:
+        if not self.moves:
             return x, key_mask
         return x.index_select(1, self.order), key_mask if key_mask is None else key_mask.index_select(1, self.order)
 

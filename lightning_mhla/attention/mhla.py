@@ -29,6 +29,16 @@ class MHLA(Attention, kind="mhla"):
     ) -> None:
         config = config or AttentionConfig()
         super().__init__(dim, heads, layout, config, **options)
+        wanted = config.block_grid and tuple(config.block_grid)
+        if wanted not in (None, layout.block_grid) or config.block_size not in (None, layout.block_size):
+            raise ValueError(
+                f"the configuration asks for other blocks ({config.block_grid or config.block_size}) than {layout}"
+            )
+        self.blocks = layout.operator_blocks
+        if self.causal and "block_size" not in self.blocks:
+            raise ValueError(
+                f"causal attention needs equal blocks, the last one short at most; {layout} has uneven ones"
+            )
         self.mixing = MixingCoefficients(
             layout,
             heads=heads if config.mixing_per_head else None,
@@ -50,4 +60,4 @@ class MHLA(Attention, kind="mhla"):
     def _operands(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         q, k, feature_map = map_features(q, k, self.config.feature_map)
         options = {"causal": self.causal, "normalize": self.config.normalize, "feature_map": feature_map}
-        return q, k, options | self.layout.operator_blocks
+        return q, k, options | self.blocks

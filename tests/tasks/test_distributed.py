@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning import LightningModule, Trainer
+
+from lightning_mhla.callbacks import ExponentialMovingAverage
+from lightning_mhla.strategies import FullyShardedStrategy
 
 ROOT = Path(__file__).parents[2]
 DDP = ROOT / "configs/trainer/ddp.yaml"
@@ -75,12 +79,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("step", [2, 5, 8], ids=["inside", "between", "second"])
-def test_ddp_resume_is_bitwise_exact(whole: Path, tmp_path: Path, step: int) -> None:
+@pytest.mark.parametrize(("step", "workers"), [(2, 2), (5, 0), (8, 0)], ids=["inside, 2 workers", "between", "second"])
+def test_ddp_resume_is_bitwise_exact(whole: Path, tmp_path: Path, step: int, workers: int) -> None:
     run_cli(
         "fit",
         *("--config", str(small_config(tmp_path)), "--config", str(DDP)),
         *("--trainer.accelerator=cpu", "--trainer.devices=2"),
+        f"--data.init_args.num_workers={workers}",
         f"--ckpt_path={whole / 'checkpoints' / f'step={step}.ckpt'}",
     )
     expected = {k: v for k, v in logged(whole, "train/loss").items() if k >= step}
@@ -119,6 +124,14 @@ def test_validation_count_is_exact(whole: Path, tmp_path: Path, processes: int) 
     assert [float(v) for v in logged(tmp_path, "val/samples").values()] == [360.0]
     trained = logged(whole, "val/accuracy")
     assert list(logged(tmp_path, "val/accuracy").values()) == [trained[max(trained)]]
+
+
+def test_fsdp_refuses_the_average(tmp_path: Path) -> None:
+    average = ExponentialMovingAverage(0.99)
+    with pytest.raises(ValueError, match=r"set --model\.init_args\.ema_decay=null"):
+        average.setup(
+            Trainer(strategy=FullyShardedStrategy(), accelerator="cpu", logger=False), LightningModule(), "fit"
+        )
 
 
 def test_fsdp_trains_validates_and_resumes(tmp_path: Path) -> None:
