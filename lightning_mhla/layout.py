@@ -92,22 +92,24 @@ class BlockLayout:
     @cached_property
     def block_offsets(self) -> Tensor:
         """``[M + 1]`` int64 on the CPU: first token of each block, in block order, and the number of tokens."""
-        sizes = torch.ones(1, dtype=torch.int64)
+        sizes = torch.ones(1, dtype=torch.int64, device="cpu")
         for axis in self.edges:
-            steps = torch.tensor([b - a for a, b in pairwise(axis)])
+            steps = torch.tensor([b - a for a, b in pairwise(axis)], device="cpu")
             sizes = (sizes[:, None] * steps).flatten()
         prefix = [self.prefix_tokens] if self.prefix_tokens else []
-        return torch.cat([torch.tensor([0, *prefix]), sizes.cumsum(0) + self.prefix_tokens])
+        return torch.cat([torch.tensor([0, *prefix], device="cpu"), sizes.cumsum(0) + self.prefix_tokens])
 
     @cached_property
     def order(self) -> Tensor:
         """``[N]`` int64 on the CPU: raster index of the token at each place of the block order."""
-        block = torch.zeros(1, dtype=torch.int64)
+        block = torch.zeros(1, dtype=torch.int64, device="cpu")
         for axis in self.edges:
-            along = torch.bucketize(torch.arange(axis[-1]), torch.tensor(axis[1:]), right=True)
+            along = torch.bucketize(
+                torch.arange(axis[-1], device="cpu"), torch.tensor(axis[1:], device="cpu"), right=True
+            )
             block = (block[:, None] * (len(axis) - 1) + along).flatten()
         order = block.argsort(stable=True) + self.prefix_tokens
-        return torch.cat([torch.arange(self.prefix_tokens), order])
+        return torch.cat([torch.arange(self.prefix_tokens, device="cpu"), order])
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -117,12 +119,12 @@ class BlockLayout:
     @cached_property
     def is_raster(self) -> bool:
         """Whether the block order is the raster order, so that nothing needs to be moved."""
-        return bool((self.order == torch.arange(self.num_tokens)).all())
+        return bool((self.order == torch.arange(self.num_tokens, device="cpu")).all())
 
     @cached_property
     def centers(self) -> Tensor:
         """``[M, axes]`` float64: centres of the blocks on the block grid, prefix not counted, in units of one block."""
-        axes = [torch.arange(count, dtype=torch.float64) for count in self.block_grid]
+        axes = [torch.arange(count, dtype=torch.float64, device="cpu") for count in self.block_grid]
         return torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)
 
     @cached_property

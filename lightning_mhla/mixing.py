@@ -27,7 +27,7 @@ def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
     """
     centers = layout.centers
     distance = torch.cdist(centers, centers)
-    farthest = distance.amax(-1, keepdim=True) if not causal else torch.full((1, 1), float(len(centers)))
+    farthest = distance.amax(-1, keepdim=True) if not causal else torch.full((1, 1), float(len(centers)), device="cpu")
     weight = 1 - torch.where(farthest > 0, distance / farthest, 0)
     if layout.prefix_tokens:
         weight = nn.functional.pad(weight, (1, 0, 1, 0), value=1.0)
@@ -38,7 +38,7 @@ def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
 
 def uniform_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
     """Equal weight on every visible block: ``1 / M``, causal ``1 / (i + 1)``; ``[M, M]`` float32."""
-    weight = torch.ones(layout.num_blocks, layout.num_blocks)
+    weight = torch.ones(layout.num_blocks, layout.num_blocks, device="cpu")
     if causal:
         weight = weight.tril()
     return weight / weight.sum(-1, keepdim=True)
@@ -67,7 +67,7 @@ class MixingCoefficients(nn.Module):
         if init not in ("locality", "uniform"):
             raise ValueError(f"mixing_init={init!r} is not one of 'locality', 'uniform'")
         start = (locality_mixing if init == "locality" else uniform_mixing)(layout, causal)
-        start = start.clamp(LOWER, UPPER)
+        start = start.clamp(LOWER, UPPER).to(torch.get_default_device())
         self.weight = nn.Parameter(start if heads is None else start.repeat(heads, 1, 1), requires_grad=trainable)
 
     def forward(self) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable
-from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from lightning import Callback, LightningModule
@@ -13,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
 from lightning_mhla.callbacks.seeding import StepSeed
 from lightning_mhla.optim import OptimizerConfig, build_optimizer
+
+log = logging.getLogger(__name__)
 
 
 class TrainingModule(LightningModule):
@@ -32,13 +35,6 @@ class TrainingModule(LightningModule):
             raise ValueError(f"ema_decay={ema_decay} must lie between 0 and 1, or be null for no average")
         self.optimizer_config = optimizer
         self.ema_decay = ema_decay
-
-    def remember(self) -> None:
-        """Keep the arguments as plain data, so that a checkpoint can be read without running code from it."""
-        for name in ("_hparams", "_hparams_initial"):
-            for key, value in getattr(self, name).items():
-                if is_dataclass(value) and not isinstance(value, type):
-                    getattr(self, name)[key] = asdict(value)
 
     def layers(self) -> list[nn.Module]:
         """The repeated blocks of the network, first to last: what is sharded, and what layer decay counts."""
@@ -64,8 +60,8 @@ class TrainingModule(LightningModule):
         """AdamW with warm-up and schedule, stepped with the optimiser."""
         self.trainer.fit_loop.setup_data()  # or the length of an epoch is unknown where max_steps ends the run
         steps = float(self.trainer.estimated_stepping_batches)
-        accumulate = self.trainer.accumulate_grad_batches
-        per_epoch = max(1.0, self.trainer.num_training_batches / accumulate)
+        batches = self.trainer.num_training_batches
+        per_epoch = batches / self.trainer.accumulate_grad_batches if math.isfinite(batches) else 1.0
         optimizer, schedule = build_optimizer(
             self.network, self.optimizer_config, steps, per_epoch, self._layer_names()
         )
@@ -81,18 +77,25 @@ class TrainingModule(LightningModule):
         return [before, *[[name] for name in names]]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model before its tensors fail to fit.
+        """Refuse the checkpoint of another model before its tensors fail to fit; resume live weights without average.
 
         Raises:
-            ValueError: naming the attention kind or size that differs, and the way out.
+            ValueError: naming the attention option or size that differs, and the way out.
         """
-        theirs, ours = checkpoint.get("hyper_parameters", {}), self.hparams
-        kinds = theirs.get("attention", {}).get("kind"), ours.get("attention", {}).get("kind")
-        if None not in kinds and kinds[0] != kinds[1]:
-            raise ValueError(
-                f"the checkpoint was trained with attention kind {kinds[0]!r}, this run asks for {kinds[1]!r}; "
-                f"set --model.init_args.attention.kind={kinds[0]}, or train {kinds[1]!r} from the start"
+        theirs: dict[str, Any] = checkpoint.get("hyper_parameters", {}).get("attention") or {}
+        ours: dict[str, Any] = self.hparams.get("attention") or {}
+        for key in ("kind", "block_grid", "block_size") if theirs and ours else ():
+            if theirs.get(key) != ours.get(key) and (key == "kind" or ours["kind"] == "mhla"):
+                raise ValueError(
+                    f"the checkpoint was trained with attention {key} {theirs.get(key)!r}, this run asks for "
+                    f"{ours.get(key)!r}; set --model.init_args.attention.{key}={theirs.get(key)}, or train from the start"
+                )
+        fitting = self._trainer is not None and self._trainer.state.fn == "fit"
+        if fitting and self.ema_decay is None and "current_model_state" in checkpoint:
+            log.warning(
+                "the checkpoint keeps a weight average, which this run does not: it goes on from the live weights"
             )
+            checkpoint["state_dict"] = checkpoint["current_model_state"]
         state = self.state_dict()
         wrong = [
             f"{name} is {list(tensor.shape)}, here {list(state[name].shape)}"

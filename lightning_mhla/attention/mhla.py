@@ -32,7 +32,7 @@ class MHLA(Attention, kind="mhla"):
         wanted = config.block_grid and tuple(config.block_grid)
         if wanted not in (None, layout.block_grid) or config.block_size not in (None, layout.block_size):
             raise ValueError(
-                f"the configuration asks for other blocks ({config.block_grid or config.block_size}) than {layout}"
+                f"the configuration asks for blocks {config.block_grid or config.block_size}, not those of {layout}"
             )
         self.blocks = layout.operator_blocks
         if self.causal and "block_size" not in self.blocks:

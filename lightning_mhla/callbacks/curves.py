@@ -36,7 +36,8 @@ class LearningCurves(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Note the training metrics every ``log_every_n_steps``."""
-        if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]  # set when it is made
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set when the trainer is made
+        if every and trainer.global_step % every == 0:
             self._note(trainer, "train/")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

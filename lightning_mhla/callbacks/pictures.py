@@ -53,13 +53,14 @@ class AttentionPictures(Callback):
     folder and to TensorBoard; ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` to every logger.
 
     Args:
-        every_n_epochs: validation epochs between two pictures.
+        every_n_epochs: epochs between two pictures, which the first validation after them draws.
         sample: index of the sample in the first validation batch.
         max_tokens: longer inputs are passed over (an attention matrix is N x N).
     """
 
     def __init__(self, every_n_epochs: int = 1, sample: int = 0, max_tokens: int = 1024) -> None:
         self.every_n_epochs, self.sample, self.max_tokens = every_n_epochs, sample, max_tokens
+        self._period = 0
         self._hooks: list[RemovableHandle] = []
         self._weights: list[Tensor] = []
         self._mixing: list[Tensor] = []
@@ -74,9 +75,15 @@ class AttentionPictures(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Listen to every attention layer during the first batch."""
-        due = trainer.state.fn != "fit" or (trainer.current_epoch + 1) % self.every_n_epochs == 0
-        if batch_idx or dataloader_idx or trainer.sanity_checking or not due:
+        period = (trainer.current_epoch + 1) // self.every_n_epochs
+        if (
+            batch_idx
+            or dataloader_idx
+            or trainer.sanity_checking
+            or (trainer.state.fn == "fit" and period <= self._period)
+        ):
             return
+        self._period = period
         layers = [module for module in pl_module.modules() if isinstance(module, Attention)]
         if layers and layers[0].layout.num_tokens <= self.max_tokens:
             self._weights, self._mixing = [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
@@ -58,6 +58,14 @@ class _Batches(Sampler[list[Ticket]]):
         return self.pending
 
 
+class Progress(NamedTuple):
+    """Where a training run stands: its epoch, the batches done in it, and the batches that an epoch is cut to."""
+
+    epoch: int = 0
+    done: int = 0
+    steps: int | None = None
+
+
 class ResumableLoader:
     """Batches of a source, in an order that depends on seed and epoch alone.
 
@@ -74,8 +82,7 @@ class ResumableLoader:
         world: number of processes.
         window: see :func:`lightning_mhla.data.sampling.epoch_order`.
         max_skipped: broken samples that this process skips before it stops with an error.
-        position: for training, gives the number of batches trained so far, whenever a pass starts.
-        steps: for training, batches that an epoch is cut to; None for all.
+        progress: for training, says whenever a pass starts where the run stands.
         num_workers: worker processes.
     """
 
@@ -90,8 +97,7 @@ class ResumableLoader:
         world: int = 1,
         window: int | None = None,
         max_skipped: int = 100,
-        position: Callable[[], int] | None = None,
-        steps: int | None = None,
+        progress: Callable[[], Progress] = Progress,
         num_workers: int = 0,
     ) -> None:
         if batch_size < 1 or batch_size % world:
@@ -105,9 +111,7 @@ class ResumableLoader:
             raise ValueError(f"{len(source)} training samples do not fill one batch of batch_size={batch_size}")
         self.source, self.batch_size, self.train, self.seed = source, batch_size, train, seed
         self.rank, self.world, self.window, self.max_skipped = rank, world, window, max_skipped
-        self.position, self.skipped = position, 0
-        whole = len(source) // batch_size if train else -(-len(source) // batch_size)
-        self.steps = whole if steps is None else min(whole, steps)
+        self.progress, self.skipped = progress, 0
         self._batches = _Batches()
         self._loader = DataLoader(
             _SeededSamples(source, seed, skip_broken=train),
@@ -120,10 +124,11 @@ class ResumableLoader:
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        return self.steps
+        samples = len(self.source)
+        return samples // self.batch_size if self.train else -(-samples // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rest of the epoch that the position lies in."""
+        """The rest of the epoch that the run stands in."""
         self._batches.pending = self._remaining()
         for batch in self._loader:
             self._count(int(batch.pop("skipped").sum()))
@@ -133,9 +138,9 @@ class ResumableLoader:
         if not self.train:
             yield from evaluation_batches(len(self.source), self.batch_size, self.rank, self.world)
             return
-        epoch, done = divmod(self.position() if self.position else 0, self.steps)
+        epoch, done, steps = self.progress()
         order = epoch_order(self.source.shard_sizes, self.seed, epoch, self.window)
-        order = order[done * self.batch_size : self.steps * self.batch_size]
+        order = order[done * self.batch_size : None if steps is None else steps * self.batch_size]
         yield from training_batches(order, epoch, self.batch_size, self.rank, self.world)
 
     def _count(self, skipped: int) -> None:

@@ -7,15 +7,8 @@ from typing import Any
 
 from lightning import LightningDataModule, Trainer
 
-from lightning_mhla.data.loader import ResumableLoader
+from lightning_mhla.data.loader import Progress, ResumableLoader
 from lightning_mhla.data.source import SampleSource
-
-
-def limited(batches: int, limit: int | float | None) -> int:
-    """Batches left by one of the trainer's ``limit_*_batches``: a count, or a share of an epoch."""
-    if limit is None:
-        return batches
-    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
 
 def batches_trained(trainer: Trainer) -> int:
@@ -62,9 +55,8 @@ class ResumableDataModule(LightningDataModule):
         if self._trained_with is not None:
             loader.load_state_dict(self._trained_with)
         self._order = loader.state_dict()
-        if (trainer := self.trainer) is not None:
-            loader.position = lambda: batches_trained(trainer)
-            loader.steps = limited(loader.steps, trainer.limit_train_batches)
+        if self.trainer is not None:
+            loader.progress = self._progress
         return loader
 
     def val_dataloader(self) -> ResumableLoader:
@@ -78,6 +70,25 @@ class ResumableDataModule(LightningDataModule):
     def predict_dataloader(self) -> ResumableLoader:
         """Every sample to predict once."""
         return self._loader("predict")
+
+    def _progress(self) -> Progress:
+        """Where the run stands; epochs of one set of batches over and over under ``overfit_batches``.
+
+        Raises:
+            ValueError: when the checkpoint's epochs were cut to another length.
+        """
+        assert self.trainer is not None
+        steps = int(self.trainer.num_training_batches)
+        before = (self._trained_with or {}).get("steps", steps)
+        if before != steps:
+            raise ValueError(
+                f"the checkpoint's epochs had {before} batches, this run's have {steps}: it could not go on with the "
+                "very next sample. Set limit_train_batches back, or start a new run from the weights alone"
+            )
+        self._order["steps"] = steps
+        epoch, done = divmod(batches_trained(self.trainer), steps)
+        overfit: float = self.trainer.overfit_batches  # type: ignore[attr-defined]  # set when the trainer is made
+        return Progress(0 if overfit else epoch, done, steps)
 
     def state_dict(self) -> dict[str, Any]:
         """What the order of the training samples depends on, for the checkpoint."""

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import fsspec
 import numpy as np
@@ -44,7 +45,7 @@ def find_shards(where: str | Sequence[str], cache: Path | None = None) -> list[P
     """Local paths of the shards that ``where`` names.
 
     Args:
-        where: a folder of ``*.tar``, a path or URL with braces (``train-{0000..1023}.tar``), a glob, or a list of these.
+        where: a folder of ``*.tar``, a path or URL with braces (``train-{0000..1023}.tar``), a name with wildcards, or a list.
             URLs (http, https, s3, gs, hf) are downloaded once, whole or not at all.
         cache: folder for downloads; None for :func:`default_cache`.
 
@@ -95,6 +96,7 @@ def _download(urls: list[str], cache: Path) -> list[Path]:
         try:
             with fsspec.open(url, "rb") as source, partial.open("wb") as sink:
                 shutil.copyfileobj(source, sink, 1 << 22)
+            scan_shard(partial)
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
@@ -142,6 +144,12 @@ def scan_shard(path: Path) -> MemberTable:
         raise ValueError(
             f"{path}: cut short, {total} bytes where at least {end + 1024} belong; write or download it again"
         )
+    with path.open("rb") as stream:
+        stream.seek(end)
+        if any(any(chunk) for chunk in iter(lambda: stream.read(1 << 20), b"")):
+            raise ValueError(
+                f"{path}: not a whole tar file (no member where byte {end} is); write or download it again"
+            )
     extensions = tuple(sorted({extension for members in samples.values() for extension in members}))
     missing = (-1, 0)
     table = [[members.get(extension, missing) for extension in extensions] for members in samples.values()]
@@ -156,10 +164,14 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
     hidden = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     places = [path.with_name(path.name + ".index.npz"), (cache or default_cache()) / "tables" / f"{hidden}.npz"]
     for place in places:
-        if place.exists():
+        try:
             with np.load(place, allow_pickle=False) as kept:
                 if (kept["stamp"] == stamp).all():
                     return MemberTable(kept["keys"], tuple(kept["extensions"].tolist()), kept["offsets"], kept["sizes"])
+        except FileNotFoundError:
+            continue
+        except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+            log.warning("member table %s is read anew: %s", place, error)
     table = scan_shard(path)
     for place in places:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,8 +34,12 @@ def write_shards(
 
     Returns:
         Paths of all shards.
+
+    Raises:
+        ValueError: when the folder holds shards of another list of items, which would be mixed with these.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    _check_manifest(folder / f"{prefix}-manifest.json", items, per_shard)
     starts = range(0, len(items), per_shard)
     paths = [folder / f"{prefix}-{number:04d}.tar" for number in range(len(starts))]
     for start, path in track(list(zip(starts, paths, strict=True)), f"writing {prefix} shards"):
@@ -45,3 +51,15 @@ def write_shards(
                 writer.write({"__key__": f"{number:08d}", **encode(items[number])})
         aside.replace(path)
     return paths
+
+
+def _check_manifest(path: Path, items: Sequence[Any], per_shard: int) -> None:
+    """Write down what the shards of a prefix hold, or compare it with what an earlier call wrote down."""
+    digest = hashlib.sha256(repr(list(items)).encode()).hexdigest()
+    manifest = {"samples": len(items), "per_shard": per_shard, "items": digest}
+    if path.exists() and json.loads(path.read_text()) != manifest:
+        raise ValueError(
+            f"{path.parent} holds shards of another list of samples or another number in each ({path.name} says so); "
+            "choose another folder or prefix, or delete them"
+        )
+    path.write_text(json.dumps(manifest) + "\n")

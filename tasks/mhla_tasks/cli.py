@@ -20,10 +20,12 @@ import torch
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from rich.logging import RichHandler
 
-from mhla_tasks.config_errors import find_unknown_key, read_sources, shorten
+from lightning_mhla.data import BrokenSampleError
+from mhla_tasks.config_errors import Source, find_unknown_key, read_sources, shorten
 
 OWN = ("mhla_kernels", "lightning_mhla", "mhla_tasks")
 EXPECTED = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
+MEMORY = (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters"))
 
 
 class ShortErrorParser(LightningArgumentParser):
@@ -43,45 +45,73 @@ class SuiteCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Check the keys, take over what a checkpoint remembers as defaults, then parse."""
         words = sys.argv[1:] if args is None else list(args) if isinstance(args, Sequence) else []
+        for each in self._subcommand_parsers.values():
+            each.set_defaults({"weights_only": True})
         subcommand = next((word for word in words if word in self._subcommand_parsers), None)
         if subcommand is not None:
             chosen = self._subcommand_parsers[subcommand]
-            sources = read_sources(words)
+            sources = [_inside(source, subcommand) for source in read_sources(words)]
             options = [action.dest for action in chosen._actions]
             unknown = find_unknown_key(sources, [*options, "print_config"])
             if unknown:
                 chosen.error(unknown)
             for source in sources:
-                if isinstance(path := source.values.get("ckpt_path"), str):
-                    chosen.set_defaults(remembered(Path(path)))
+                if isinstance(checkpoint := source.values.get("ckpt_path"), str):
+                    try:
+                        chosen.set_defaults(defaults_from(checkpoint, sources))
+                    except ValueError as error:
+                        chosen.error(str(error))
         super().parse_arguments(parser, args)
 
     def _parse_ckpt_path(self) -> None:
         """Nothing here: :meth:`parse_arguments` has made the checkpoint's memory the weakest source."""
 
 
-def remembered(checkpoint: Path) -> dict[str, Any]:
-    """Model and data options that a checkpoint remembers, ``{}`` for one that does not exist or holds none.
+def _inside(source: Source, subcommand: str) -> Source:
+    """The options of a subcommand, where a file keeps them under its name."""
+    own = source.values.get(subcommand)
+    return Source(source.origin, own) if set(source.values) == {subcommand} and isinstance(own, dict) else source
+
+
+def defaults_from(checkpoint: str, sources: Sequence[Source]) -> dict[str, Any]:
+    """Model and data options that a checkpoint remembers, except where a source names another class.
 
     Args:
-        checkpoint: a file, or the folder of a sharded checkpoint.
+        checkpoint: a file, the folder of a sharded checkpoint, or one of Lightning's words such as ``last``.
+        sources: all other options.
+
+    Raises:
+        ValueError: when it looks like a path, but holds no checkpoint that can be read.
     """
-    path = checkpoint / "meta.pt" if checkpoint.is_dir() else checkpoint
-    if not path.is_file():
-        return {}
-    content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    path = Path(checkpoint)
+    if not path.exists():
+        if "://" in checkpoint or ("/" not in checkpoint and not path.suffix):
+            return {}
+        raise ValueError(f"ckpt_path {checkpoint} does not exist")
+    try:
+        content = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=True, map_location="cpu")
+        found = [(root, content.get(key, {})) for root, key in MEMORY]
+    except Exception as error:
+        raise ValueError(f"ckpt_path {checkpoint} is no checkpoint that can be read safely ({error})") from error
     options = {}
-    for root, key in (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters")):
-        known = {name: value for name, value in content.get(key, {}).items() if not name.startswith("_")}
-        class_path = content.get(key, {}).get("_class_path")
-        if class_path:
+    for root, memory in found:
+        named = [s.values[root]["class_path"] for s in sources if "class_path" in _mapping(s.values.get(root))]
+        class_path = memory.get("_class_path")
+        if class_path and (not named or named[-1] == class_path):
+            known = {name: value for name, value in memory.items() if not name.startswith("_")}
             options[root] = {"class_path": class_path, "init_args": known}
     return options
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _is_deliberate(error: BaseException) -> bool:
     """Whether an error was raised by a check of ours, so that its message alone is enough."""
     frames = list(traceback.walk_tb(error.__traceback__))
+    if isinstance(error, BrokenSampleError):  # raised again by torch when a worker process read the sample
+        return True
     raised_in = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
     return isinstance(error, EXPECTED) and raised_in.split(".")[0] in OWN
 
@@ -106,6 +136,7 @@ def main(args: ArgsType = None) -> None:
         SuiteCLI(
             parser_class=ShortErrorParser,
             save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
             trainer_defaults={"default_root_dir": "runs"},
             args=args,
         )
@@ -114,6 +145,8 @@ def main(args: ArgsType = None) -> None:
         if os.environ.get("LIGHTNING_MHLA_TRACEBACK") or not (union or _is_deliberate(error)):
             raise
         text = shorten(str(error), read_sources(sys.argv[1:])) if union else str(error)
+        if isinstance(error, BrokenSampleError):
+            text = text.strip().rsplit("BrokenSampleError: ", 1)[-1]
         sys.stderr.write(f"error: {text}\n")
         sys.exit(1)
 

@@ -15,10 +15,14 @@ from typing import Any
 
 import yaml
 
-SHORT_NAMES = ("lightning.pytorch.callbacks", "lightning.pytorch.loggers", "lightning.pytorch.strategies")
-"""Modules whose classes may be named without their module, as LightningCLI does."""
+SHORT_NAMES = {
+    "callbacks": ("lightning.pytorch.callbacks",),
+    "logger": ("lightning.pytorch.loggers",),
+    "strategy": ("lightning.pytorch.strategies",),
+}
+"""Where the trainer's options look for a class that is named without its module, as LightningCLI does."""
 
-CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+CLASS_KEYS = ("class_path", "init_args", "dict_kwargs", "help")
 
 NOISE = re.compile(
     r"^-?\s*(Does not validate against any|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
@@ -42,21 +46,21 @@ class Source:
 def read_sources(arguments: Sequence[str]) -> list[Source]:
     """Every ``--config`` file and every ``--key=value`` of a command line, in order; what cannot be read is left out."""
     sources = []
-    words = iter(arguments)
-    for word in words:
+    for place, word in enumerate(arguments):
         if not word.startswith("-"):
             continue
         key, equals, value = word.partition("=")
         key = key.lstrip("-")
         if not equals:
-            value = next(words, "")
+            following = arguments[place + 1 : place + 2]
+            value = following[0] if following and not following[0].startswith("--") else ""
         if key in ("config", "c"):
             sources.append(Source(value, _load(Path(value))))
             continue
         nested: Any = _literal(value)
         for part in reversed(key.split(".")):
             nested = {part: nested}
-        sources.append(Source(word if equals else f"{word} {value}", nested))
+        sources.append(Source(word if equals else f"{word} {value}".strip(), nested))
     return sources
 
 
@@ -114,18 +118,23 @@ def _check_trainer(origin: str, values: dict[str, Any], valid: set[str]) -> str 
             return _message(origin, f"trainer.{key}", valid, "the trainer")
         for place, item in enumerate(value if isinstance(value, list) else [value]):
             if isinstance(item, dict) and "class_path" in item:
-                problem = _check_class(origin, f"trainer.{name}[{place}]", item, {})
+                problem = _check_class(origin, f"trainer.{name}[{place}]", item, {}, SHORT_NAMES.get(name, ()))
                 if problem:
                     return problem
     return None
 
 
-def _check_class(origin: str, path: str, value: Any, classes: dict[str, type]) -> str | None:
+def _check_class(
+    origin: str, path: str, value: Any, classes: dict[str, type], modules: Sequence[str] = ()
+) -> str | None:
     """Check one ``{class_path, init_args}``; ``classes`` remembers the class of a path from weaker sources."""
     if not isinstance(value, dict):
         return None
     if "class_path" in value:
-        found = _resolve(str(value["class_path"]))
+        class_path = str(value["class_path"])
+        if "." not in class_path and not modules:
+            return None
+        found = _resolve(class_path, modules)
         if isinstance(found, str):
             return f"{origin}: {path}.class_path {value['class_path']!r}: {found}"
         classes[path] = found
@@ -157,12 +166,11 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _resolve(class_path: str) -> type | str:
-    """The class, or what is wrong with its path."""
+def _resolve(class_path: str, modules: Sequence[str]) -> type | str:
+    """The class, looked for in ``modules`` if its path names none, or what is wrong with its path."""
     module_name, _, name = class_path.rpartition(".")
-    modules = [module_name] if module_name else list(SHORT_NAMES)
     names: list[str] = []
-    for each in modules:
+    for each in [module_name] if module_name else modules:
         try:
             module = importlib.import_module(each)
         except ImportError as error:

@@ -28,6 +28,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "offsets end": ({"block_size": None, "block_offsets": [0, 4, 8, 9]}, ValueError, "end at N=10"),
     "empty block": ({"block_size": None, "block_offsets": [0, 4, 4, 10]}, ValueError, "increase"),
     "causal offsets": ({"block_size": None, "block_offsets": [0, 4, 8, 10], "causal": True}, ValueError, "bidirectional"),
+    "eps": ({"eps": 0.0}, ValueError, "eps=0.0 must be positive"),
+    "empty mixing": ({"mixing": torch.rand(0, 0), "causal": True}, ValueError, r"\[M, M\]"),
     "scale": ({"scale": 0.5}, ValueError, "scale=0.5 has no effect with normalize=True"),
     "feature map": ({"feature_map": "gelu"}, ValueError, "'gelu' is not one of 'identity', 'relu'"),
     "form": ({"form": "fast"}, ValueError, "'fast' is not one of"),

@@ -69,11 +69,12 @@ def build(case: Case) -> tuple[tuple[Tensor, ...], dict[str, Any], list[list[int
         options |= {"block_size": c, "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
         blocks = max(len(s) - 1 for s in starts)
     elif packed:
-        half = -(-n // 2)
-        c, n = half, 2 * half
-        starts = packed_starts([0, half, n], c)
-        options |= {"block_size": c, "cu_seqlens": [0, half, n]}
-        blocks = 1
+        blocks = max(1, min(3, n // 2))
+        c = max(1, n // (2 * blocks))
+        short = (blocks - 1) * c + 1
+        n = blocks * c + short
+        starts = packed_starts([0, blocks * c, n], c)
+        options |= {"block_size": c, "cu_seqlens": [0, blocks * c, n]}
     else:
         starts = equal_starts(n, c)
         options["block_size"] = c
@@ -96,6 +97,23 @@ def gradients(run: Any, tensors: tuple[Tensor, ...], cotangent: Tensor) -> tuple
     return out.detach(), torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
 
 
+def gradient_scales(
+    exact: tuple[Tensor, ...],
+    starts: list[list[int]],
+    check: dict[str, Any],
+    cotangent: Tensor,
+    want_grads: tuple[Tensor, ...],
+) -> list[float]:
+    """What the error of each gradient is divided by: its norm, or a thirtieth of the terms that it is summed from.
+
+    Where the terms cancel further (a row that sees a single block or key does not depend on its weights: all but nothing
+    is left), float32 has no five digits to give.
+    """
+    magnitudes = tuple(x.abs() for x in exact)
+    _, terms = gradients(lambda *x: oracle(*x, starts, constant_normalizer=True, **check), magnitudes, cotangent.abs())
+    return [max(float(w.norm()), float(t.norm()) / 30) for w, t in zip(want_grads, terms, strict=True)]
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(case=cases)
 def test_forms_agree_with_the_definition(case: Case) -> None:
@@ -103,11 +121,7 @@ def test_forms_agree_with_the_definition(case: Case) -> None:
     cotangent = torch.randn(tensors[2].shape, generator=torch.Generator().manual_seed(case.seed + 1))
     exact = tuple(x.double() for x in tensors)
     want, want_grads = gradients(lambda *x: oracle(*x, starts, **check), exact, cotangent)
-    # The sizes of the terms that a gradient is summed from. Where they cancel to less than a thirtieth (a row that sees a
-    # single key has the constant output v: all but nothing is left), float32 has no five digits to give.
-    magnitudes = tuple(x.abs() for x in exact)
-    _, terms = gradients(lambda *x: oracle(*x, starts, constant_normalizer=True, **check), magnitudes, cotangent.abs())
-    scales = [max(float(w.norm()), float(t.norm()) / 30) for w, t in zip(want_grads, terms, strict=True)]
+    scales = gradient_scales(exact, starts, check, cotangent, want_grads)
     for form in FORMS:
         got, got_grads = gradients(lambda *x, form=form: mhla_attention(*x, form=form, **options), tensors, cotangent)
         assert relative_error(f"{form} output", got, want) < 1e-5
@@ -121,10 +135,20 @@ def test_forms_agree_with_the_definition(case: Case) -> None:
 def test_blocks_longer_than_a_tile(block_size: int, normalize: bool) -> None:
     n, blocks = 400, -(-400 // block_size)
     q, k, v = torch.rand(1, n, 2, 8), torch.rand(1, n, 2, 8), torch.randn(1, n, 2, 5)
-    mixing = torch.rand(2, blocks, blocks)
-    want = oracle(q, k, v, mixing, equal_starts(n, block_size), causal=True, normalize=normalize)
-    got = mhla_attention(q, k, v, mixing, block_size=block_size, causal=True, normalize=normalize, form="chunked")
+    tensors = (q, k, v, torch.rand(2, blocks, blocks))
+    cotangent = torch.randn_like(v)
+    options: dict[str, Any] = {"causal": True, "normalize": normalize}
+    starts = equal_starts(n, block_size)
+    exact = tuple(x.double() for x in tensors)
+    want, want_grads = gradients(lambda *x: oracle(*x, starts, **options), exact, cotangent)
+    scales = gradient_scales(exact, starts, options, cotangent, want_grads)
+    got, grads = gradients(
+        lambda *x: mhla_attention(*x, block_size=block_size, form="chunked", **options), tensors, cotangent
+    )
     assert relative_error("output", got, want) < 1e-5
+    for name, grad, exact_grad, scale in zip(("q", "k", "v", "mixing"), grads, want_grads, scales, strict=True):
+        error = float((grad.double() - exact_grad).norm()) / scale
+        assert error < 1e-5, f"gradient of {name} is off by {error:.1e}"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -192,11 +216,14 @@ def test_packed_sequences_equal_each_alone(form: str) -> None:
 def test_bfloat16_stays_close(form: str, mean: float) -> None:
     q, k = (torch.rand(2, 96, 2, 16).bfloat16() for _ in range(2))
     v = (torch.randn(2, 96, 2, 16) + mean).bfloat16()
-    mixing = torch.rand(6, 6)
-    got = mhla_attention(q, k, v, mixing, block_size=16, form=form)
+    tensors, starts, cotangent = (q, k, v, torch.rand(6, 6)), equal_starts(96, 16), torch.randn(v.shape).bfloat16()
+    got, grads = gradients(lambda *x: mhla_attention(*x, block_size=16, form=form), tensors, cotangent)
     assert got.dtype == torch.bfloat16
-    want = oracle(q, k, v, mixing, equal_starts(96, 16), causal=False, normalize=True)
+    exact = tuple(x.double() for x in tensors)
+    want, want_grads = gradients(lambda *x: oracle(*x, starts, causal=False, normalize=True), exact, cotangent)
     assert relative_error("output", got, want) < 5e-3
+    for name, grad, exact_grad in zip(("q", "k", "v", "mixing"), grads, want_grads, strict=True):
+        assert relative_error(f"gradient of {name}", grad, exact_grad) < 1e-2
 
 
 def test_relu_is_applied_to_q_and_k() -> None:

@@ -182,12 +182,46 @@ def test_config_refuses(options: dict[str, Any], message: str) -> None:
         AttentionConfig(**options)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_hidden_token_holds_reaches_nothing(kind: str) -> None:
+    layer = build_attention(config(kind, [2, 2], lepe=3, gate=True), 16, 2, BlockLayout((5, 4), (2, 2)))
+    nn.init.normal_(layer.proj.bias)
+    mask = torch.rand(2, 20) > 0.3
+    x = torch.randn(2, 20, 16).masked_fill(~mask[..., None], float("nan"))
+    out = layer(x, mask)
+    assert torch.isfinite(out).all()
+    assert (out[~mask] == 0).all()
+    gradients = torch.autograd.grad(out.sum(), [p for p in layer.parameters() if p.requires_grad])
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("blocks", [(4, 4), (3, 4)], ids=["even", "uneven"])
+def test_layers_compile_into_one_graph(blocks: tuple[int, int]) -> None:
+    layer = MHLA(16, 2, BlockLayout((8, 8), blocks), AttentionConfig(lepe=3))
+    x = torch.randn(2, 64, 16)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_a_layer_first_used_without_gradients_can_train() -> None:
+    layer = MHLA(16, 2, BlockLayout((5, 3), (2, 2)))
+    x = torch.randn(2, 15, 16)
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert layer.mixing.weight.grad is not None
+
+
 def test_layers_refuse() -> None:
     layout = BlockLayout((4, 4), (2, 2))
     with pytest.raises(ValueError, match="needs block_grid"):
         layout_for([AttentionConfig()], (4, 4))
     with pytest.raises(ValueError, match="needs a 1-D grid"):
         MHLA(16, 2, layout, causal=True)
+    with pytest.raises(ValueError, match="uneven ones"):
+        MHLA(16, 2, BlockLayout((10,), (3,)), causal=True)
+    with pytest.raises(ValueError, match=r"asks for blocks \[4, 4\], not those of"):
+        MHLA(16, 2, layout, AttentionConfig(block_grid=[4, 4]))
     with pytest.raises(ValueError, match="later tokens"):
         MHLA(16, 2, BlockLayout((4,), (2,)), AttentionConfig(block_grid=[2], lepe=3), causal=True)
     with pytest.raises(ValueError, match="must divide heads"):

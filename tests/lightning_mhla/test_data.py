@@ -24,6 +24,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from lightning_mhla.data import BrokenSampleError, ResumableLoader, ShardReader, find_shards, write_shards
 from lightning_mhla.data.images import FolderImages, ShardImages
+from lightning_mhla.data.loader import Progress
 from lightning_mhla.data.sampling import epoch_order, evaluation_batches, training_batches
 
 CLASSES = 5
@@ -121,7 +122,9 @@ class Noise:
 def test_a_loader_goes_on_from_any_position(workers: int) -> None:
     def batches(start: int, count: int, workers: int) -> list[list[float]]:
         trained = start
-        loader = ResumableLoader(Noise(23), 4, train=True, seed=7, position=lambda: trained, num_workers=workers)
+        loader = ResumableLoader(
+            Noise(23), 4, train=True, seed=7, progress=lambda: Progress(*divmod(trained, 5)), num_workers=workers
+        )
         out: list[list[float]] = []
         while len(out) < count:
             for batch in loader:
@@ -302,6 +305,34 @@ def test_a_broken_validation_sample_is_an_error(tmp_path: Path, sample: dict[str
     source = images([add_to_tar(tmp_path / "a.tar", [sample])])
     with pytest.raises(BrokenSampleError, match=message):
         list(ResumableLoader(source, 1, train=False, seed=0))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "zeroed", "joined"])
+def test_a_tar_damaged_in_the_middle_is_an_error(shards: list[Path], damage: str) -> None:
+    data = bytearray(shards[1].read_bytes())
+    third = [i for i in range(0, len(data), 512) if data[i : i + 8].isdigit()][2]
+    if damage == "flipped":
+        data[third + 150] ^= 0xFF
+    elif damage == "zeroed":
+        data[third : third + 512] = bytes(512)
+    else:
+        data = bytearray(shards[0].read_bytes()) + data
+    shards[1].write_bytes(data)
+    with pytest.raises(ValueError, match=r"train-0001.tar: not a whole tar file"):
+        ShardReader(shards)
+
+
+def test_a_broken_member_table_is_read_anew(shards: list[Path]) -> None:
+    ShardReader(shards)
+    for path, junk in zip(shards, (b"", b"junk", b"PK\x03\x04"), strict=True):
+        path.with_name(path.name + ".index.npz").write_bytes(junk)
+    assert ShardReader(shards).shard_sizes == [4, 4, 2]
+
+
+def test_shards_of_other_samples_are_not_mixed(shards: list[Path]) -> None:
+    for items, per_shard in ((range(10), 5), (range(11), 4)):
+        with pytest.raises(ValueError, match="holds shards of another list of samples"):
+            write_shards(items, members, shards[0].parent, "train", per_shard)
 
 
 @pytest.mark.parametrize("left", [100, 700, 3000, -1024], ids=["header", "data", "later", "end marks"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning import Trainer
+from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer
 from mhla_tasks.classification.data import AugmentConfig
@@ -20,7 +20,9 @@ from PIL import Image
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.data import ShardReader
+from lightning_mhla.optim import OptimizerConfig
 
+CONSTANT = OptimizerConfig(schedule="constant")
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -91,6 +93,28 @@ def test_a_model_learns_from_shards(tmp_path: Path) -> None:
     trainer.fit(model, datamodule=data)
     assert trainer.callback_metrics["val/accuracy"] == 1.0
     assert trainer.callback_metrics["val/samples"] == 12
+    for evaluate in (trainer.validate, trainer.test):
+        (result,) = evaluate(model, datamodule=data, verbose=False)
+        assert {value for name, value in result.items() if name.endswith("samples")} == {12}
+
+
+def test_a_run_on_shards_from_python_can_be_resumed(tmp_path: Path) -> None:
+    images_to_shards(photo_folder(tmp_path / "photos"), tmp_path, "train", per_shard=5, seed=0)
+
+    def fit(epochs: int, resume: Path | None = None) -> dict[str, torch.Tensor]:
+        data = ImageNetShards(str(tmp_path), str(tmp_path), batch_size=4, num_workers=0, image_size=32, num_classes=2)
+        model = classifier(num_classes=2, image_size=32, channels=3, patch_size=8, optimizer=CONSTANT)
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        trainer = Trainer(max_epochs=epochs, callbacks=[keep], **{**QUIET, "enable_checkpointing": True})
+        trainer.fit(model, datamodule=data, ckpt_path=resume, weights_only=True)
+        return model.state_dict()
+
+    whole = fit(2)
+    again = fit(2, tmp_path / "epoch=0.ckpt")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
 @pytest.mark.parametrize(("batch", "limit"), [(7, None), (360, None), (100, None), (50, 2)])
@@ -112,6 +136,57 @@ def test_validation_counts_every_sample_once(batch: int, limit: int | None) -> N
     )
     top5 = (scores.topk(5).indices == labels[:count, None]).any(-1).float().mean()
     assert result["val/accuracy_top5"] == pytest.approx(float(top5), abs=1e-6)
+
+
+def test_overfitting_sees_the_same_batches_in_every_epoch() -> None:
+    data = Seen(batch_size=256)
+    Trainer(max_epochs=3, overfit_batches=2, **QUIET).fit(classifier(), datamodule=data)
+    assert data.read[:512] == data.read[512:1024] == data.read[1024:]
+
+
+def test_another_length_of_the_epochs_is_refused_at_a_resume(tmp_path: Path) -> None:
+    def fit(limit: float, epochs: int, resume: Path | None = None) -> None:
+        keep = ModelCheckpoint(tmp_path, filename="last")
+        options = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs, "limit_train_batches": limit}
+        Trainer(callbacks=[keep], **options).fit(
+            classifier(), datamodule=Digits(batch_size=256), ckpt_path=resume, weights_only=True
+        )
+
+    fit(3, 1)
+    with pytest.raises(ValueError, match="epochs had 3 batches, this run's have 5"):
+        fit(1.0, 2, tmp_path / "last.ckpt")
+
+
+def test_resuming_without_the_average_goes_on_from_the_live_weights(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, filename="last")
+    options = {**QUIET, "enable_checkpointing": True}
+    Trainer(max_epochs=1, callbacks=[keep], **options).fit(classifier(ema_decay=0.9), datamodule=Digits(batch_size=256))
+    model = classifier()
+
+    class Start(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            live = torch.load(tmp_path / "last.ckpt", weights_only=True)["current_model_state"]
+            assert all(torch.equal(live[name], tensor) for name, tensor in pl_module.state_dict().items())
+            self.ran = True
+
+    start = Start()
+    Trainer(max_epochs=2, callbacks=[start], **QUIET).fit(
+        model, datamodule=Digits(batch_size=256), ckpt_path=tmp_path / "last.ckpt", weights_only=True
+    )
+    assert start.ran
+
+
+def test_a_checkpoint_of_other_blocks_is_refused() -> None:
+    theirs = classifier()
+    ours = classifier(attention=AttentionConfig(block_grid=[4, 1]))
+    with pytest.raises(ValueError, match=r"attention block_grid \[2, 2\], this run asks for \[4, 1\]"):
+        ours.on_load_checkpoint({"hyper_parameters": dict(theirs.hparams), "state_dict": theirs.state_dict()})
+
+
+def test_mixup_of_an_odd_batch_is_refused() -> None:
+    model = classifier(mixup=MixupConfig(mixup=0.2))
+    with pytest.raises(ValueError, match="each process has 5"):
+        Trainer(max_steps=1, **QUIET).fit(model, datamodule=Digits(batch_size=5))
 
 
 class Seen(Digits):
@@ -139,8 +214,9 @@ class Seen(Digits):
         ({"max_epochs": 2, "val_check_interval": 0.5}, 2),
         ({"max_steps": 10}, 2),
         ({"max_epochs": 3, "limit_train_batches": 2}, 3),
+        ({"max_epochs": 3, "limit_train_batches": 0.5}, 3),
     ],
-    ids=["accumulate", "validate inside", "max steps", "limited"],
+    ids=["accumulate", "validate inside", "max steps", "limited", "limited to a share"],
 )
 def test_no_sample_comes_twice_in_an_epoch(options: dict[str, Any], epochs: int) -> None:
     data = Seen(batch_size=256)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch.cli import LightningCLI
 from mhla_tasks.classification import ImageClassifier
 from mhla_tasks.cli import SuiteCLI, main
 from PIL import Image
@@ -199,6 +198,10 @@ def test_a_run_leaves_checkpoint_configuration_curves_and_pictures(trained: Path
 
 def test_a_checkpoint_needs_no_code_to_be_read(trained: Path) -> None:
     content = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
+    assert all(
+        isinstance(value, dict)
+        for value in (content["hyper_parameters"]["optimizer"], content["hyper_parameters"]["mixup"])
+    )
     assert content["hyper_parameters"]["attention"]["kind"] == "mhla"
     model = ImageClassifier.load_from_checkpoint(trained / "checkpoints/last.ckpt", weights_only=True)
     assert model.network.backbone.blocks[0].attn.mixing.weight.shape == (16, 16)
@@ -237,18 +240,79 @@ def test_predict_writes_a_table(monkeypatch: pytest.MonkeyPatch, trained: Path, 
     (tmp_path / "photos").mkdir()
     for i in range(5):
         Image.fromarray((images[i, 0].numpy() * 255).astype("uint8")).resize((40, 40), 0).save(f"photos/{i}.png")
-    checkpoint = f"--ckpt_path={trained / 'checkpoints/last.ckpt'}"
+    model = ImageClassifier.load_from_checkpoint(trained / "checkpoints/last.ckpt", weights_only=True).eval()
+    content = torch.load(trained / "checkpoints/last.ckpt", weights_only=True)
+    content["state_dict"]["network.head.weight"] *= 100  # a model so sure of itself that no two images look alike to it
+    torch.save(content, tmp_path / "sure.ckpt")
+    model.network.head.weight.data *= 100
+    checkpoint = f"--ckpt_path={tmp_path / 'sure.ckpt'}"
     run(monkeypatch, "predict", checkpoint, "--data.init_args.predict_dir=photos", "--trainer.accelerator=cpu")
     (table,) = tmp_path.rglob("predictions.csv")
     with table.open() as stream:
         rows = list(csv.DictReader(stream))
     assert [Path(row["path"]).name for row in rows] == [f"{i}.png" for i in range(5)]
-    model = ImageClassifier.load_from_checkpoint(trained / "checkpoints/last.ckpt", weights_only=True).eval()
     with torch.no_grad():
-        want = model(images[:5]).softmax(-1)
+        want = model((images[:5] * 255).byte() / 255).softmax(-1)
     got = torch.tensor([[float(row[str(c)]) for c in range(10)] for row in rows])
-    torch.testing.assert_close(got, want, atol=0.05, rtol=0.1)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert torch.cdist(want, want)[~torch.eye(5, dtype=torch.bool)].min() > 1e-3, "predictions alike prove nothing"
     assert [row["predicted"] for row in rows] == [str(int(i)) for i in got.argmax(-1)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--trainer.profiler={class_path: SimpleProfiler}"],
+        ["--trainer.plugins=[{class_path: SLURMEnvironment}]"],
+        ["--trainer.callbacks+=LearningRateMonitor"],
+        ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=x"],
+        ["--model.drop_path=0.2"],
+        ["--print_config"],
+    ],
+    ids=lambda arguments: arguments[0][:25],
+)
+def test_right_keys_pass(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    if arguments[0] == "--print_config":
+        with pytest.raises(SystemExit) as stop:
+            parse(monkeypatch, "fit", *arguments, "--config", str(DIGITS))
+        assert stop.value.code == 0
+    else:
+        parse(monkeypatch, "fit", "--config", str(DIGITS), *arguments)
+
+
+def test_a_file_may_keep_options_under_the_subcommand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    full = tmp_path / "full.yaml"
+    full.write_text(yaml.safe_dump({"fit": yaml.safe_load(DIGITS.read_text())}))
+    assert parse(monkeypatch, "--config", str(full), "fit").config.fit.model.init_args.dim == 64
+
+
+def test_a_checkpoint_lends_nothing_to_another_class(monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
+    config = str(ROOT / "configs/classification/deit_t_imagenet.yaml")
+    checkpoint = f"--ckpt_path={trained / 'checkpoints/last.ckpt'}"
+    data = parse(monkeypatch, "validate", "--config", config, checkpoint).config.validate.data
+    assert (data.class_path, data.init_args.batch_size) == ("mhla_tasks.classification.ImageNetShards", 1024)
+    assert "augment" not in data.init_args or not isinstance(data.init_args.augment, bool)
+
+
+def test_checkpoints_are_read_without_running_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert parse(monkeypatch, "fit", "--config", str(DIGITS)).config.fit.weights_only is True
+    (tmp_path / "bad.ckpt").write_bytes(b"no checkpoint")
+    torch.save({"hyper_parameters": Path("x")}, tmp_path / "code.ckpt")
+    monkeypatch.undo()
+    for name in ("bad.ckpt", "code.ckpt"):
+        error = failing(monkeypatch, capsys, "validate", f"--ckpt_path={tmp_path / name}")
+        assert "is no checkpoint that can be read safely" in error
+    for command in (["validate"], ["fit", "--config", str(DIGITS)]):
+        error = failing(monkeypatch, capsys, *command, "--ckpt_path=absent/last.ckpt")
+        assert "ckpt_path absent/last.ckpt does not exist" in error
+
+
+def test_optimizer_options_that_would_drop_the_clip_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "optimizer" in failing(monkeypatch, capsys, "fit", "--config", str(DIGITS), "--optimizer=SGD")
 
 
 def test_help_documents_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,10 +322,10 @@ def test_help_documents_every_option(monkeypatch: pytest.MonkeyPatch, capsys: py
     for option, said in (
         ("attention.kind", "mhla (mixed block summaries)"),
         ("attention.block_grid", "number of blocks along each axis"),
+        ("mixup.cutmix", "alpha of cutmix"),
         ("drop_path", "stochastic depth"),
         ("optimizer.warmup_epochs", "epochs of linear warm-up"),
         ("ema_decay", "moving average"),
     ):
-        assert f"--model.init_args.{option}" in text or option in text
+        assert f"--model.{option}" in text, f"{option} is missing"
         assert said in text, f"{option} is not explained"
-    assert issubclass(SuiteCLI, LightningCLI)

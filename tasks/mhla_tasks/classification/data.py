@@ -15,6 +15,7 @@ from torchvision.transforms import v2
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardReader, find_shards
 from lightning_mhla.data.digits import load_digits
 from lightning_mhla.data.images import FolderImages, ShardImages
+from lightning_mhla.hyperparameters import keep_plain
 
 
 class DigitSamples:
@@ -133,6 +134,7 @@ class ImageNetShards(ResumableDataModule):
     ) -> None:
         super().__init__(batch_size, num_workers, seed, max_skipped, shuffle_window)
         self.save_hyperparameters(ignore=["predict_dir"])
+        keep_plain(self)
         self.shards = {"train": train, "validate": val, "test": val}
         self.image_size, self.num_classes, self.crop_share = image_size, num_classes, crop_share
         self.augment = AugmentConfig(**augment) if isinstance(augment, dict) else augment
@@ -141,9 +143,9 @@ class ImageNetShards(ResumableDataModule):
 
     def prepare_data(self) -> None:
         """Find or download the shards and read their member tables, once on each node."""
-        if self.trainer is None or self.trainer.state.fn == "predict":
+        if self.trainer is None or self.trainer.state.fn in (None, "predict"):
             return
-        stages = ("train", "validate") if self.trainer.state.fn == "fit" else (str(self.trainer.state.fn),)
+        stages = ("train", "validate") if self.trainer.state.fn == "fit" else (self.trainer.state.fn.value,)
         for stage in stages:
             self._reader(stage)
 

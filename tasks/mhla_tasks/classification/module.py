@@ -14,6 +14,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_mhla import AttentionConfig
+from lightning_mhla.hyperparameters import keep_plain
 from lightning_mhla.module import TrainingModule
 from lightning_mhla.optim import OptimizerConfig
 from mhla_tasks.classification.model import Size, VisionTransformer
@@ -93,7 +94,7 @@ class ImageClassifier(TrainingModule):
         optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
         super().__init__(optimizer, ema_decay)
         self.save_hyperparameters()
-        self.remember()
+        keep_plain(self)
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
         self.class_names = class_names or [str(number) for number in range(num_classes)]
@@ -145,6 +146,11 @@ class ImageClassifier(TrainingModule):
         """Cross-entropy of one batch."""
         images, labels = batch["image"], batch["label"]
         if self.mixup is not None:
+            if len(images) % 2:
+                raise ValueError(
+                    f"mixup and cutmix pair the images of a batch, but each process has {len(images)}; use a batch_size "
+                    "that is an even number for each process"
+                )
             images, labels = self.mixup(images, labels)
             loss = torch.sum(-labels * F.log_softmax(self(images), dim=-1), dim=-1).mean()
         else:

@@ -27,6 +27,7 @@ def images_to_shards(source: Path, target: Path, prefix: str, per_shard: int, se
 
     Raises:
         FileNotFoundError: when ``source`` holds no class folders with images.
+        ValueError: when ``target`` holds shards of other images, or made with other options.
     """
     folders = sorted(path for path in source.iterdir() if path.is_dir()) if source.is_dir() else []
     if not folders:
@@ -58,7 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         paths = images_to_shards(args.source, args.target, args.prefix, args.per_shard, args.seed)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ValueError) as error:
         sys.exit(f"error: {error}")
     Console().print(f"{len(ShardReader(paths))} images in {len(paths)} shards: {paths[0]} ..")
 
