@@ -1,4 +1,4 @@
-"""The definition once more, token by token in float64, sharing no code with the package."""
+"""The definition once more, head by head in float64, sharing no code with the package."""
 
 from __future__ import annotations
 
@@ -44,11 +44,10 @@ def oracle(
         for b, (first, last) in enumerate(pairwise(bounds))
         for t in range(first, last)
     }
-    coefficient = torch.zeros(heads, tokens, tokens, dtype=torch.float64)
-    for t in range(tokens):
-        for j in range(tokens):
-            if place[t][0] == place[j][0] and (j <= t or not causal):
-                coefficient[:, t, j] = mixing[:, place[t][1], place[j][1]]
+    owner, block = (torch.tensor(each) for each in zip(*(place[t] for t in range(tokens)), strict=True))
+    order = torch.arange(tokens)
+    visible = (owner[:, None] == owner) & ((order <= order[:, None]) | torch.tensor(not causal))
+    coefficient = mixing[:, block][:, :, block] * visible
     rows = []
     for b in range(batch):
         for h in range(heads):

@@ -114,7 +114,7 @@ def gradient_scales(
     return [max(float(w.norm()), float(t.norm()) / 30) for w, t in zip(want_grads, terms, strict=True)]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(case=cases)
 def test_forms_agree_with_the_definition(case: Case) -> None:
     tensors, options, starts, check = build(case)
