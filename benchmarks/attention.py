@@ -73,7 +73,8 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def _inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Random q, k, v and mixing that want gradients."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -90,7 +91,7 @@ def _methods(
     shape: Shape, device: torch.device, dtype: torch.dtype
 ) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
     """Name to a call and the tensors that it is differentiated by."""
-    q, k, v, mixing = _inputs(shape, device, dtype)
+    q, k, v, mixing = inputs(shape, device, dtype)
     options: dict[str, Any] = {"block_size": shape.block, "causal": shape.causal, "normalize": not shape.causal}
     heads = shape.heads * shape.value_width // shape.key_width
     size = (shape.batch, heads, shape.tokens, shape.key_width)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 TILE = 128
-"""Longest run of tokens (slots) whose pairs are scored directly inside a causal block."""
+"""Longest run of tokens (slots) whose pairs are scored directly inside a causal block; see ``benchmarks.forms``."""
 
 
 def chunked(
