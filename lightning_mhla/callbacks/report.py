@@ -8,7 +8,6 @@ from pathlib import Path
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
-from rich.table import Table
 
 from lightning_mhla.callbacks.folder import checkpoint_folder, run_folder
 
@@ -25,22 +24,23 @@ class RunReport(Callback):
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
         if not trainer.is_global_zero:
             return
-        table = Table(title="result", show_header=False)
-        for name, value in trainer.callback_metrics.items():
-            if name.startswith("val/"):
-                table.add_row(name, f"{float(value):.4f}".rstrip("0").rstrip("."))
-        table.add_row("training time", f"{time.monotonic() - self._start:.0f} s, {trainer.global_step} steps")
+        lines = [
+            (name, f"{float(value):.4f}".rstrip("0").rstrip("."))
+            for name, value in trainer.callback_metrics.items()
+            if name.startswith("val/")
+        ]
+        lines.append(("training time", f"{time.monotonic() - self._start:.0f} s, {trainer.global_step} steps"))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                if callback.best_model_path:
-                    table.add_row("best checkpoint", _short(callback.best_model_path))
-                if callback.last_model_path:
-                    table.add_row("last checkpoint", _short(callback.last_model_path))
-        table.add_row("log folder", _short(folder))
-        pictures = [*checkpoints.glob("*.png"), *sorted((folder / "pictures").glob("*.png"))[-4:]]
-        for picture in pictures:
-            table.add_row("picture", _short(picture))
-        Console(soft_wrap=True).print(table)
+                kept = {"best checkpoint": callback.best_model_path, "last checkpoint": callback.last_model_path}
+                lines += [(name, _short(path)) for name, path in kept.items() if path]
+        lines.append(("log folder", _short(folder)))
+        pictures = [*checkpoints.glob("*.png"), *sorted((folder / "pictures").glob("*.png"))]
+        lines += [("picture", _short(picture)) for picture in pictures]
+        console = Console(soft_wrap=True, highlight=False)
+        console.rule("result")
+        for name, value in lines:
+            console.print(f"{name:<18} {value}")
 
 
 def _short(path: str | Path) -> str:
