@@ -76,6 +76,11 @@ class TrainingModule(LightningModule):
         before = [name for name, _ in self.network.named_parameters() if not name.startswith((root, "head"))]
         return [before, *[[name] for name in names]]
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Log how many broken samples this process has skipped, if any."""
+        if skipped := getattr(self.trainer.train_dataloader, "skipped", 0):
+            self.log("data/skipped", float(skipped))
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another model before its tensors fail to fit; resume live weights without average.
 

@@ -27,7 +27,9 @@ def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
     """
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS).convert(mode)
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except UnidentifiedImageError as error:
+        raise BrokenSampleError(f"{name}: the image cannot be decoded (no JPEG, PNG or WebP)") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise BrokenSampleError(f"{name}: the image cannot be decoded ({error})") from error
 
 

@@ -98,6 +98,19 @@ def test_a_model_learns_from_shards(tmp_path: Path) -> None:
         assert {value for name, value in result.items() if name.endswith("samples")} == {12}
 
 
+def test_skipped_images_are_counted_in_the_log(tmp_path: Path) -> None:
+    photos = photo_folder(tmp_path / "photos")
+    (photos / "class1" / "3.png").write_bytes(b"no image")
+    images_to_shards(photos, tmp_path / "train", "train", per_shard=5, seed=0)
+    images_to_shards(photo_folder(tmp_path / "good"), tmp_path / "val", "val", per_shard=5, seed=0)
+    data = ImageNetShards(
+        str(tmp_path / "train"), str(tmp_path / "val"), batch_size=4, num_workers=0, image_size=32, num_classes=2
+    )
+    trainer = Trainer(max_epochs=2, **QUIET)
+    trainer.fit(classifier(num_classes=2, image_size=32, channels=3, patch_size=8), datamodule=data)
+    assert trainer.callback_metrics["data/skipped"] == 2
+
+
 def test_a_run_on_shards_from_python_can_be_resumed(tmp_path: Path) -> None:
     images_to_shards(photo_folder(tmp_path / "photos"), tmp_path, "train", per_shard=5, seed=0)
 
