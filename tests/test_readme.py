@@ -28,4 +28,4 @@ def test_every_file_and_make_target_that_it_names_exists() -> None:
         assert (ROOT / path).exists(), f"{path} does not exist"
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"(?:`|^)make (\w+)", TEXT, flags=re.MULTILINE):
-        assert f"\n{target}:" in makefile or f"{target}:" in makefile, f"make {target} does not exist"
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"make {target} does not exist"

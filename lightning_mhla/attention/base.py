@@ -206,13 +206,10 @@ class LocalPositionalEncoding(nn.Module):
         self.register_buffer("from_grid", layout.order[prefix:] - prefix, persistent=False)
 
     def forward(self, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """``[B, N, channels]`` to the same shape; tokens that ``key_mask`` hides count as zeros and get zeros."""
-        if key_mask is not None:
-            v = v.masked_fill(~key_mask[..., None], 0)
-        grid = v.index_select(1, self.to_grid).transpose(1, 2).unflatten(-1, self.layout.grid)
+        """``[B, N, channels]`` to the same shape; tokens that ``key_mask`` ``[B, N]`` hides count as zeros."""
+        grid = hide_rows(v, key_mask).index_select(1, self.to_grid).transpose(1, 2).unflatten(-1, self.layout.grid)
         out = self.conv(grid).flatten(2).transpose(1, 2).index_select(1, self.from_grid)
-        out = F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
-        return out if key_mask is None else out.masked_fill(~key_mask[..., None], 0)
+        return F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
 
 
 def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0) -> BlockLayout:

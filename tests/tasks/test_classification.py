@@ -19,8 +19,9 @@ from mhla_tasks.classification.shards import images_to_shards
 from PIL import Image
 
 from lightning_mhla import AttentionConfig
+from lightning_mhla.callbacks import LearningCurves
 from lightning_mhla.data import ShardReader
-from lightning_mhla.optim import OptimizerConfig
+from lightning_mhla.optim import OptimizerConfig, parameter_groups
 
 CONSTANT = OptimizerConfig(schedule="constant")
 QUIET: dict[str, Any] = {
@@ -255,6 +256,29 @@ def test_the_average_is_what_is_validated_and_saved(tmp_path: Path) -> None:
     again = ImageClassifier.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     (result,) = Trainer(**QUIET).validate(again, datamodule=Digits(batch_size=256), verbose=False)
     assert result["val/loss"] == pytest.approx(float(trainer.callback_metrics["val/loss"]), abs=1e-6)
+
+
+def test_layer_decay_reaches_the_layers_of_the_model() -> None:
+    model = classifier(depth=2, optimizer=OptimizerConfig(lr=1.0, layer_decay=0.5))
+    groups = parameter_groups(model.network, model.optimizer_config, model._layer_names())
+    rate = {id(p): group["lr"] for group in groups for p in group["params"]}
+    network = model.network
+    below = [network.position, network.stem.proj.weight]
+    blocks = [block.mlp.fc1.weight for block in network.backbone.blocks]
+    above = [network.backbone.norm.weight, network.head.weight]
+    assert [rate[id(p)] for p in (*below, *blocks, *above)] == [0.125, 0.125, 0.25, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"limit_train_batches": 0}, {"log_every_n_steps": 0}, {"fast_dev_run": True}],
+    ids=lambda o: next(iter(o)),
+)
+def test_options_at_their_edge(options: dict[str, Any]) -> None:
+    model = classifier()
+    trainer = Trainer(max_epochs=1, callbacks=[LearningCurves()], **{**QUIET, **options})
+    trainer.fit(model, datamodule=Digits(batch_size=256))
+    assert trainer.state.finished
 
 
 def test_mixing_stays_within_its_bounds_while_training() -> None:

@@ -291,7 +291,7 @@ def test_a_checkpoint_lends_nothing_to_another_class(monkeypatch: pytest.MonkeyP
     checkpoint = f"--ckpt_path={trained / 'checkpoints/last.ckpt'}"
     data = parse(monkeypatch, "validate", "--config", config, checkpoint).config.validate.data
     assert (data.class_path, data.init_args.batch_size) == ("mhla_tasks.classification.ImageNetShards", 1024)
-    assert "augment" not in data.init_args or not isinstance(data.init_args.augment, bool)
+    assert data.init_args.augment.auto_augment == "rand-m9-mstd0.5-inc1"
 
 
 def test_checkpoints_are_read_without_running_code(
