@@ -1,0 +1,260 @@
+"""Registers, spills and shared memory of the Triton kernels, compiled ahead of time: needs no GPU.
+
+    python -m benchmarks.resources
+
+Every kernel is compiled as the operator launches it, for each dtype and pair of widths, forward and backward. Exit code 1
+if one goes over its limits: no spills in bfloat16 at the widths of models in use, 1 KB elsewhere, and the shared memory
+that a block may have on the chip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels do not compile
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default at a launch, without the warning
+
+import torch
+import triton
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from benchmarks.machine import describe
+
+CHIPS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Compute capability to the shared memory that one block may have, bytes (CUDA C++ Programming Guide, table 27)."""
+
+MODEL_WIDTHS = ((32, 32), (64, 64), (72, 72), (128, 128), (128, 256))
+"""Key and value widths that have to do without spills in bfloat16."""
+
+OTHER_WIDTHS = ((16, 16), (80, 96), (256, 256))
+SPILL_LIMIT = 1024
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.uint8: "*u8"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One form of the operator with its options."""
+
+    form: str
+    causal: bool
+    normalize: bool
+    dtype: str
+    key_width: int
+    value_width: int
+    block_size: int = 64
+
+    @property
+    def spills_allowed(self) -> int:
+        """Bytes a thread may spill."""
+        return 0 if self.dtype == "bfloat16" and (self.key_width, self.value_width) in MODEL_WIDTHS else SPILL_LIMIT
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as it was launched: what is needed to compile it."""
+
+    kernel: str
+    module: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    divisible: tuple[str, ...]
+    options: tuple[tuple[str, int], ...]
+    spills_allowed: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one compiled kernel needs."""
+
+    kernel: str
+    label: str
+    chip: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    spills_allowed: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether it keeps its limits."""
+        return self.spill_bytes <= self.spills_allowed and self.shared_bytes <= CHIPS[self.chip]
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, int]]]]:
+    """Take down the arguments of kernel launches instead of launching them."""
+    launches: list[tuple[JITFunction, dict[str, Any], dict[str, int]]] = []
+
+    def take_down(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        bound = inspect.signature(self.fn).bind(*args, **kwargs)
+        launches.append((self, dict(bound.arguments), options))
+
+    run = JITFunction.run
+    JITFunction.run = take_down  # type: ignore[method-assign]
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run  # type: ignore[method-assign]
+
+
+def launches_of(variant: Variant) -> list[Launch]:
+    """The kernels of a forward and a backward pass, arguments specialised as Triton would at a launch."""
+    from mhla_kernels.triton_backend.launch import Call, backward, forward
+    from mhla_kernels.triton_backend.tables import make_layout
+
+    tokens, heads, dtype = 4 * variant.block_size, 2, getattr(torch, variant.dtype)
+    widths = (variant.key_width, variant.key_width, variant.value_width)
+    q, k, v = torch.zeros(2, tokens, heads, sum(widths), dtype=dtype).split(widths, -1)
+    layout = make_layout(tokens, q.device, variant.block_size, None, None)
+    call = Call(
+        q, k, v, torch.zeros(1, 4, 4), layout, None, None, variant.causal, variant.normalize, True, 1e-6, variant.form
+    )
+    with recording() as recorded:
+        forward(call)
+        backward(call, torch.zeros(2, tokens, heads, variant.value_width, dtype=dtype), True)
+    found = []
+    for function, arguments, options in recorded:
+        names = [parameter.name for parameter in function.params if not parameter.is_constexpr]
+        constants = {name: value for name, value in arguments.items() if name not in names}
+        signature, divisible = {}, []
+        for name in names:
+            value = arguments[name]
+            if isinstance(value, Tensor):
+                signature[name] = TYPES[value.dtype]
+                divisible.append(name)
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            elif value == 1:
+                signature[name], constants[name] = "constexpr", 1
+            else:
+                signature[name] = "i32"
+                divisible += [name] if value % 16 == 0 else []
+        signature |= dict.fromkeys((name for name in arguments if name not in names), "constexpr")
+        mode = ("out", "dq", "dv", "dk")[constants["MODE"]] if "MODE" in constants else ""
+        label = (
+            f"{variant.form} {'causal' if variant.causal else 'bidirectional'} "
+            f"{'normalized' if variant.normalize else 'plain'} {variant.dtype} "
+            f"{variant.key_width}/{variant.value_width} {mode}"
+        )
+        found.append(
+            Launch(
+                function.fn.__name__,
+                function.fn.__module__,
+                tuple(signature.items()),
+                tuple(constants.items()),
+                tuple(divisible),
+                tuple(options.items()),
+                variant.spills_allowed,
+                label.strip(),
+            )
+        )
+    return found
+
+
+def compile_launch(launch: Launch, chip: int) -> Usage:
+    """Compile for one chip and read the machine code."""
+    kernel = getattr(sys.modules.get(launch.module) or __import__(launch.module, fromlist=["x"]), launch.kernel)
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in launch.divisible}
+    source = ASTSource(kernel, dict(launch.signature), dict(launch.constants), attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=dict(launch.options))
+    registers, spills = _read_cubin(compiled.asm["cubin"])
+    return Usage(
+        launch.kernel, launch.label, chip, registers, spills, compiled.metadata.shared, launch.spills_allowed
+    )
+
+
+def _read_cubin(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and the bytes of its stack: what it spills."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    assert registers and stack, text
+    return int(registers[1]), int(stack[1])
+
+
+def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
+    """Both forms, with and without causality and normaliser, in both dtypes."""
+    return [
+        Variant(form, causal, normalize, dtype, *pair)
+        for pair in widths
+        for dtype in ("bfloat16", "float32")
+        for form in ("parallel", "chunked")
+        for causal in (False, True)
+        for normalize in (False, True)
+    ]
+
+
+def measure(chosen: list[Variant], chips: list[int], console: Console) -> list[Usage]:
+    """Compile all kernels of ``chosen``, each distinct one once, on all cores."""
+    seen: dict[tuple[object, ...], Launch] = {}
+    for variant in chosen:
+        for launch in launches_of(variant):
+            key = (launch.kernel, launch.signature, launch.constants, launch.divisible, launch.options)
+            if key not in seen or launch.spills_allowed < seen[key].spills_allowed:
+                seen[key] = launch
+    jobs = [(launch, chip) for launch in seen.values() for chip in chips]
+    with ProcessPoolExecutor() as pool, Progress(console=console, transient=True) as progress:
+        futures = [pool.submit(compile_launch, *job) for job in jobs]
+        return [future.result() for future in progress.track(futures, description="compiling")]
+
+
+def print_table(usages: list[Usage], console: Console) -> None:
+    """Worst of each kernel first."""
+    table = Table(title="resources of compiled kernels")
+    for title in ("kernel", "launched as", "sm", "registers", "spills, bytes", "shared, KB", ""):
+        table.add_column(title, justify="right" if title not in ("kernel", "launched as") else "left")
+    for usage in sorted(usages, key=lambda u: (u.kernel, u.label, u.chip)):
+        mark = "" if usage.fits else "OVER"
+        row = (usage.registers, usage.spill_bytes, f"{usage.shared_bytes / 1024:.0f}", mark)
+        table.add_row(usage.kernel, usage.label, str(usage.chip), *map(str, row))
+    console.print(table)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.resources", description=__doc__.splitlines()[0])
+    parser.add_argument("--chips", type=int, nargs="+", choices=list(CHIPS), default=list(CHIPS))
+    parser.add_argument("--widths", nargs="+", metavar="K/V", help="pairs such as 64/64; all by default")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for resources.json")
+    args = parser.parse_args()
+    console = Console(width=150)
+    widths = MODEL_WIDTHS + OTHER_WIDTHS
+    if args.widths:
+        widths = tuple((int(k), int(v)) for k, v in (pair.split("/") for pair in args.widths))
+    usages = measure(variants(widths), args.chips, console)
+    print_table(usages, console)
+    args.out.mkdir(parents=True, exist_ok=True)
+    result = args.out / "resources.json"
+    machine = {**describe(torch.device("cpu")), "triton": triton.__version__}
+    result.write_text(json.dumps({"machine": machine, "kernels": [asdict(usage) for usage in usages]}, indent=1) + "\n")
+    over = [usage for usage in usages if not usage.fits]
+    console.print(f"{len(usages)} kernels, {len(over)} over their limits; written: {result}")
+    sys.exit(1 if over else 0)
+
+
+if __name__ == "__main__":
+    main()

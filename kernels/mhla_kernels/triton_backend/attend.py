@@ -1,0 +1,353 @@
+"""The kernel that gives outputs and the gradients of q, k and v, in both forms.
+
+All four are one computation with the operands exchanged. For each row token t,
+
+    out_t = x_t^T S~  +  sum_j c(t, j) (x_t . y_j) a_j
+
+where the first term goes through a (mixed) summary, in the chunked form, and the second over token pairs: all of them in
+the parallel form, c being the mixing coefficient of the two blocks; those inside a block, c = m[i, i], in the causal
+chunked form.
+
+    | mode   | x  | y  | a  | summary            | pairs (causal) |
+    | OUT    | q  | k  | v  | S~ = m S           | j <= t         |
+    | DQ     | dO | v  | k  | S~ transposed      | j <= t         |
+    | DV     | k  | q  | dO | dS = m^T R         | j >= t         |
+    | DK     | v  | dO | q  | dS transposed      | j >= t         |
+
+With the normaliser n_t = sum_j c(t, j) (q_t . k_j) + eps, the output is divided by n_t. Writing w_t = sum_j c(t, j) k_j
+and u_t for DQ's sum, the gradients are those of an unnormalised operator whose values have one more column of ones, with
+output gradients dO_t / n_t and g_t = -(q_t . u_t) / n_t^2:
+
+    dq_t = u_t / n_t + g_t w_t
+
+so that no gradient is a difference of rounded outputs. DQ runs first and leaves 1 / n_t and g_t for the others.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mhla_kernels.triton_backend.primitives import dot, load_tokens, load_visible, multiply, round_to
+from mhla_kernels.triton_backend.tables import END as _END
+from mhla_kernels.triton_backend.tables import HIGH as _HIGH
+from mhla_kernels.triton_backend.tables import LOW as _LOW
+from mhla_kernels.triton_backend.tables import ROW as _ROW
+from mhla_kernels.triton_backend.tables import START as _START
+
+START, END, ROW, LOW, HIGH = (tl.constexpr(each) for each in (_START, _END, _ROW, _LOW, _HIGH))
+OUT, DQ, DV, DK = (tl.constexpr(mode) for mode in range(4))
+
+
+@triton.jit
+def _through_summary(
+    total,
+    normalizer,
+    keys,
+    x_base,
+    rows,
+    visible,
+    stride_n,
+    stride_d,
+    summary,
+    outputs,
+    MODE: tl.constexpr,
+    X_WIDTH: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    RELU: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """Add ``x S`` to ``total``, and what z gives: OUT ``x z`` to ``normalizer``, DQ ``z`` to ``keys``, DK ``z`` to ``total``."""
+    for first in range(0, X_WIDTH, SLICE):
+        inner = first + tl.arange(0, SLICE)
+        x = load_tokens(x_base, rows, visible, inner, X_WIDTH, stride_n, stride_d, RELU)
+        if MODE == DQ or MODE == DK:
+            place = outputs[None, :] * X_WIDTH + inner[:, None]
+        else:
+            place = inner[:, None] * OUT_WIDTH + outputs[None, :]
+        inside = (inner < X_WIDTH)[:, None] & (outputs < OUT_WIDTH)[None, :]
+        s = tl.load(summary + place, mask=inside, other=0.0)
+        total = multiply(x, s, total, x.dtype)
+        if NORMALIZE and MODE == OUT:
+            z = tl.load(summary + X_WIDTH * OUT_WIDTH + inner, mask=inner < X_WIDTH, other=0.0)
+            normalizer += tl.sum(x.to(tl.float32) * z.to(tl.float32)[None, :], 1)
+    if NORMALIZE and (MODE == DQ or MODE == DK):
+        z = tl.load(summary + X_WIDTH * OUT_WIDTH + outputs, mask=outputs < OUT_WIDTH, other=0.0).to(tl.float32)
+        if MODE == DQ:
+            keys += z[None, :]
+        else:
+            total += z[None, :]
+    return total, normalizer, keys
+
+
+@triton.jit
+def _products(
+    a_base,
+    a_rows,
+    a_visible,
+    a_stride_n,
+    a_stride_d,
+    b_base,
+    b_rows,
+    b_visible,
+    b_stride_n,
+    b_stride_d,
+    WIDTH: tl.constexpr,
+    RELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """``[ROWS, COLUMNS]`` products of tokens a and tokens b."""
+    scores = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, WIDTH, SLICE):
+        inner = first + tl.arange(0, SLICE)
+        a = load_tokens(a_base, a_rows, a_visible, inner, WIDTH, a_stride_n, a_stride_d, RELU)
+        b = load_tokens(b_base, b_rows, b_visible, inner, WIDTH, b_stride_n, b_stride_d, RELU)
+        scores = dot(a, tl.trans(b), scores)
+    return scores
+
+
+@triton.jit
+def _add_block_sums(
+    pairs,
+    token_row,
+    rows,
+    columns,
+    end,
+    start,
+    first,
+    gradient,
+    size,
+    INPUT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Add the sums of ``pairs`` over the blocks of its rows and of its columns to this program's part of the gradient.
+
+    ``gradient``: ``[size, SPAN]``, query block by key block, key blocks counted from the first one of the row tile.
+    """
+    b_first = tl.load(token_row + start)
+    i_first = tl.load(token_row + first)
+    b = tl.load(token_row + rows, mask=rows < end, other=-1) - b_first
+    i = tl.load(token_row + columns, mask=columns < end, other=-1) - i_first
+    slots = tl.arange(0, SPAN)
+    in_row_block = (slots[:, None] == b[None, :]).to(tl.float32).to(INPUT)
+    in_column_block = (i[:, None] == slots[None, :]).to(tl.float32).to(INPUT)
+    sums = multiply(in_row_block, pairs, tl.zeros([SPAN, COLUMNS], tl.float32), INPUT)
+    sums = multiply(sums, in_column_block, tl.zeros([SPAN, SPAN], tl.float32), INPUT)
+    place = gradient + (i_first + slots)[None, :] * SPAN + slots[:, None]
+    inside = tl.broadcast_to((i_first + slots < size)[None, :], [SPAN, SPAN])
+    tl.debug_barrier()  # the column tile before may have written to the same block from other threads
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + sums, mask=inside)
+
+
+@triton.jit
+def attend_kernel(
+    x,
+    y,
+    a,
+    own,
+    out,
+    key_mask,
+    inverse_normalizer,
+    normalizer_gradient,
+    mixed,
+    running,
+    mixing,
+    mixing_gradient,
+    table,
+    token_row,
+    x_stride_b,
+    x_stride_n,
+    x_stride_h,
+    x_stride_d,
+    y_stride_b,
+    y_stride_n,
+    y_stride_h,
+    y_stride_d,
+    a_stride_b,
+    a_stride_n,
+    a_stride_h,
+    a_stride_d,
+    own_stride_b,
+    own_stride_n,
+    own_stride_h,
+    own_stride_d,
+    out_stride_b,
+    out_stride_n,
+    out_stride_h,
+    out_stride_d,
+    mixing_stride_h,
+    mixing_stride_i,
+    mixing_stride_j,
+    tokens,
+    table_size,
+    heads,
+    pieces,
+    piece_size,
+    tiles,
+    size,
+    eps,
+    MODE: tl.constexpr,
+    SUMMARY: tl.constexpr,
+    RUNNING: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    RELU: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    MIXING_GRADIENT: tl.constexpr,
+    X_WIDTH: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """One ``[ROWS, OUTPUTS]`` tile of the result; see the module's text.
+
+    Grid: (tiles, output parts, B * H). Chunked (``SUMMARY``): ``table`` is that of the blocks, each of ``pieces`` pieces
+    of ``piece_size`` tokens, each of ``tiles`` tiles; ``mixed`` holds a summary for each block and, if ``RUNNING``,
+    ``running`` for each piece that of the pieces before (after) it. Parallel: ``table`` is that of tiles of ``ROWS`` tokens.
+
+    ``mixing_gradient``, written in mode DK: chunked causal ``[B * H, tiles in all, output parts]``, this tile's part of
+    m[i, i]'s gradient; parallel ``[B * H, tiles in all, size, SPAN]``, see :func:`_add_block_sums`, zeroed before.
+    """
+    tile, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    batch, head = row // heads, row % heads
+    INPUT: tl.constexpr = x.dtype.element_ty
+    PAIR_RELU: tl.constexpr = RELU and (MODE == OUT or MODE == DV)
+    OUT_RELU: tl.constexpr = RELU and (MODE == DQ or MODE == DK)
+    LATER: tl.constexpr = MODE == DV or MODE == DK
+    PAIRS: tl.constexpr = CAUSAL or not SUMMARY
+    SUMMARY_WIDTH: tl.constexpr = X_WIDTH * OUT_WIDTH + (OUT_WIDTH if MODE == DQ or MODE == DK else X_WIDTH)
+
+    block = 0
+    piece = 0
+    if SUMMARY:
+        piece = tile // tiles
+        block = piece // pieces
+        low = tl.load(table + START * table_size + block) + (piece % pieces) * piece_size
+        high = tl.minimum(tl.load(table + END * table_size + block), low + piece_size)
+        start = low + (tile % tiles) * ROWS
+    else:
+        start = tl.load(table + START * table_size + tile)
+        low = tl.load(table + LOW * table_size + tile)
+        high = tl.load(table + HIGH * table_size + tile)
+    if start >= high:
+        return
+
+    x += batch * x_stride_b + head * x_stride_h
+    y += batch * y_stride_b + head * y_stride_h
+    a += batch * a_stride_b + head * a_stride_h
+    own += batch * own_stride_b + head * own_stride_h
+    out += batch * out_stride_b + head * out_stride_h
+    mixing += head * mixing_stride_h
+    key_mask += batch * tokens
+    inverse_normalizer += row * tokens
+    normalizer_gradient += row * tokens
+    if MIXING_GRADIENT:
+        mixing_gradient += (row * tl.num_programs(0) + tile) * (tl.num_programs(1) if SUMMARY else size * SPAN)
+
+    rows = start + tl.arange(0, ROWS)
+    visible = load_visible(key_mask, rows, high, HAS_MASK)
+    outputs = part * OUTPUTS + tl.arange(0, OUTPUTS)
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    normalizer = tl.zeros([ROWS], tl.float32)
+    keys = tl.zeros([ROWS, OUTPUTS], tl.float32)  # w_t
+
+    if RUNNING:
+        earlier = running + (row * table_size * pieces + piece) * SUMMARY_WIDTH
+        total, normalizer, keys = _through_summary(
+            total, normalizer, keys, x, rows, visible, x_stride_n, x_stride_d, earlier, outputs,
+            MODE, X_WIDTH, OUT_WIDTH, PAIR_RELU, NORMALIZE, SLICE,
+        )  # fmt: skip
+
+    if PAIRS:
+        last = high
+        if CAUSAL:
+            if LATER:
+                low = start
+            else:
+                last = tl.minimum(high, start + ROWS)
+        for first in range(low, last, COLUMNS):
+            columns = first + tl.arange(0, COLUMNS)
+            shown = load_visible(key_mask, columns, last, HAS_MASK)
+            scores = _products(
+                x, rows, visible, x_stride_n, x_stride_d, y, columns, shown, y_stride_n, y_stride_d,
+                X_WIDTH, PAIR_RELU, ROWS, COLUMNS, SLICE,
+            )  # fmt: skip
+            if NORMALIZE and LATER:
+                scores *= tl.load(inverse_normalizer + columns, mask=shown, other=0.0)[None, :]
+                if MODE == DK:
+                    scores += tl.load(normalizer_gradient + columns, mask=shown, other=0.0)[None, :]
+            if CAUSAL:
+                counts = (columns[None, :] >= rows[:, None]) if LATER else (columns[None, :] <= rows[:, None])
+                scores = tl.where(counts, scores, 0.0)
+            if MIXING_GRADIENT and not SUMMARY:
+                if part == 0:
+                    affinity = _products(
+                        own, rows, visible, own_stride_n, own_stride_d, a, columns, shown, a_stride_n, a_stride_d,
+                        OUT_WIDTH, RELU, ROWS, COLUMNS, SLICE,
+                    )  # fmt: skip
+                    _add_block_sums(
+                        scores * affinity, token_row, rows, columns, high, start, first, mixing_gradient, size,
+                        INPUT, COLUMNS, SPAN,
+                    )  # fmt: skip
+            coefficient = tl.full([ROWS, COLUMNS], 1.0, tl.float32)
+            if not SUMMARY:
+                row_block = tl.load(token_row + rows, mask=rows < high, other=0)
+                column_block = tl.load(token_row + columns, mask=columns < last, other=0)
+                if LATER:
+                    place = column_block[None, :] * mixing_stride_i + row_block[:, None] * mixing_stride_j
+                else:
+                    place = row_block[:, None] * mixing_stride_i + column_block[None, :] * mixing_stride_j
+                coefficient = tl.load(mixing + place)
+                scores *= coefficient
+            value = load_tokens(a, columns, shown, outputs, OUT_WIDTH, a_stride_n, a_stride_d, OUT_RELU)
+            total = multiply(scores, value, total, INPUT)
+            if NORMALIZE and MODE == OUT:
+                normalizer += tl.sum(scores, 1)
+            if NORMALIZE and MODE == DQ:
+                if CAUSAL:
+                    coefficient = tl.where(counts, coefficient, 0.0)
+                if SUMMARY:
+                    keys = dot(coefficient.to(INPUT), value, keys)
+                else:
+                    keys = multiply(coefficient, value, keys, INPUT)
+
+    if SUMMARY:
+        if CAUSAL:
+            block_row = tl.load(table + ROW * table_size + block)
+            own_coefficient = tl.load(mixing + block_row * (mixing_stride_i + mixing_stride_j))
+            if MIXING_GRADIENT:
+                k = load_tokens(own, rows, visible, outputs, OUT_WIDTH, own_stride_n, own_stride_d, RELU)
+                tl.store(mixing_gradient + part, tl.sum(tl.sum(k.to(tl.float32) * total, 1), 0))
+            total *= own_coefficient
+            normalizer *= own_coefficient
+            keys *= own_coefficient
+        total, normalizer, keys = _through_summary(
+            total, normalizer, keys, x, rows, visible, x_stride_n, x_stride_d,
+            mixed + (row * table_size + block) * SUMMARY_WIDTH, outputs,
+            MODE, X_WIDTH, OUT_WIDTH, PAIR_RELU, NORMALIZE, SLICE,
+        )  # fmt: skip
+
+    if NORMALIZE and MODE == OUT:
+        total = total / (normalizer + eps)[:, None]
+    if NORMALIZE and MODE == DQ:
+        q = load_tokens(own, rows, visible, outputs, OUT_WIDTH, own_stride_n, own_stride_d, RELU).to(tl.float32)
+        inverse = 1.0 / (tl.sum(q * keys, 1) + eps)
+        gradient = -tl.sum(q * total, 1) * inverse * inverse
+        total = total * inverse[:, None] + keys * gradient[:, None]
+        tl.store(inverse_normalizer + rows, inverse, mask=rows < high)
+        tl.store(normalizer_gradient + rows, gradient, mask=rows < high)
+    if OUT_RELU:
+        raw = load_tokens(own, rows, visible, outputs, OUT_WIDTH, own_stride_n, own_stride_d, False)
+        total = tl.where(raw.to(tl.float32) > 0, total, 0.0)
+    if HAS_MASK:
+        total = tl.where(visible[:, None], total, 0.0)
+    place = out + rows.to(tl.int64)[:, None] * out_stride_n + outputs[None, :] * out_stride_d
+    inside = (rows < high)[:, None] & (outputs < OUT_WIDTH)[None, :]
+    tl.store(place, round_to(total, out.dtype.element_ty), mask=inside)

@@ -1,0 +1,273 @@
+"""Putting the kernels together: a forward and a backward pass of either form, on plain tensors.
+
+Every buffer that a kernel fills is allocated empty: what is read was written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mhla_kernels.triton_backend import attend, mix, summaries
+from mhla_kernels.triton_backend.config import (
+    PIECE,
+    SPLIT,
+    attend_tiles,
+    mix_tiles,
+    power_of_two,
+    summary_tiles,
+)
+from mhla_kernels.triton_backend.tables import Layout, make_layout, token_rows
+
+TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the operator, checked.
+
+    Attributes:
+        q: ``[B, N, H, K]``, any strides, like all token tensors.
+        k: ``[B, N, H, K]``.
+        v: ``[B, N, H, V]``.
+        mixing: ``[1, M, M]`` or ``[H, M, M]`` float32; a scale is multiplied into it.
+        layout: the blocks.
+        bounds: packed sequences, ``[S + 1]`` on the device.
+        key_mask: ``[B, N]`` bool.
+        causal: see :func:`mhla_kernels.mhla_attention`.
+        normalize: likewise.
+        relu: likewise, feature map.
+        eps: likewise.
+        form: parallel or chunked.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mixing: Tensor
+    layout: Layout
+    bounds: Tensor | None
+    key_mask: Tensor | None
+    causal: bool
+    normalize: bool
+    relu: bool
+    eps: float
+    form: str
+
+    @property
+    def rows(self) -> int:
+        """B * H, the third dimension of every grid."""
+        return self.q.shape[0] * self.q.shape[2]
+
+    @property
+    def key_width(self) -> int:
+        """K."""
+        return self.q.shape[-1]
+
+    @property
+    def value_width(self) -> int:
+        """V."""
+        return self.v.shape[-1]
+
+    @property
+    def summary_width(self) -> int:
+        """Numbers in a summary with its normaliser."""
+        return self.key_width * (self.value_width + 1)
+
+    @cached_property
+    def pieces(self) -> tuple[int, int]:
+        """Pieces of a block, and tokens in one."""
+        longest = PIECE if self.causal else SPLIT
+        pieces = -(-self.layout.largest // longest)
+        return pieces, -(-self.layout.largest // pieces)
+
+    @cached_property
+    def mask_bytes(self) -> Tensor:
+        """The key mask, or anything where there is none."""
+        return self.q if self.key_mask is None else self.key_mask.contiguous().view(torch.uint8)
+
+    @cached_property
+    def rows_of_tokens(self) -> Tensor:
+        """``[N]``, see :func:`token_rows`."""
+        return token_rows(self.layout)
+
+    def summarize(
+        self,
+        key: Tensor,
+        value: Tensor,
+        dtype: torch.dtype,
+        weights: tuple[Tensor, Tensor] | None = None,
+        reverse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Summaries of the blocks ``[B * H, M, K * V + K]``, and of earlier pieces of the same block, if any.
+
+        ``weights``: of each token in S and in z, ``[B * H, N]``. ``reverse`` asks for later pieces.
+        """
+        pieces, piece_size = self.pieces
+        blocks, width = self.layout.blocks, self.summary_width
+        weighted = weights is not None
+        value_weight, normalizer_weight = weights or (self.q, self.q)
+        tiles = summary_tiles(self.q.dtype, self.key_width, self.value_width)
+        parts = triton.cdiv(self.key_width, tiles.keys) * triton.cdiv(self.value_width, tiles.values)
+        summary = self.q.new_empty(self.rows, blocks * pieces, width, dtype=torch.float32 if pieces > 1 else dtype)
+        summaries.summaries_kernel[(blocks * pieces, parts, self.rows)](
+            key, value, self.mask_bytes, value_weight, normalizer_weight, summary, self.layout.table,
+            *_strides(key), *_strides(value), self.layout.tokens, blocks, self.q.shape[2], pieces, piece_size,
+            KEY_WIDTH=self.key_width, VALUE_WIDTH=self.value_width, HAS_MASK=self.key_mask is not None, RELU=self.relu,
+            WEIGHTED=weighted, NORMALIZE=self.normalize, TOKENS=tiles.tokens, KEYS=tiles.keys, VALUES=tiles.values,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        if pieces == 1:
+            return summary, None
+        total = self.q.new_empty(self.rows, blocks, width, dtype=dtype)
+        columns = 1024
+        summaries.running_kernel[(blocks, triton.cdiv(width, columns), self.rows)](
+            summary, total, blocks, pieces, REVERSE=reverse, WIDTH=width, COLUMNS=columns
+        )
+        return total, summary if self.causal else None
+
+    def mix(self, summary: Tensor, transposed: bool = False) -> Tensor:
+        """Mixed summaries, of the shape and dtype of ``summary``."""
+        mixed = torch.empty_like(summary)
+        _, blocks, width = summary.shape
+        tiles = mix_tiles(self.q.dtype, blocks)
+        mix.mix_kernel[(triton.cdiv(width, tiles.columns), triton.cdiv(blocks, tiles.rows), self.rows)](
+            self.mixing, summary, mixed, self.layout.table, *_mixing_strides(self.mixing), blocks, self.q.shape[2],
+            INPUT=TL_DTYPES[self.q.dtype], CAUSAL=self.causal, TRANSPOSED=transposed, WIDTH=width, ROWS=tiles.rows,
+            TERMS=tiles.terms, COLUMNS=tiles.columns, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        return mixed
+
+    def mixing_gradient(self, gradient: Tensor, summary: Tensor) -> Tensor:
+        """``[B * H, M, M]`` gradient of the coefficients between different blocks (all blocks, bidirectional)."""
+        size = self.mixing.shape[-1]
+        _, blocks, width = summary.shape
+        tiles = mix_tiles(self.q.dtype, size)
+        out = self.q.new_empty(self.rows, size, size, dtype=torch.float32)
+        parts = triton.cdiv(size, tiles.rows)
+        mix.mixing_gradient_kernel[(parts, parts, self.rows)](
+            gradient, summary, out, self.layout.sequences, blocks, self.layout.sequences.shape[1], size,
+            INPUT=TL_DTYPES[self.q.dtype], CAUSAL=self.causal, WIDTH=width, ROWS=tiles.rows, COLUMNS=64,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        return out
+
+    def attend(
+        self,
+        mode: int,
+        operands: tuple[Tensor, Tensor, Tensor],
+        own: Tensor,
+        mixed: Tensor | None,
+        running: Tensor | None,
+        weights: tuple[Tensor, Tensor] | None,
+        with_mixing_gradient: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the attend kernel; ``operands`` are x, y, a of its table. Gives the result and the gradient of mixing.
+
+        The latter is ``[B * H, M, M]``: for the chunked causal form its diagonal ``[B * H, M]``.
+        """
+        x, y, a = operands
+        out_like = self.v if mode in (attend.OUT.value, attend.DV.value) else self.q
+        out = torch.empty(out_like.shape, dtype=out_like.dtype, device=out_like.device)
+        chunked = mixed is not None
+        whole = mode == attend.DQ.value and self.normalize
+        tiles = attend_tiles(x.dtype, x.shape[-1], out.shape[-1], whole)
+        parts = triton.cdiv(out.shape[-1], tiles.outputs)
+        size = self.mixing.shape[-1]
+        pieces, piece_size = self.pieces if chunked else (1, 1)
+        if chunked:
+            layout, in_piece = self.layout, -(-piece_size // tiles.rows)
+            count = layout.blocks * pieces * in_piece
+        else:
+            layout, in_piece = make_layout(self.layout.tokens, x.device, tiles.rows, None, self.bounds), 1
+            count = layout.blocks
+        span = power_of_two(min(tiles.rows, (tiles.rows - 2) // self.layout.smallest + 2))
+        gradient = None
+        if with_mixing_gradient:
+            shape = (parts,) if chunked else (size, span)
+            gradient = x.new_zeros(self.rows, count, *shape, dtype=torch.float32)
+        inverse, normalizer_gradient = weights or (x, x)
+        attend.attend_kernel[(count, parts, self.rows)](
+            x, y, a, own, out, self.mask_bytes, inverse, normalizer_gradient,
+            mixed if mixed is not None else x, running if running is not None else x, self.mixing,
+            gradient if gradient is not None else x, layout.table, self.layout.table if chunked else self.rows_of_tokens,
+            *_strides(x), *_strides(y), *_strides(a), *_strides(own), *_strides(out), *_mixing_strides(self.mixing),
+            self.layout.tokens, layout.blocks, self.q.shape[2], pieces, piece_size, in_piece, size, self.eps,
+            MODE=mode, SUMMARY=chunked, RUNNING=running is not None, CAUSAL=self.causal, NORMALIZE=self.normalize,
+            RELU=self.relu, HAS_MASK=self.key_mask is not None, MIXING_GRADIENT=with_mixing_gradient,
+            X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
+            OUTPUTS=tiles.outputs, SPAN=span, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        if gradient is None:
+            return out, None
+        if chunked:
+            by_block = gradient.view(self.rows, layout.blocks, -1).sum(-1)
+            return out, _sum_at(by_block, self.layout.table[mix.ROW.value], size)
+        first = self.rows_of_tokens[layout.table[0].long()].long()
+        slots = first[:, None] + torch.arange(span, device=x.device)
+        by_block = gradient.permute(0, 2, 1, 3).reshape(self.rows * size, count * span)
+        return out, _sum_at(by_block, slots.flatten(), size).view(self.rows, size, size)
+
+
+def _sum_at(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """``[R, size]`` sums of the columns of ``values`` ``[R, n]`` by ``index``, in a fixed order; beyond ``size`` are zeros."""
+    out = values.new_zeros(size + 1, values.shape[0])
+    out.index_put_((index.long().clamp(max=size),), values.T, accumulate=True)
+    return out[:size].T
+
+
+def _strides(x: Tensor) -> tuple[int, int, int, int]:
+    b, n, h, d = x.stride()
+    return b, n, h, d
+
+
+def _mixing_strides(mixing: Tensor) -> tuple[int, int, int]:
+    h, i, j = mixing.stride()
+    return 0 if mixing.shape[0] == 1 else h, i, j
+
+
+def forward(call: Call) -> Tensor:
+    """Outputs ``[B, N, H, V]``. In bfloat16 the summaries are kept in bfloat16 between the kernels."""
+    mixed = running = None
+    if call.form == "chunked":
+        summary, running = call.summarize(call.k, call.v, call.q.dtype)
+        mixed = call.mix(summary)
+    return call.attend(attend.OUT.value, (call.q, call.k, call.v), call.q, mixed, running, None)[0]
+
+
+def backward(call: Call, gradient: Tensor, with_mixing: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and mixing; summaries are computed anew, in float32, and not kept by the forward pass."""
+    q, k, v = call.q, call.k, call.v
+    chunked = call.form == "chunked"
+    if gradient.dtype != q.dtype:
+        gradient = gradient.to(q.dtype)
+    summary = running = mixed = later = d_mixed = None
+    if chunked:
+        summary, running = call.summarize(k, v, torch.float32)
+        mixed = call.mix(summary)
+    weights = None
+    if call.normalize:
+        weights = tuple(q.new_empty(call.rows, call.layout.tokens, dtype=torch.float32) for _ in range(2))
+    dq, _ = call.attend(attend.DQ.value, (gradient, v, k), q, mixed, running, weights)
+    d_mixing = None
+    if chunked:
+        d_mixed, later = call.summarize(q, gradient, torch.float32, weights, reverse=True)
+        mixed = call.mix(d_mixed, transposed=True)
+    dv, _ = call.attend(attend.DV.value, (k, q, gradient), k, mixed, later, weights)
+    in_kernel = with_mixing and (call.causal or not chunked)
+    dk, d_mixing = call.attend(attend.DK.value, (v, gradient, q), k, mixed, later, weights, in_kernel)
+    if with_mixing and chunked:
+        between = call.mixing_gradient(d_mixed, summary)
+        d_mixing = between if d_mixing is None else between + torch.diag_embed(d_mixing)
+    if d_mixing is not None:
+        heads = q.shape[2]
+        d_mixing = d_mixing.view(-1, heads, *call.mixing.shape[1:]).sum(0)
+        if call.mixing.shape[0] == 1:
+            d_mixing = d_mixing.sum(0, keepdim=True)
+    return dq, dk, dv, d_mixing

@@ -1,0 +1,126 @@
+"""Mixing of summaries: ``S~ = m S``, its transpose for the backward pass, and the gradient of m."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mhla_kernels.triton_backend.primitives import multiply, round_to
+from mhla_kernels.triton_backend.tables import FIRST as _FIRST
+from mhla_kernels.triton_backend.tables import LAST as _LAST
+from mhla_kernels.triton_backend.tables import ROW as _ROW
+
+ROW, FIRST, LAST = tl.constexpr(_ROW), tl.constexpr(_FIRST), tl.constexpr(_LAST)
+
+
+@triton.jit
+def mix_kernel(
+    mixing,
+    summary,
+    mixed,
+    table,
+    mixing_stride_h,
+    mixing_stride_i,
+    mixing_stride_j,
+    blocks,
+    heads,
+    INPUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TERMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``mixed[i] = sum_b m[i, b] summary[b]`` over the blocks of i's sequence; causal: b < i, or b > i if ``TRANSPOSED``.
+
+    Grid: (column parts, block tiles, B * H). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``. ``TRANSPOSED`` takes
+    ``m[b, i]``.
+    """
+    part, tile, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    columns = part * COLUMNS + tl.arange(0, COLUMNS)
+    mixing += (row % heads) * mixing_stride_h
+    summary += row * blocks * WIDTH
+    mixed += row * blocks * WIDTH
+    i = tile * ROWS + tl.arange(0, ROWS)
+    i_row = tl.load(table + ROW * blocks + i, mask=i < blocks, other=0)
+    i_first = tl.load(table + FIRST * blocks + i, mask=i < blocks, other=blocks)
+    low = tl.min(i_first)
+    high = tl.max(tl.load(table + LAST * blocks + i, mask=i < blocks, other=0))
+    if CAUSAL:
+        if TRANSPOSED:
+            low = tl.maximum(low, tile * ROWS)
+        else:
+            high = tl.minimum(high, tile * ROWS + ROWS)
+
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(low, high, TERMS):
+        b = first + tl.arange(0, TERMS)
+        b_row = tl.load(table + ROW * blocks + b, mask=b < blocks, other=0)
+        b_first = tl.load(table + FIRST * blocks + b, mask=b < blocks, other=-1)
+        counts = i_first[:, None] == b_first[None, :]
+        if CAUSAL:
+            if TRANSPOSED:
+                counts = counts & (b[None, :] > i[:, None])
+            else:
+                counts = counts & (b[None, :] < i[:, None])
+        if TRANSPOSED:
+            place = b_row[None, :] * mixing_stride_i + i_row[:, None] * mixing_stride_j
+        else:
+            place = i_row[:, None] * mixing_stride_i + b_row[None, :] * mixing_stride_j
+        coefficient = tl.load(mixing + place, mask=counts, other=0.0)
+        inside = (b < high)[:, None] & (columns < WIDTH)[None, :]
+        x = tl.load(summary + b.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
+        total = multiply(coefficient, x, total, INPUT)
+    inside = (i < blocks)[:, None] & (columns < WIDTH)[None, :]
+    place = mixed + i.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    tl.store(place, round_to(total, mixed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def mixing_gradient_kernel(
+    gradient,
+    summary,
+    mixing_gradient,
+    sequences,
+    blocks,
+    num_sequences,
+    size,
+    INPUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``dm[i, b] = <gradient[i], summary[b]>``, summed over the packed sequences; causal: b < i, else 0.
+
+    Grid: (tiles of i, tiles of b, B * H). ``gradient`` (of the mixed summaries) and ``summary``: ``[B * H, blocks,
+    WIDTH]`` float32; ``mixing_gradient``: ``[B * H, size, size]`` float32.
+    """
+    row = tl.program_id(2).to(tl.int64)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    gradient += row * blocks * WIDTH
+    summary += row * blocks * WIDTH
+    total = tl.zeros([ROWS, ROWS], tl.float32)
+    if not CAUSAL or tl.program_id(1) <= tl.program_id(0):
+        for sequence in range(0, num_sequences):
+            first = tl.load(sequences + sequence)
+            count = tl.load(sequences + num_sequences + sequence)
+            for start in range(0, WIDTH, COLUMNS):
+                columns = start + tl.arange(0, COLUMNS)
+                r = tl.load(
+                    gradient + (first + i).to(tl.int64)[:, None] * WIDTH + columns[None, :],
+                    mask=(i < count)[:, None] & (columns < WIDTH)[None, :],
+                    other=0.0,
+                )
+                s = tl.load(
+                    summary + (first + b).to(tl.int64)[:, None] * WIDTH + columns[None, :],
+                    mask=(b < count)[:, None] & (columns < WIDTH)[None, :],
+                    other=0.0,
+                )
+                total = multiply(r, tl.trans(s), total, INPUT)
+    if CAUSAL:
+        total = tl.where(b[None, :] < i[:, None], total, 0.0)
+    place = mixing_gradient + row * size * size + i[:, None] * size + b[None, :]
+    tl.store(place, total, mask=(i < size)[:, None] & (b < size)[None, :])

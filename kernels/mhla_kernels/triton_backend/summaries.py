@@ -1,0 +1,120 @@
+"""Summaries of blocks: ``S_b = sum_j k_j v_j^T`` and ``z_b = sum_j k_j``.
+
+A summary is stored as one row of ``K * V + K`` numbers: S row by row, then z. The backward pass uses the same kernel for
+the gradient of the mixed summaries, with queries for keys, output gradients for values, and a weight for each token.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mhla_kernels.triton_backend.primitives import load_tokens, load_visible, multiply, round_to
+from mhla_kernels.triton_backend.tables import END as _END
+from mhla_kernels.triton_backend.tables import START as _START
+
+START, END = tl.constexpr(_START), tl.constexpr(_END)
+
+
+@triton.jit
+def summaries_kernel(
+    key,
+    value,
+    key_mask,
+    value_weight,
+    normalizer_weight,
+    summary,
+    table,
+    key_stride_b,
+    key_stride_n,
+    key_stride_h,
+    key_stride_d,
+    value_stride_b,
+    value_stride_n,
+    value_stride_h,
+    value_stride_d,
+    tokens,
+    blocks,
+    heads,
+    pieces,
+    piece_size,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    RELU: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """One ``[KEYS, VALUES]`` part of the summary of one piece of a block.
+
+    Grid: (blocks * pieces, key parts * value parts, B * H). ``summary``: ``[B * H, blocks * pieces, K * V + K]``.
+    ``value_weight`` and ``normalizer_weight``: ``[B * H, N]`` float32; tokens enter S and z with these weights.
+    """
+    piece, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    batch, head = row // heads, row % heads
+    block = piece // pieces
+    start = tl.load(table + START * blocks + block) + (piece % pieces) * piece_size
+    end = tl.minimum(tl.load(table + END * blocks + block), start + piece_size)
+    value_parts = tl.cdiv(VALUE_WIDTH, VALUES)
+    keys = (part // value_parts) * KEYS + tl.arange(0, KEYS)
+    values = (part % value_parts) * VALUES + tl.arange(0, VALUES)
+    key += batch * key_stride_b + head * key_stride_h
+    value += batch * value_stride_b + head * value_stride_h
+
+    total = tl.zeros([KEYS, VALUES], tl.float32)
+    normalizer = tl.zeros([KEYS], tl.float32)
+    for first in range(start, end, TOKENS):
+        rows = first + tl.arange(0, TOKENS)
+        visible = load_visible(key_mask + batch * tokens, rows, end, HAS_MASK)
+        k = load_tokens(key, rows, visible, keys, KEY_WIDTH, key_stride_n, key_stride_d, RELU)
+        v = load_tokens(value, rows, visible, values, VALUE_WIDTH, value_stride_n, value_stride_d, False)
+        if WEIGHTED:
+            weight = tl.load(value_weight + row * tokens + rows, mask=visible, other=0.0)
+            total = multiply(tl.trans(k.to(tl.float32) * weight[:, None]), v, total, k.dtype)
+        else:
+            total = multiply(tl.trans(k), v, total, k.dtype)
+        if NORMALIZE:
+            wide = k.to(tl.float32)
+            if WEIGHTED:
+                wide *= tl.load(normalizer_weight + row * tokens + rows, mask=visible, other=0.0)[:, None]
+            normalizer += tl.sum(wide, 0)
+
+    summary += (row * blocks * pieces + piece) * (KEY_WIDTH * VALUE_WIDTH + KEY_WIDTH)
+    place = keys[:, None] * VALUE_WIDTH + values[None, :]
+    inside = (keys < KEY_WIDTH)[:, None] & (values < VALUE_WIDTH)[None, :]
+    tl.store(summary + place, round_to(total, summary.dtype.element_ty), mask=inside)
+    if part % value_parts == 0:
+        place_of_z = summary + KEY_WIDTH * VALUE_WIDTH + keys
+        tl.store(place_of_z, round_to(normalizer, summary.dtype.element_ty), mask=keys < KEY_WIDTH)
+
+
+@triton.jit
+def running_kernel(
+    pieces_summary,
+    block_summary,
+    blocks,
+    pieces,
+    REVERSE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sum the pieces of each block, and replace each piece by the sum of those before it (after it if ``REVERSE``).
+
+    Grid: (blocks, column parts, B * H). ``pieces_summary``: ``[B * H, blocks * pieces, WIDTH]``, changed in place;
+    ``block_summary``: ``[B * H, blocks, WIDTH]``.
+    """
+    block, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    columns = part * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < WIDTH
+    total = tl.zeros([COLUMNS], tl.float32)
+    for step in range(0, pieces):
+        piece = pieces - 1 - step if REVERSE else step
+        place = pieces_summary + ((row * blocks + block) * pieces + piece) * WIDTH + columns
+        own = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, round_to(total, pieces_summary.dtype.element_ty), mask=inside)
+        total += own
+    place = block_summary + (row * blocks + block) * WIDTH + columns
+    tl.store(place, round_to(total, block_summary.dtype.element_ty), mask=inside)

@@ -1,0 +1,115 @@
+"""Block tables: where the kernels look up which tokens make up a block, and which blocks belong together.
+
+One int32 tensor ``[7, M]`` serves equal blocks, uneven blocks and packed sequences alike, so that a kernel has one path.
+Nothing here waits for the device. Tables that depend on sizes alone are kept, since every layer asks for the same ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+START, END, ROW, FIRST, LAST, LOW, HIGH = range(7)
+"""Rows of a table: first token and end of the block, its row in the mixing matrix, first block and end of the blocks of
+its sequence, first token and end of its sequence. A block that is not in use has no tokens, FIRST = M and LAST = 0."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the kernels are told about blocks; see the module's text.
+
+    Attributes:
+        tokens: N.
+        blocks: M, or an upper bound of it for packed sequences.
+        largest: tokens in the largest block.
+        smallest: tokens in the smallest block, the last one of a row aside.
+        table: ``[7, M]`` int32.
+        sequences: ``[2, S]`` int32, first block and number of blocks of each sequence.
+    """
+
+    tokens: int
+    blocks: int
+    largest: int
+    smallest: int
+    table: Tensor
+    sequences: Tensor
+
+
+def make_layout(
+    tokens: int,
+    device: torch.device,
+    block_size: int | None,
+    block_offsets: tuple[int, ...] | None,
+    cu_seqlens: Tensor | None,
+) -> Layout:
+    """The layout for one of: equal blocks, uneven blocks, packed sequences of equal blocks."""
+    if block_offsets is not None:
+        return _uneven(block_offsets, device)
+    assert block_size is not None
+    block_size = min(block_size, tokens)
+    if cu_seqlens is None:
+        return _equal(tokens, block_size, device)
+    return _packed(tokens, block_size, cu_seqlens.to(device=device, dtype=torch.int64))
+
+
+@lru_cache(maxsize=64)
+def _uneven(offsets: tuple[int, ...], device: torch.device) -> Layout:
+    with torch.inference_mode(False):
+        bounds = torch.tensor(offsets, dtype=torch.int32, device=device)
+        sizes = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+        return _one_sequence(offsets[-1], bounds[:-1], bounds[1:], max(sizes), min(sizes))
+
+
+@lru_cache(maxsize=64)
+def _equal(tokens: int, block_size: int, device: torch.device) -> Layout:
+    with torch.inference_mode(False):
+        start = torch.arange(0, tokens, block_size, dtype=torch.int32, device=device)
+        return _one_sequence(tokens, start, (start + block_size).clamp(max=tokens), block_size, block_size)
+
+
+def _one_sequence(tokens: int, start: Tensor, end: Tensor, largest: int, smallest: int) -> Layout:
+    blocks = start.numel()
+    row = torch.arange(blocks, dtype=torch.int32, device=start.device)
+    constant = [torch.full_like(row, value) for value in (0, blocks, 0, tokens)]
+    table = torch.stack([start, end, row, *constant])
+    sequences = torch.stack([table[FIRST, :1], table[LAST, :1]])
+    return Layout(tokens, blocks, largest, smallest, table, sequences)
+
+
+def _packed(tokens: int, block_size: int, bounds: Tensor) -> Layout:
+    """S sequences of N tokens in all have at most ``N // block_size + S`` blocks; that many are laid out."""
+    counts = (bounds.diff() + block_size - 1) // block_size
+    ends = counts.cumsum(0)
+    firsts = ends - counts
+    blocks = tokens // block_size + counts.numel()
+    place = torch.arange(blocks, device=bounds.device)
+    owner = torch.searchsorted(ends, place, right=True)
+    used = owner < counts.numel()
+    owner = owner.clamp(max=counts.numel() - 1)
+    row = torch.where(used, place - firsts[owner], 0)
+    low, high = bounds[owner], bounds[owner + 1]
+    start = low + row * block_size
+    end = torch.minimum(start + block_size, high)
+    columns = [
+        torch.where(used, start, 0),
+        torch.where(used, end, 0),
+        row,
+        torch.where(used, firsts[owner], blocks),
+        torch.where(used, ends[owner], 0),
+        torch.where(used, low, 0),
+        torch.where(used, high, 0),
+    ]
+    table = torch.stack(columns).int()
+    return Layout(tokens, blocks, block_size, block_size, table, torch.stack([firsts, counts]).int())
+
+
+def token_rows(layout: Layout) -> Tensor:
+    """``[N]`` int32: for each token the row of its block in the mixing matrix."""
+    token = torch.arange(layout.tokens, device=layout.table.device, dtype=torch.int32)
+    start, end = layout.table[START].contiguous(), layout.table[END]
+    used_start = torch.where(end > start, start, layout.tokens).contiguous()
+    block = torch.searchsorted(used_start, token, right=True) - 1
+    return layout.table[ROW][block].contiguous()
