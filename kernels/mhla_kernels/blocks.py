@@ -58,6 +58,7 @@ class BlockPartition:
         slot: ``[N]`` int64, the flat slot of each token, or None where token t simply lies in slot t.
         local: ``[M]`` int64, for packed sequences: index of the block within its sequence.
         owner: ``[M]`` int64, for packed sequences: the block's sequence, S for a block that is not in use.
+        sequences: for packed sequences whose bounds lie on the CPU: first block and end of each one that has any.
     """
 
     tokens: int
@@ -66,6 +67,7 @@ class BlockPartition:
     slot: Tensor | None = None
     local: Tensor | None = None
     owner: Tensor | None = None
+    sequences: tuple[tuple[int, int], ...] | None = None
 
     def split(self, x: Tensor) -> Tensor:
         """``[B, N, H, D]`` to ``[B, H, M, C, D]``."""
@@ -103,8 +105,8 @@ def make_partition(
 ) -> BlockPartition:
     """The partition for one of: equal blocks, uneven blocks, packed sequences of equal blocks.
 
-    Nothing waits for the device: S packed sequences of N tokens in all have at most ``N // block_size + S`` blocks, and
-    that many are laid out, each sequence in blocks of its own.
+    Nothing waits for the device: S packed sequences of N tokens in all, known to the device only, have at most
+    ``N // block_size + S`` blocks, and that many are laid out, each sequence in blocks of its own.
     """
     if block_offsets is not None:
         return _uneven_partition(block_offsets, device)
@@ -115,7 +117,12 @@ def make_partition(
     bounds = cu_seqlens.to(device=device, dtype=torch.int64)
     counts = (bounds.diff() + block_size - 1) // block_size
     ends = counts.cumsum(0)
-    blocks = tokens // block_size + counts.numel()
+    sequences = None
+    if cu_seqlens.device.type == "cpu":
+        lengths = cu_seqlens.to(torch.int64).diff() + block_size - 1
+        bound = [0, *(lengths // block_size).cumsum(0).tolist()]
+        sequences = tuple((first, last) for first, last in pairwise(bound) if last > first)
+    blocks = sequences[-1][1] if sequences else tokens // block_size + counts.numel()
     place = torch.arange(blocks, device=device)
     owner = torch.searchsorted(ends, place, right=True)
     starts = F.pad(ends, (1, 0))
@@ -124,7 +131,7 @@ def make_partition(
     assert where.sequence is not None
     within = torch.arange(tokens, device=device) - bounds[where.sequence]
     slot = (starts[where.sequence] + where.block) * slots + within % block_size
-    return BlockPartition(tokens, blocks, slots, slot, local, owner)
+    return BlockPartition(tokens, blocks, slots, slot, local, owner, sequences)
 
 
 @lru_cache(maxsize=64)

@@ -13,77 +13,115 @@ V value width.
 
 from __future__ import annotations
 
-from math import prod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mhla_kernels.blocks import BlockPartition
+from mhla_kernels.exponential import ExponentialMixing
+
 TILE = 128
 """Longest run of tokens (slots) whose pairs are scored directly inside a causal block; see ``benchmarks.forms``."""
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """Mixing coefficients of either kind, applied to block summaries, sequence by sequence where rows are packed.
+
+    Attributes:
+        mixing: ``[M, M]``, ``[H, M, M]`` or the exponential kind.
+        own: m[i, i] of every block, ``[M]`` or ``[H, M]`` (the last axis may be 1).
+        sequences: see :class:`BlockPartition`.
+    """
+
+    mixing: Tensor | ExponentialMixing
+    own: Tensor
+    sequences: tuple[tuple[int, int], ...] | None = None
+
+    def __call__(self, summary: Tensor, causal: bool) -> Tensor:
+        """Mixed summaries ``[B, H, M, ...]``; causal: those of earlier blocks only."""
+        flat = summary.flatten(3)
+        if self.sequences is None:
+            mixed = _mix(self.mixing, flat, causal)
+        else:
+            mixed = torch.cat([_mix(self.mixing, flat[:, :, a:b], causal) for a, b in self.sequences], 2)
+        return mixed.view(summary.shape)
+
+
+def make_mixer(mixing: Tensor | ExponentialMixing, blocks: BlockPartition) -> Mixer:
+    """The mixer for a partition. Packed rows whose bounds the CPU does not know get one masked matrix for all of them."""
+    if isinstance(mixing, ExponentialMixing):
+        if blocks.local is None or blocks.sequences is not None:
+            return Mixer(mixing, mixing.amplitude.sum(-1, keepdim=True), blocks.sequences)
+        mixing = mixing.dense(blocks.blocks if mixing.grid is None else None)
+    if blocks.local is not None and blocks.sequences is not None:
+        return Mixer(mixing, mixing.diagonal(dim1=-2, dim2=-1)[..., blocks.local], blocks.sequences)
+    mixing = blocks.expand_mixing(mixing)
+    return Mixer(mixing, mixing.diagonal(dim1=-2, dim2=-1))
 
 
 def chunked(
     q_BHMCK: Tensor,
     k_BHMCK: Tensor,
     v_BHMCV: Tensor,
-    mixing: Tensor,
+    mixer: Mixer,
     *,
     causal: bool,
     scale: float | None,
     eps: float,
 ) -> Tensor:
-    """Outputs ``[B, H, M, C, V]``; ``mixing`` is ``[M, M]`` or ``[H, M, M]``; ``scale`` None asks for the normaliser."""
-    if scale is not None:
-        mixing = mixing * scale
+    """Outputs ``[B, H, M, C, V]``; ``scale`` None asks for the normaliser."""
     run = _bidirectional if not causal else _causal if v_BHMCV.shape[-2] <= TILE else _causal_tiled
-    out, normalizer = run(q_BHMCK, k_BHMCK, v_BHMCV, mixing, scale is None)
-    return out if normalizer is None else out / (normalizer[..., None] + eps)
+    out, normalizer = run(q_BHMCK, k_BHMCK, v_BHMCV, mixer, scale is None)
+    return out * scale if normalizer is None else out / (normalizer[..., None] + eps)
 
 
-def _mix(mixing: Tensor, summary_BHMKV: Tensor) -> Tensor:
-    """Summaries mixed over the blocks: one batched GEMM, which torch would otherwise fold with two copies."""
-    batch, heads, blocks, *width = summary_BHMKV.shape
+def _mix(mixing: Tensor | ExponentialMixing, summary_BHMW: Tensor, causal: bool) -> Tensor:
+    """Summaries mixed over the blocks; dense: one batched GEMM, which torch would otherwise fold with two copies."""
+    batch, heads, blocks, _ = summary_BHMW.shape
+    if isinstance(mixing, ExponentialMixing):
+        return mixing.mix(summary_BHMW, causal)
+    mixing = mixing[..., :blocks, :blocks]
+    if causal:
+        mixing = mixing.tril(-1)
     coefficients = mixing.expand(batch, heads, blocks, blocks).reshape(batch * heads, blocks, blocks)
-    return torch.bmm(coefficients, summary_BHMKV.reshape(batch * heads, blocks, prod(width))).view(
-        batch, heads, blocks, *width
-    )
+    return torch.bmm(coefficients, summary_BHMW.flatten(0, 1)).view_as(summary_BHMW)
 
 
-def _bidirectional(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
-    out = q @ _mix(mixing, k.transpose(-1, -2) @ v)
+def _bidirectional(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
+    out = q @ mixer(k.transpose(-1, -2) @ v, causal=False)
     if not normalize:
         return out, None
-    return out, (q @ _mix(mixing, k.sum(-2))[..., None]).squeeze(-1)
+    return out, (q @ mixer(k.sum(-2), causal=False)[..., None]).squeeze(-1)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
-    before, own = mixing.tril(-1), mixing.diagonal(dim1=-2, dim2=-1)
-    scores = (q @ k.transpose(-1, -2)).tril() * own[..., None, None]
-    out = q @ _mix(before, k.transpose(-1, -2) @ v) + scores @ v
+def _causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
+    scores = (q @ k.transpose(-1, -2)).tril() * mixer.own[..., None, None]
+    out = q @ mixer(k.transpose(-1, -2) @ v, causal=True) + scores @ v
     if not normalize:
         return out, None
-    return out, (q @ _mix(before, k.sum(-2))[..., None]).squeeze(-1) + scores.sum(-1)
+    return out, (q @ mixer(k.sum(-2), causal=True)[..., None]).squeeze(-1) + scores.sum(-1)
 
 
-def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
+def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
     slots = v.shape[-2]
     tiles = -(-slots // TILE)
     tile = -(-slots // tiles)
     pad = (0, 0, 0, tiles * tile - slots)
     q, k, v = (F.pad(x, pad).unflatten(3, (tiles, tile)) for x in (q, k, v))
-    before = mixing.tril(-1)
-    own = mixing.diagonal(dim1=-2, dim2=-1)[..., None, None, None]
+    own = mixer.own[..., None, None, None]
 
     summary = k.transpose(-1, -2) @ v
     earlier = summary.cumsum(3) - summary
-    mixed = _mix(before, summary.sum(3))[:, :, :, None] + own * earlier
+    mixed = mixer(summary.sum(3), causal=True)[:, :, :, None] + own * earlier
     scores = (q @ k.transpose(-1, -2)).tril() * own
     out = (q @ mixed + scores @ v).flatten(3, 4)[..., :slots, :]
     if not normalize:
         return out, None
     total = k.sum(-2)
     earlier = total.cumsum(3) - total
-    mixed = _mix(before, total.sum(3))[:, :, :, None] + own[..., 0] * earlier
+    mixed = mixer(total.sum(3), causal=True)[:, :, :, None] + own[..., 0] * earlier
     normalizer = (q @ mixed[..., None]).squeeze(-1) + scores.sum(-1)
     return out, normalizer.flatten(3, 4)[..., :slots]

@@ -28,6 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mhla_kernels.triton_backend.pairs import products
 from mhla_kernels.triton_backend.primitives import dot, load_tokens, load_visible, multiply, round_to
 from mhla_kernels.triton_backend.tables import END as _END
 from mhla_kernels.triton_backend.tables import HIGH as _HIGH
@@ -82,68 +83,6 @@ def _through_summary(
 
 
 @triton.jit
-def _products(
-    a_base,
-    a_rows,
-    a_visible,
-    a_stride_n,
-    a_stride_d,
-    b_base,
-    b_rows,
-    b_visible,
-    b_stride_n,
-    b_stride_d,
-    WIDTH: tl.constexpr,
-    RELU: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SLICE: tl.constexpr,
-):
-    """``[ROWS, COLUMNS]`` products of tokens a and tokens b."""
-    scores = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, WIDTH, SLICE):
-        inner = first + tl.arange(0, SLICE)
-        a = load_tokens(a_base, a_rows, a_visible, inner, WIDTH, a_stride_n, a_stride_d, RELU)
-        b = load_tokens(b_base, b_rows, b_visible, inner, WIDTH, b_stride_n, b_stride_d, RELU)
-        scores = dot(a, tl.trans(b), scores)
-    return scores
-
-
-@triton.jit
-def _add_block_sums(
-    pairs,
-    token_row,
-    rows,
-    columns,
-    end,
-    start,
-    first,
-    gradient,
-    size,
-    INPUT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPAN: tl.constexpr,
-):
-    """Add the sums of ``pairs`` over the blocks of its rows and of its columns to this program's part of the gradient.
-
-    ``gradient``: ``[size, SPAN]``, query block by key block, key blocks counted from the first one of the row tile.
-    """
-    b_first = tl.load(token_row + start)
-    i_first = tl.load(token_row + first)
-    b = tl.load(token_row + rows, mask=rows < end, other=-1) - b_first
-    i = tl.load(token_row + columns, mask=columns < end, other=-1) - i_first
-    slots = tl.arange(0, SPAN)
-    in_row_block = (slots[:, None] == b[None, :]).to(tl.float32).to(INPUT)
-    in_column_block = (i[:, None] == slots[None, :]).to(tl.float32).to(INPUT)
-    sums = multiply(in_row_block, pairs, tl.zeros([SPAN, COLUMNS], tl.float32), INPUT)
-    sums = multiply(sums, in_column_block, tl.zeros([SPAN, SPAN], tl.float32), INPUT)
-    place = gradient + (i_first + slots)[None, :] * SPAN + slots[:, None]
-    inside = tl.broadcast_to((i_first + slots < size)[None, :], [SPAN, SPAN])
-    tl.debug_barrier()  # the column tile before may have written to the same block from other threads
-    tl.store(place, tl.load(place, mask=inside, other=0.0) + sums, mask=inside)
-
-
-@triton.jit
 def attend_kernel(
     x,
     y,
@@ -156,7 +95,7 @@ def attend_kernel(
     mixed,
     running,
     mixing,
-    mixing_gradient,
+    own_gradient,
     table,
     token_row,
     x_stride_b,
@@ -188,7 +127,6 @@ def attend_kernel(
     pieces,
     piece_size,
     tiles,
-    size,
     eps,
     MODE: tl.constexpr,
     SUMMARY: tl.constexpr,
@@ -197,14 +135,14 @@ def attend_kernel(
     NORMALIZE: tl.constexpr,
     RELU: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    MIXING_GRADIENT: tl.constexpr,
+    OWN_GRADIENT: tl.constexpr,
     X_WIDTH: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    SPAN: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """One ``[ROWS, OUTPUTS]`` tile of the result; see the module's text.
 
@@ -212,8 +150,8 @@ def attend_kernel(
     of ``piece_size`` tokens, each of ``tiles`` tiles; ``mixed`` holds a summary for each block and, if ``RUNNING``,
     ``running`` for each piece that of the pieces before (after) it. Parallel: ``table`` is that of tiles of ``ROWS`` tokens.
 
-    ``mixing_gradient``, written in mode DK: chunked causal ``[B * H, tiles in all, output parts]``, this tile's part of
-    m[i, i]'s gradient; parallel ``[B * H, tiles in all, size, SPAN]``, see :func:`_add_block_sums`, zeroed before.
+    ``own_gradient``, written in mode DK of the chunked causal form: ``[B * H, tiles in all, output parts]``, this tile's
+    part of the gradient of m[i, i].
     """
     tile, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -239,17 +177,22 @@ def attend_kernel(
     if start >= high:
         return
 
-    x += batch * x_stride_b + head * x_stride_h
-    y += batch * y_stride_b + head * y_stride_h
-    a += batch * a_stride_b + head * a_stride_h
-    own += batch * own_stride_b + head * own_stride_h
-    out += batch * out_stride_b + head * out_stride_h
+    x_stride_n = tl.multiple_of(x_stride_n, ALIGNED)
+    y_stride_n = tl.multiple_of(y_stride_n, ALIGNED)
+    a_stride_n = tl.multiple_of(a_stride_n, ALIGNED)
+    own_stride_n = tl.multiple_of(own_stride_n, ALIGNED)
+    out_stride_n = tl.multiple_of(out_stride_n, ALIGNED)
+    x += tl.multiple_of(batch * x_stride_b + head * x_stride_h, ALIGNED)
+    y += tl.multiple_of(batch * y_stride_b + head * y_stride_h, ALIGNED)
+    a += tl.multiple_of(batch * a_stride_b + head * a_stride_h, ALIGNED)
+    own += tl.multiple_of(batch * own_stride_b + head * own_stride_h, ALIGNED)
+    out += tl.multiple_of(batch * out_stride_b + head * out_stride_h, ALIGNED)
     mixing += head * mixing_stride_h
     key_mask += batch * tokens
     inverse_normalizer += row * tokens
     normalizer_gradient += row * tokens
-    if MIXING_GRADIENT:
-        mixing_gradient += (row * tl.num_programs(0) + tile) * (tl.num_programs(1) if SUMMARY else size * SPAN)
+    if OWN_GRADIENT:
+        own_gradient += (row * tl.num_programs(0) + tile) * tl.num_programs(1)
 
     rows = start + tl.arange(0, ROWS)
     visible = load_visible(key_mask, rows, high, HAS_MASK)
@@ -275,7 +218,7 @@ def attend_kernel(
         for first in range(low, last, COLUMNS):
             columns = first + tl.arange(0, COLUMNS)
             shown = load_visible(key_mask, columns, last, HAS_MASK)
-            scores = _products(
+            scores = products(
                 x, rows, visible, x_stride_n, x_stride_d, y, columns, shown, y_stride_n, y_stride_d,
                 X_WIDTH, PAIR_RELU, ROWS, COLUMNS, SLICE,
             )  # fmt: skip
@@ -286,16 +229,6 @@ def attend_kernel(
             if CAUSAL:
                 counts = (columns[None, :] >= rows[:, None]) if LATER else (columns[None, :] <= rows[:, None])
                 scores = tl.where(counts, scores, 0.0)
-            if MIXING_GRADIENT and not SUMMARY:
-                if part == 0:
-                    affinity = _products(
-                        own, rows, visible, own_stride_n, own_stride_d, a, columns, shown, a_stride_n, a_stride_d,
-                        OUT_WIDTH, RELU, ROWS, COLUMNS, SLICE,
-                    )  # fmt: skip
-                    _add_block_sums(
-                        scores * affinity, token_row, rows, columns, high, start, first, mixing_gradient, size,
-                        INPUT, COLUMNS, SPAN,
-                    )  # fmt: skip
             coefficient = tl.full([ROWS, COLUMNS], 1.0, tl.float32)
             if not SUMMARY:
                 row_block = tl.load(token_row + rows, mask=rows < high, other=0)
@@ -322,9 +255,9 @@ def attend_kernel(
         if CAUSAL:
             block_row = tl.load(table + ROW * table_size + block)
             own_coefficient = tl.load(mixing + block_row * (mixing_stride_i + mixing_stride_j))
-            if MIXING_GRADIENT:
+            if OWN_GRADIENT:
                 k = load_tokens(own, rows, visible, outputs, OUT_WIDTH, own_stride_n, own_stride_d, RELU)
-                tl.store(mixing_gradient + part, tl.sum(tl.sum(k.to(tl.float32) * total, 1), 0))
+                tl.store(own_gradient + part, tl.sum(tl.sum(k.to(tl.float32) * total, 1), 0))
             total *= own_coefficient
             normalizer *= own_coefficient
             keys *= own_coefficient

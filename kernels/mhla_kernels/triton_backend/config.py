@@ -43,10 +43,17 @@ def attend_tiles(dtype: torch.dtype, x_width: int, out_width: int, whole: bool) 
     if dtype == torch.bfloat16:
         outputs = out_width if whole else min(out_width, 128)
         rows = 64 if outputs <= 128 else 32
-        return AttendTiles(rows, rows, min(x_width, 128), outputs, 4 if outputs <= 64 else 8, 2)
+        return AttendTiles(rows, rows, min(x_width, 64), outputs, 4 if outputs <= 64 else 8, 2)
     outputs = out_width if whole else min(out_width, 64)
     rows = 32 if outputs <= 64 else 16
     return AttendTiles(rows, rows, min(x_width, 32), outputs, 4, 1)
+
+
+def pair_tiles(dtype: torch.dtype) -> AttendTiles:
+    """For the gradient of mixing in the parallel form, which has no outputs."""
+    if dtype == torch.bfloat16:
+        return AttendTiles(64, 64, 64, 0, 4, 2)
+    return AttendTiles(32, 32, 32, 0, 4, 1)
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from math import gcd
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mhla_kernels.triton_backend import attend, mix, summaries
+from mhla_kernels.triton_backend import attend, mix, pairs, summaries
 from mhla_kernels.triton_backend.config import (
     PIECE,
     SPLIT,
     attend_tiles,
     mix_tiles,
+    pair_tiles,
     power_of_two,
     summary_tiles,
 )
-from mhla_kernels.triton_backend.tables import Layout, make_layout, token_rows
+from mhla_kernels.triton_backend.tables import ROW, START, Layout, make_layout, token_rows
 
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -121,7 +122,7 @@ class Call:
             *_strides(key), *_strides(value), self.layout.tokens, blocks, self.q.shape[2], pieces, piece_size,
             KEY_WIDTH=self.key_width, VALUE_WIDTH=self.value_width, HAS_MASK=self.key_mask is not None, RELU=self.relu,
             WEIGHTED=weighted, NORMALIZE=self.normalize, TOKENS=tiles.tokens, KEYS=tiles.keys, VALUES=tiles.values,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            ALIGNED=_alignment(key, value), num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         if pieces == 1:
             return summary, None
@@ -166,11 +167,11 @@ class Call:
         mixed: Tensor | None,
         running: Tensor | None,
         weights: tuple[Tensor, Tensor] | None,
-        with_mixing_gradient: bool = False,
+        own_gradient: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the attend kernel; ``operands`` are x, y, a of its table. Gives the result and the gradient of mixing.
+        """Run the attend kernel; ``operands`` are x, y, a of its table; chunked if there are ``mixed`` summaries.
 
-        The latter is ``[B * H, M, M]``: for the chunked causal form its diagonal ``[B * H, M]``.
+        Gives the result, and in mode DK, if asked, the gradient of the coefficients m[i, i] ``[B * H, M]``.
         """
         x, y, a = operands
         out_like = self.v if mode in (attend.OUT.value, attend.DV.value) else self.q
@@ -179,40 +180,55 @@ class Call:
         whole = mode == attend.DQ.value and self.normalize
         tiles = attend_tiles(x.dtype, x.shape[-1], out.shape[-1], whole)
         parts = triton.cdiv(out.shape[-1], tiles.outputs)
-        size = self.mixing.shape[-1]
-        pieces, piece_size = self.pieces if chunked else (1, 1)
+        layout, (pieces, piece_size), in_piece = self.layout, self.pieces, 1
         if chunked:
-            layout, in_piece = self.layout, -(-piece_size // tiles.rows)
-            count = layout.blocks * pieces * in_piece
+            in_piece = triton.cdiv(piece_size, tiles.rows)
         else:
-            layout, in_piece = make_layout(self.layout.tokens, x.device, tiles.rows, None, self.bounds), 1
-            count = layout.blocks
-        span = power_of_two(min(tiles.rows, (tiles.rows - 2) // self.layout.smallest + 2))
-        gradient = None
-        if with_mixing_gradient:
-            shape = (parts,) if chunked else (size, span)
-            gradient = x.new_zeros(self.rows, count, *shape, dtype=torch.float32)
+            layout, pieces = self.tile_layout(tiles.rows), 1
+        count = layout.blocks * pieces * in_piece
+        gradient = x.new_zeros(self.rows, count, parts, dtype=torch.float32) if own_gradient else None
         inverse, normalizer_gradient = weights or (x, x)
         attend.attend_kernel[(count, parts, self.rows)](
             x, y, a, own, out, self.mask_bytes, inverse, normalizer_gradient,
-            mixed if mixed is not None else x, running if running is not None else x, self.mixing,
-            gradient if gradient is not None else x, layout.table, self.layout.table if chunked else self.rows_of_tokens,
+            x if mixed is None else mixed, x if running is None else running, self.mixing,
+            x if gradient is None else gradient, layout.table, layout.table if chunked else self.rows_of_tokens,
             *_strides(x), *_strides(y), *_strides(a), *_strides(own), *_strides(out), *_mixing_strides(self.mixing),
-            self.layout.tokens, layout.blocks, self.q.shape[2], pieces, piece_size, in_piece, size, self.eps,
+            self.layout.tokens, layout.blocks, self.q.shape[2], pieces, piece_size, in_piece, self.eps,
             MODE=mode, SUMMARY=chunked, RUNNING=running is not None, CAUSAL=self.causal, NORMALIZE=self.normalize,
-            RELU=self.relu, HAS_MASK=self.key_mask is not None, MIXING_GRADIENT=with_mixing_gradient,
+            RELU=self.relu, HAS_MASK=self.key_mask is not None, OWN_GRADIENT=own_gradient,
             X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
-            OUTPUTS=tiles.outputs, SPAN=span, num_warps=tiles.warps, num_stages=tiles.stages,
+            OUTPUTS=tiles.outputs, ALIGNED=_alignment(x, y, a, own, out), num_warps=tiles.warps,
+            num_stages=tiles.stages,
         )  # fmt: skip
         if gradient is None:
             return out, None
-        if chunked:
-            by_block = gradient.view(self.rows, layout.blocks, -1).sum(-1)
-            return out, _sum_at(by_block, self.layout.table[mix.ROW.value], size)
-        first = self.rows_of_tokens[layout.table[0].long()].long()
-        slots = first[:, None] + torch.arange(span, device=x.device)
-        by_block = gradient.permute(0, 2, 1, 3).reshape(self.rows * size, count * span)
-        return out, _sum_at(by_block, slots.flatten(), size).view(self.rows, size, size)
+        by_block = gradient.view(self.rows, layout.blocks, -1).sum(-1)
+        return out, _sum_at(by_block, self.layout.table[ROW], self.mixing.shape[-1])
+
+    def tile_layout(self, rows: int) -> Layout:
+        """Tiles of ``rows`` tokens, counted from the start of each sequence."""
+        return make_layout(self.layout.tokens, self.q.device, rows, None, self.bounds)
+
+    def pair_gradient(self, gradient: Tensor, weights: tuple[Tensor, Tensor] | None) -> Tensor:
+        """``[B * H, M, M]`` gradient of mixing in the parallel form."""
+        q, k, v = self.q, self.k, self.v
+        tiles = pair_tiles(q.dtype)
+        layout, size = self.tile_layout(tiles.rows), self.mixing.shape[-1]
+        span = power_of_two(min(tiles.rows, (tiles.rows - 2) // self.layout.smallest + 2))
+        inverse, normalizer_gradient = weights or (q, q)
+        out = q.new_zeros(self.rows, layout.blocks, size, span, dtype=torch.float32)
+        pairs.pair_gradient_kernel[(layout.blocks, self.rows)](
+            q, k, v, gradient, self.mask_bytes, inverse, normalizer_gradient, out, layout.table, self.rows_of_tokens,
+            *_strides(q), *_strides(k), *_strides(v), *_strides(gradient), self.layout.tokens, layout.blocks,
+            q.shape[2], size, CAUSAL=self.causal, NORMALIZE=self.normalize, RELU=self.relu,
+            HAS_MASK=self.key_mask is not None, KEY_WIDTH=self.key_width, VALUE_WIDTH=self.value_width,
+            ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice, SPAN=span,
+            ALIGNED=_alignment(q, k, v, gradient), num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        first = self.rows_of_tokens[layout.table[START].long()]
+        block = (first[:, None] + torch.arange(span, device=q.device)).flatten()
+        by_block = out.permute(0, 2, 1, 3).reshape(self.rows * size, -1)
+        return _sum_at(by_block, block, size).reshape(self.rows, size, size)
 
 
 def _sum_at(values: Tensor, index: Tensor, size: int) -> Tensor:
@@ -225,6 +241,11 @@ def _sum_at(values: Tensor, index: Tensor, size: int) -> Tensor:
 def _strides(x: Tensor) -> tuple[int, int, int, int]:
     b, n, h, d = x.stride()
     return b, n, h, d
+
+
+def _alignment(*tensors: Tensor) -> int:
+    """Numbers that every row of every head starts at a multiple of, at most 8: what a 16-byte load of bfloat16 wants."""
+    return gcd(8, *(stride for x in tensors for stride in x.stride()[:3]))
 
 
 def _mixing_strides(mixing: Tensor) -> tuple[int, int, int]:
@@ -260,11 +281,10 @@ def backward(call: Call, gradient: Tensor, with_mixing: bool) -> tuple[Tensor, T
         d_mixed, later = call.summarize(q, gradient, torch.float32, weights, reverse=True)
         mixed = call.mix(d_mixed, transposed=True)
     dv, _ = call.attend(attend.DV.value, (k, q, gradient), k, mixed, later, weights)
-    in_kernel = with_mixing and (call.causal or not chunked)
-    dk, d_mixing = call.attend(attend.DK.value, (v, gradient, q), k, mixed, later, weights, in_kernel)
-    if with_mixing and chunked:
-        between = call.mixing_gradient(d_mixed, summary)
-        d_mixing = between if d_mixing is None else between + torch.diag_embed(d_mixing)
+    dk, own = call.attend(attend.DK.value, (v, gradient, q), k, mixed, later, weights, with_mixing and chunked and call.causal)
+    if with_mixing:
+        d_mixing = call.mixing_gradient(d_mixed, summary) if chunked else call.pair_gradient(gradient, weights)
+        d_mixing = d_mixing if own is None else d_mixing + torch.diag_embed(own)
     if d_mixing is not None:
         heads = q.shape[2]
         d_mixing = d_mixing.view(-1, heads, *call.mixing.shape[1:]).sum(0)

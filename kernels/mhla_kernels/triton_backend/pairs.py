@@ -1,0 +1,173 @@
+"""Products of token pairs, and the gradient of mixing in the parallel form, which is summed from them.
+
+    dm[i, b] = sum_{t in i, j in b} (q_t . k_j) (G_t . v_j + g_t)
+
+with G_t = dO_t / n_t and g_t the gradient of the normaliser, as in :mod:`mhla_kernels.triton_backend.attend`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mhla_kernels.triton_backend.primitives import dot, load_tokens, load_visible, multiply
+from mhla_kernels.triton_backend.tables import HIGH as _HIGH
+from mhla_kernels.triton_backend.tables import LOW as _LOW
+from mhla_kernels.triton_backend.tables import START as _START
+
+START, LOW, HIGH = tl.constexpr(_START), tl.constexpr(_LOW), tl.constexpr(_HIGH)
+
+
+@triton.jit
+def products(
+    a_base,
+    a_rows,
+    a_visible,
+    a_stride_n,
+    a_stride_d,
+    b_base,
+    b_rows,
+    b_visible,
+    b_stride_n,
+    b_stride_d,
+    WIDTH: tl.constexpr,
+    RELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """``[ROWS, COLUMNS]`` products of tokens a and tokens b."""
+    scores = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, WIDTH, SLICE):
+        inner = first + tl.arange(0, SLICE)
+        a = load_tokens(a_base, a_rows, a_visible, inner, WIDTH, a_stride_n, a_stride_d, RELU)
+        b = load_tokens(b_base, b_rows, b_visible, inner, WIDTH, b_stride_n, b_stride_d, RELU)
+        scores = dot(a, tl.trans(b), scores)
+    return scores
+
+
+@triton.jit
+def _add_block_sums(
+    pairs,
+    token_row,
+    rows,
+    columns,
+    end,
+    start,
+    first,
+    gradient,
+    size,
+    INPUT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Add the sums of ``pairs`` over the blocks of its rows and of its columns to this program's part of the gradient.
+
+    ``gradient``: ``[size, SPAN]``, query block by key block, key blocks counted from the first one of the row tile.
+    """
+    b_first = tl.load(token_row + start)
+    i_first = tl.load(token_row + first)
+    b = tl.load(token_row + rows, mask=rows < end, other=-1) - b_first
+    i = tl.load(token_row + columns, mask=columns < end, other=-1) - i_first
+    slots = tl.arange(0, SPAN)
+    in_row_block = (slots[:, None] == b[None, :]).to(tl.float32).to(INPUT)
+    in_column_block = (i[:, None] == slots[None, :]).to(tl.float32).to(INPUT)
+    sums = multiply(in_row_block, pairs, tl.zeros([SPAN, COLUMNS], tl.float32), INPUT)
+    sums = multiply(sums, in_column_block, tl.zeros([SPAN, SPAN], tl.float32), INPUT)
+    place = gradient + (i_first + slots)[None, :] * SPAN + slots[:, None]
+    inside = tl.broadcast_to((i_first + slots < size)[None, :], [SPAN, SPAN])
+    tl.debug_barrier()  # the column tile before may have written to the same block from other threads
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + sums, mask=inside)
+
+
+@triton.jit
+def pair_gradient_kernel(
+    q,
+    k,
+    v,
+    gradient,
+    key_mask,
+    inverse_normalizer,
+    normalizer_gradient,
+    mixing_gradient,
+    table,
+    token_row,
+    q_stride_b,
+    q_stride_n,
+    q_stride_h,
+    q_stride_d,
+    k_stride_b,
+    k_stride_n,
+    k_stride_h,
+    k_stride_d,
+    v_stride_b,
+    v_stride_n,
+    v_stride_h,
+    v_stride_d,
+    gradient_stride_b,
+    gradient_stride_n,
+    gradient_stride_h,
+    gradient_stride_d,
+    tokens,
+    table_size,
+    heads,
+    size,
+    CAUSAL: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    RELU: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICE: tl.constexpr,
+    SPAN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """The gradient of mixing from one tile of ``ROWS`` keys and all queries that see them.
+
+    Grid: (tiles, B * H). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, zeroed before; query block by key
+    block, key blocks counted from the first one of the tile, which has at most ``SPAN``.
+    """
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = row // heads, row % heads
+    INPUT: tl.constexpr = q.dtype.element_ty
+    start = tl.load(table + START * table_size + tile)
+    low = tl.load(table + LOW * table_size + tile)
+    high = tl.load(table + HIGH * table_size + tile)
+    if start >= high:
+        return
+    q_stride_n = tl.multiple_of(q_stride_n, ALIGNED)
+    k_stride_n = tl.multiple_of(k_stride_n, ALIGNED)
+    v_stride_n = tl.multiple_of(v_stride_n, ALIGNED)
+    gradient_stride_n = tl.multiple_of(gradient_stride_n, ALIGNED)
+    q += tl.multiple_of(batch * q_stride_b + head * q_stride_h, ALIGNED)
+    k += tl.multiple_of(batch * k_stride_b + head * k_stride_h, ALIGNED)
+    v += tl.multiple_of(batch * v_stride_b + head * v_stride_h, ALIGNED)
+    gradient += tl.multiple_of(batch * gradient_stride_b + head * gradient_stride_h, ALIGNED)
+    key_mask += batch * tokens
+    mixing_gradient += (row * tl.num_programs(0) + tile) * size * SPAN
+
+    rows = start + tl.arange(0, ROWS)
+    visible = load_visible(key_mask, rows, high, HAS_MASK)
+    if CAUSAL:
+        low = start
+    for first in range(low, high, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        shown = load_visible(key_mask, columns, high, HAS_MASK)
+        pairs = products(
+            v, rows, visible, v_stride_n, v_stride_d, gradient, columns, shown, gradient_stride_n, gradient_stride_d,
+            VALUE_WIDTH, False, ROWS, COLUMNS, SLICE,
+        )  # fmt: skip
+        if NORMALIZE:
+            pairs *= tl.load(inverse_normalizer + row * tokens + columns, mask=shown, other=0.0)[None, :]
+            pairs += tl.load(normalizer_gradient + row * tokens + columns, mask=shown, other=0.0)[None, :]
+        pairs *= products(
+            k, rows, visible, k_stride_n, k_stride_d, q, columns, shown, q_stride_n, q_stride_d,
+            KEY_WIDTH, RELU, ROWS, COLUMNS, SLICE,
+        )  # fmt: skip
+        if CAUSAL:
+            pairs = tl.where(columns[None, :] >= rows[:, None], pairs, 0.0)
+        _add_block_sums(
+            pairs, token_row, rows, columns, high, start, first, mixing_gradient, size, INPUT, COLUMNS, SPAN
+        )
