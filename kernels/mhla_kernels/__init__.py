@@ -1,9 +1,20 @@
 """MHLA, linear-cost attention with learned mixing of block summaries, as pure functions of tensors.
 
-Paper: arXiv 2601.07832. Needs torch only; nothing of the suite around it.
+Paper: arXiv 2601.07832. Needs torch only, and triton for the fused kernels; nothing of the suite around it.
 """
 
 from mhla_kernels.attention import attention_matrix, mhla_attention
-from mhla_kernels.mixing import resize_mixing
+from mhla_kernels.exponential import ExponentialMixing
+from mhla_kernels.mixing import extend_mixing, resize_mixing
+from mhla_kernels.state import MHLAState, mhla_prefill, mhla_step
 
-__all__ = ["attention_matrix", "mhla_attention", "resize_mixing"]
+__all__ = [
+    "ExponentialMixing",
+    "MHLAState",
+    "attention_matrix",
+    "extend_mixing",
+    "mhla_attention",
+    "mhla_prefill",
+    "mhla_step",
+    "resize_mixing",
+]

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from mhla_kernels import reference
+from mhla_kernels.backend import Backend, Form, choose_backend
 from mhla_kernels.blocks import make_partition, token_blocks
-from mhla_kernels.checks import Problem, check_problem
-from mhla_kernels.chunked import chunked
+from mhla_kernels.checks import Mixing, Problem, check_problem
+from mhla_kernels.chunked import chunked, make_mixer
 from mhla_kernels.cost import cheapest_form
+from mhla_kernels.exponential import ExponentialMixing
 from mhla_kernels.parallel import parallel
 
 FeatureMap = Literal["identity", "relu"]
-Form = Literal["auto", "parallel", "chunked", "reference"]
-Backend = Literal["auto", "torch"]
 
 FEATURE_MAP_FLOOR = 1e-6
 """Added after the rectifier, so that no query meets a normaliser of zero (the paper's public code)."""
@@ -31,7 +31,7 @@ def mhla_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mixing: Tensor,
+    mixing: Mixing,
     *,
     block_size: int | None = None,
     block_offsets: Tensor | Sequence[int] | None = None,
@@ -56,7 +56,8 @@ def mhla_attention(
         k: ``[B, N, H, Dk]``; likewise.
         v: ``[B, N, H, Dv]``.
         mixing: coefficients m, ``[M, M]`` for all heads or ``[H, M, M]``; row i says how query block i weighs the
-            blocks. Causal uses the top left corner of a larger m; bidirectional wants exactly M.
+            blocks. Causal uses the top left corner of a larger m; bidirectional wants exactly M. Or an
+            :class:`ExponentialMixing`, for any number of blocks at a cost that is linear in it.
         block_size: tokens in a block; the last block may be short. Exactly one of this and ``block_offsets``.
         block_offsets: M + 1 integers, first token of each block and N at the end, for blocks of uneven size;
             bidirectional only. A tensor on an accelerator is read back; best a tuple.
@@ -68,11 +69,13 @@ def mhla_attention(
         key_mask: ``[B, N]`` bool; False tokens are not attended to, keep their position and block, give zeros as
             queries and pass no gradient. A row that sees no key gives zeros.
         cu_seqlens: ``[S + 1]``, first token of each packed sequence and N at the end, with B = 1; blocks count from
-            each sequence's first token. Causal, or bidirectional when every non-empty sequence has exactly M blocks.
+            each sequence's first token. Causal, or bidirectional when every non-empty sequence has exactly M blocks, or
+            with an :class:`ExponentialMixing` without a grid.
             Its values are checked at once on the CPU and on the device itself on an accelerator, without waiting for it.
         form: ``"parallel"`` (all pairs), ``"chunked"`` (block summaries), ``"reference"`` (the definition, N x N), or
             ``"auto"``: the cheaper of the first two.
-        backend: ``"torch"`` or ``"auto"``.
+        backend: ``"torch"``, ``"triton"`` (fused kernels, for float32 and bfloat16 on a GPU, widths up to 256; on a CPU
+            in Triton's interpreter, with ``TRITON_INTERPRET=1``), or ``"auto"``: Triton wherever it can run on a GPU.
 
     Returns:
         ``[B, N, H, Dv]`` in the dtype of ``v``.
@@ -83,31 +86,42 @@ def mhla_attention(
     """
     if form not in ("auto", "parallel", "chunked", "reference"):
         raise ValueError(f"form={form!r} is not one of 'auto', 'parallel', 'chunked', 'reference'")
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend={backend!r} is not available; this version has 'auto' and 'torch'")
     problem = check_problem(
         q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
     )
-    with _without_autocast(q.device.type):
+    fused = choose_backend(backend, q, k, v, form) == "triton"
+    if form == "auto":
+        form = cheapest_form(
+            problem.tokens,
+            problem.blocks,
+            q.shape[-1],
+            v.shape[-1],
+            causal,
+            terms=mixing.terms if isinstance(mixing, ExponentialMixing) else None,
+            backend="triton" if fused else "torch",
+        )
+    with without_autocast(q.device.type):
+        if fused:
+            return _attend_triton(q, k, v, mixing, problem, block_size, causal, eps, feature_map, key_mask, form)
         q, k, v, mixing = _prepare(q, k, v, mixing, problem, feature_map, key_mask)
         options: dict[str, Any] = {"causal": causal, "scale": problem.scale, "eps": eps}
         if form == "reference":
             where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
-            out = reference.attend(reference.weights(q, k, mixing, where, **options), v)
+            matrix = _matrix(mixing, problem, block_size)
+            return reference.attend(reference.weights(q, k, matrix, where, **options), v).to(problem.dtype)
+        blocks = make_partition(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
+        q, k, v = blocks.split(q), blocks.split(k), blocks.split(v)
+        if form == "parallel":
+            out = parallel(q, k, v, blocks.expand_mixing(_matrix(mixing, problem, block_size)), **options)
         else:
-            blocks = make_partition(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
-            if form == "auto":
-                form = cheapest_form(blocks.blocks, blocks.slots, q.shape[-1], v.shape[-1], causal)
-            run = parallel if form == "parallel" else chunked
-            coefficients = blocks.expand_mixing(mixing)
-            out = blocks.merge(run(blocks.split(q), blocks.split(k), blocks.split(v), coefficients, **options))
-    return out.to(problem.dtype)
+            out = chunked(q, k, v, make_mixer(mixing, blocks), **options)
+        return blocks.merge(out).to(problem.dtype)
 
 
 def attention_matrix(
     q: Tensor,
     k: Tensor,
-    mixing: Tensor,
+    mixing: Mixing,
     *,
     block_size: int | None = None,
     block_offsets: Tensor | Sequence[int] | None = None,
@@ -126,13 +140,75 @@ def attention_matrix(
     problem = check_problem(
         q, k, k, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
     )
-    with _without_autocast(q.device.type):
+    with without_autocast(q.device.type):
         q, k, _, mixing = _prepare(q, k, k, mixing, problem, feature_map, key_mask)
         where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
-        return reference.weights(q, k, mixing, where, causal=causal, scale=problem.scale, eps=eps)
+        matrix = _matrix(mixing, problem, block_size)
+        return reference.weights(q, k, matrix, where, causal=causal, scale=problem.scale, eps=eps)
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+def _matrix(mixing: Mixing, problem: Problem, block_size: int | None) -> Tensor:
+    """Dense coefficients, large enough for the longest sequence that the problem can hold."""
+    if isinstance(mixing, Tensor):
+        return mixing
+    if mixing.grid is not None:
+        return mixing.dense()
+    if problem.block_offsets is not None:
+        return mixing.dense(len(problem.block_offsets) - 1)
+    assert block_size is not None
+    return mixing.dense(-(-problem.tokens // block_size))
+
+
+def _attend_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Mixing,
+    problem: Problem,
+    block_size: int | None,
+    causal: bool,
+    eps: float,
+    feature_map: FeatureMap,
+    key_mask: Tensor | None,
+    form: Form,
+) -> Tensor:
+    """The fused kernels: operands in one dtype, mixing in float32 with the scale in it, shared or per head."""
+    import mhla_kernels.triton_backend.ops  # noqa: F401  registers the operator; needs triton
+
+    dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16
+    mixing, factor = mixing.to(torch.float32), 1.0 if problem.scale is None else problem.scale
+    decay = None
+    if isinstance(mixing, ExponentialMixing) and causal and form == "chunked":
+        coefficients, decay = mixing.amplitude, mixing.decay
+        if mixing.heads is None:
+            coefficients, decay = coefficients[None], decay[None]
+    else:
+        coefficients = _matrix(mixing, problem, block_size)
+        if coefficients.dim() == 2:
+            coefficients = coefficients[None]
+    offsets = None if problem.block_offsets is None else list(problem.block_offsets)
+    bounds = None if problem.cu_seqlens is None else problem.cu_seqlens.to(q.device)
+    out: Tensor = torch.ops.mhla.attention(
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        coefficients * factor,
+        decay,
+        key_mask,
+        bounds,
+        block_size,
+        offsets,
+        causal,
+        problem.scale is None,
+        feature_map == "relu",
+        eps,
+        form,
+    )
+    return out.to(problem.dtype)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Sums stay in the dtype that they are asked for."""
     available = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if available else nullcontext()
 
@@ -141,16 +217,23 @@ def _prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mixing: Tensor,
+    mixing: Mixing,
     problem: Problem,
     feature_map: FeatureMap,
     key_mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs in the accumulation dtype, mapped, with masked tokens set to zero (whatever they held, NaN included)."""
-    q, k, v, mixing = (x.to(problem.accumulate) for x in (q, k, v, mixing))
+) -> tuple[Tensor, Tensor, Tensor, Mixing]:
+    """Inputs in the accumulation dtype, mapped, with masked tokens set to zero."""
+    q, k, v = (x.to(problem.accumulate) for x in (q, k, v))
+    return *map_features(q, k, v, feature_map, key_mask), mixing.to(problem.accumulate)
+
+
+def map_features(
+    q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys mapped; all three zero where ``key_mask`` hides, whatever they held, NaN included."""
     if feature_map == "relu":
         q, k = q.relu() + FEATURE_MAP_FLOOR, k.relu() + FEATURE_MAP_FLOOR
     if key_mask is not None:
         hidden = ~key_mask[..., None, None]
         q, k, v = (x.masked_fill(hidden, 0) for x in (q, k, v))
-    return q, k, v, mixing
+    return q, k, v

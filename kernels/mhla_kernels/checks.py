@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import torch
 from torch import Tensor
+
+from mhla_kernels.exponential import ExponentialMixing
+
+Mixing = Tensor | ExponentialMixing
+"""Mixing coefficients: dense, or a sum of exponentials."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -18,6 +24,7 @@ class Problem:
 
     Attributes:
         tokens: N.
+        blocks: M; for packed sequences an upper bound of all their blocks.
         scale: factor on the output, or None when rows are divided by their sum.
         accumulate: dtype that sums are held in.
         dtype: dtype of the output.
@@ -26,6 +33,7 @@ class Problem:
     """
 
     tokens: int
+    blocks: int
     scale: float | None
     accumulate: torch.dtype
     dtype: torch.dtype
@@ -37,7 +45,7 @@ def check_problem(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mixing: Tensor,
+    mixing: Mixing,
     block_size: int | None,
     block_offsets: Tensor | Sequence[int] | None,
     causal: bool,
@@ -49,7 +57,8 @@ def check_problem(
     cu_seqlens: Tensor | Sequence[int] | None,
 ) -> Problem:
     """Check one call of the operator; see :func:`mhla_kernels.mhla_attention` for the arguments and errors."""
-    _check_tensors(q, k, v, mixing)
+    _check_tensors(q, k, v)
+    _check_mixing(mixing, q.shape[2], causal)
     batch, tokens, _, width = q.shape
     if feature_map not in ("identity", "relu"):
         raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'; map q and k before the call")
@@ -67,18 +76,22 @@ def check_problem(
     offsets = bounds = None
     if block_offsets is not None:
         offsets = _check_offsets(block_offsets, tokens, causal, cu_seqlens)
-        _check_mixing_size(mixing, len(offsets) - 1, causal, tokens, block_size)
+        blocks = len(offsets) - 1
+        _check_mixing_size(mixing, blocks, causal, tokens, block_size)
     else:
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
             raise ValueError(f"block_size={block_size!r} must be a positive integer, the number of tokens in a block")
+        blocks = -(-tokens // block_size)
         if cu_seqlens is None:
-            _check_mixing_size(mixing, -(-tokens // block_size), causal, tokens, block_size)
+            _check_mixing_size(mixing, blocks, causal, tokens, block_size)
         else:
+            blocks += len(cu_seqlens) - 2
             bounds = _check_cu_seqlens(cu_seqlens, batch, tokens, mixing, block_size, causal)
 
     double = torch.float64 in (q.dtype, k.dtype, v.dtype)
     return Problem(
         tokens=tokens,
+        blocks=blocks,
         scale=None if normalize else (width**-0.5 if scale is None else float(scale)),
         accumulate=torch.float64 if double else torch.float32,
         dtype=v.dtype,
@@ -87,7 +100,7 @@ def check_problem(
     )
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES:
             raise TypeError(
@@ -99,17 +112,33 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> None:
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must have one shape, [B, N, H, Dk]")
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v {list(v.shape)} must share B, N, H with k {list(k.shape)}; repeat key-value heads first")
+
+
+def _check_mixing(mixing: Mixing, heads: int, causal: bool) -> None:
+    if isinstance(mixing, ExponentialMixing):
+        if mixing.heads not in (None, heads):
+            raise ValueError(f"mixing has amplitudes for {mixing.heads} heads; q has H = {heads}")
+        if causal and mixing.grid is not None:
+            raise ValueError(f"causal attention is over a sequence; give ExponentialMixing without grid={mixing.grid}")
+        return
     if not mixing.is_floating_point():
         raise TypeError(f"mixing is {mixing.dtype}; it must be floating point, best float32")
-    size, heads = mixing.shape[-1:], q.shape[2]
+    size = mixing.shape[-1:]
     square = mixing.dim() in (2, 3) and mixing.shape[-2:-1] == size and mixing.numel() > 0
     if not square or (mixing.dim() == 3 and len(mixing) != heads):
         raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M] with H = {heads}")
 
 
-def _check_mixing_size(mixing: Tensor, blocks: int, causal: bool, tokens: int, block_size: int | None) -> None:
-    size = mixing.shape[-1]
-    if size >= blocks and (causal or size == blocks):
+def mixing_size(mixing: Mixing) -> int | None:
+    """Blocks that the coefficients are for; None for any number."""
+    if isinstance(mixing, ExponentialMixing):
+        return None if mixing.grid is None else prod(mixing.grid)
+    return mixing.shape[-1]
+
+
+def _check_mixing_size(mixing: Mixing, blocks: int, causal: bool, tokens: int, block_size: int | None) -> None:
+    size = mixing_size(mixing)
+    if size is None or (size >= blocks and (causal or size == blocks)):
         return
     layout = f"N={tokens} tokens with block_size={block_size}" if block_size else f"block_offsets for N={tokens} tokens"
     if not causal:
@@ -119,7 +148,7 @@ def _check_mixing_size(mixing: Tensor, blocks: int, causal: bool, tokens: int, b
         )
     raise ValueError(
         f"{layout} make {blocks} blocks, but mixing is for {size} at most: use at most N={size * (block_size or 0)} "
-        f"tokens, block_size={-(-tokens // size)} or more, or a larger mixing"
+        f"tokens, block_size={-(-tokens // size)} or more, or a longer mixing (mhla_kernels.extend_mixing)"
     )
 
 
@@ -159,14 +188,14 @@ def _check_cu_seqlens(
     cu_seqlens: Tensor | Sequence[int],
     batch: int,
     tokens: int,
-    mixing: Tensor,
+    mixing: Mixing,
     block_size: int,
     causal: bool,
 ) -> Tensor:
     if batch != 1:
         raise ValueError(f"cu_seqlens packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")
-    size = mixing.shape[-1]
-    if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
+    size = mixing_size(mixing)
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_cuda or torch.compiler.is_compiling()):
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
             raise ValueError(
                 f"cu_seqlens must be at least two integers, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
@@ -174,8 +203,9 @@ def _check_cu_seqlens(
         steps = cu_seqlens.diff()
         counts = (steps + block_size - 1) // block_size
         sound = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (steps >= 0).all()
-        fits = (counts <= size).all() if causal else ((counts == size) | (counts == 0)).all()
-        torch._assert_async(sound & fits, "cu_seqlens must rise from 0 to N, and its sequences must fit the mixing")
+        if size is not None:
+            sound = sound & ((counts <= size) if causal else (counts == size) | (counts == 0)).all()
+        torch._assert_async(sound, "cu_seqlens must rise from 0 to N, and its sequences must fit the mixing")
         return cu_seqlens
     bounds = _as_integers(cu_seqlens, "cu_seqlens")
     _check_bounds(bounds, tokens, "cu_seqlens", least=0)

@@ -26,7 +26,7 @@ TILE = 128
 """Longest run of tokens (slots) whose pairs are scored directly inside a causal block; see ``benchmarks.forms``."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Mixer:
     """Mixing coefficients of either kind, applied to block summaries, sequence by sequence where rows are packed.
 

@@ -1,29 +1,45 @@
 """Which form is cheaper, from the shape alone: never by timing at run time.
 
-The constants were chosen with ``python -m benchmarks.forms`` (2026-11-21, two cores of an AMD EPYC, torch 2.15.0).
+The constants lie in ``cost.json``, each set with the command, the machine and the date that it came from.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from pathlib import Path
+from typing import Any, Literal
 
 from mhla_kernels.chunked import TILE
+from mhla_kernels.exponential import GROUP
 
-PAIR_COST = 64
-"""What one token pair costs beside its products (scaling, masking, row sum), in units of one multiply-add."""
-
-SUMMARY_COST = 32
-"""What one number of a block summary costs beside its products (writing and reading it), in the same units."""
+CONSTANTS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cost.json").read_text())
+"""By backend, in multiply-adds: ``pair`` and ``summary``, what a token pair and a number of a summary cost beside their
+products (scaling, masking, row sum; writing and reading), and ``token``, what reading a number of k or v again costs."""
 
 
 def cheapest_form(
-    blocks: int, slots: int, key_width: int, value_width: int, causal: bool
+    tokens: int,
+    blocks: int,
+    key_width: int,
+    value_width: int,
+    causal: bool,
+    *,
+    terms: int | None = None,
+    backend: Literal["torch", "triton"] = "torch",
 ) -> Literal["parallel", "chunked"]:
-    """The cheaper PyTorch form for M ``blocks`` of C ``slots``, counted in multiply-adds for one batch row and head."""
-    tokens = blocks * slots
-    pair = key_width + value_width + PAIR_COST
+    """The cheaper form for N ``tokens`` in M ``blocks``, counted in multiply-adds for one batch row and head.
+
+    ``terms``: R of an exponential mixing; None for dense coefficients.
+    """
+    cost = CONSTANTS[backend]
+    pair = key_width + value_width + cost["pair"]
+    parallel = tokens * tokens * pair
+    if causal and backend == "triton":
+        parallel /= 2  # the PyTorch form computes the masked half too
+    mixed = blocks if terms is None else min(blocks, GROUP + 2 * terms)
     summary = key_width * value_width
-    chunked = (2 * tokens + blocks * blocks + SUMMARY_COST * blocks) * summary
+    chunked = (2 * tokens + blocks * mixed + cost["summary"] * blocks) * summary
     if causal:
-        chunked += tokens * min(slots, TILE) * pair
-    return "parallel" if tokens * tokens * pair <= chunked else "chunked"
+        chunked += cost["token"] * tokens * (key_width + value_width)
+        chunked += tokens * min(-(-tokens // max(blocks, 1)), TILE) * pair
+    return "parallel" if parallel <= chunked else "chunked"

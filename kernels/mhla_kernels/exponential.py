@@ -113,7 +113,14 @@ class ExponentialMixing:
 
     @classmethod
     def fit(
-        cls, mixing: Tensor, terms: int = 4, *, grid: tuple[int, ...] | None = None, causal: bool = False, steps: int = 500
+        cls,
+        mixing: Tensor,
+        terms: int = 4,
+        *,
+        grid: tuple[int, ...] | None = None,
+        causal: bool = False,
+        any_row_scale: bool = False,
+        steps: int = 500,
     ) -> tuple[ExponentialMixing, Tensor]:
         """The sum of exponentials nearest to learned dense coefficients, and how much of their variance it explains.
 
@@ -125,13 +132,15 @@ class ExponentialMixing:
             terms: R.
             grid: block grid in 2-D or 3-D, with ``prod(grid)`` = M.
             causal: whether only the lower triangle counts.
+            any_row_scale: whether every row of the fit may be scaled to match. An operator with a normaliser, or an RMSNorm
+                after it, does not see the scale of a row, and rows that sum to 1 are no function of distance alone.
             steps: optimiser steps.
 
         Returns:
             The mixing, float32, and the explained variance (R^2: 1 - residual / variance about the mean), a scalar or
             ``[H]``.
         """
-        return _fit(cls, mixing, terms, grid, causal, steps)
+        return _fit(cls, mixing, terms, grid, causal, any_row_scale, steps)
 
 
 def _flatten(mixing: ExponentialMixing) -> tuple[list[Tensor], tuple[int, ...] | None]:
@@ -212,6 +221,7 @@ def _fit(
     terms: int,
     grid: tuple[int, ...] | None,
     causal: bool,
+    any_row_scale: bool,
     steps: int,
 ) -> tuple[ExponentialMixing, Tensor]:
     if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2]:
@@ -238,15 +248,19 @@ def _fit(
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         wanted, distance = wanted.clone(), distance.clone()
         amplitude = torch.ones(heads, terms, dtype=torch.float64, device=mixing.device)
+        row = torch.arange(size, device=mixing.device)[:, None].expand(size, size)[counts]
+        scale = torch.ones_like(wanted)
         for _ in range(steps):
-            features = (-distance @ log_decay.exp().transpose(-1, -2)).exp()  # [H, n, R]
+            features = scale[..., None] * (-distance @ log_decay.exp().transpose(-1, -2)).exp()  # [H, n, R]
             amplitude = _nonnegative_least_squares(features.detach(), wanted, amplitude, sweeps=2)
-            residual = wanted - (features @ amplitude[..., None]).squeeze(-1)
+            fitted = (features @ amplitude[..., None]).squeeze(-1)
             optimizer.zero_grad()
-            residual.square().sum().backward()
+            (wanted - fitted).square().sum().backward()
             optimizer.step()
             schedule.step()
-    features = (-distance @ log_decay.detach().exp().transpose(-1, -2)).exp()
+            if any_row_scale:
+                scale = _row_scales(wanted, fitted.detach() / scale, row, size)
+    features = scale[..., None] * (-distance @ log_decay.detach().exp().transpose(-1, -2)).exp()
     amplitude = _nonnegative_least_squares(features, wanted, amplitude, sweeps=500)
     residual = (wanted - (features @ amplitude[..., None]).squeeze(-1)).square().sum(-1)
     variance = (wanted - wanted.mean(-1, keepdim=True)).square().sum(-1)
@@ -257,6 +271,15 @@ def _fit(
     if mixing.dim() == 2:
         amplitude, decay, explained = amplitude[0], decay[0], explained[0]
     return cls(amplitude.float(), decay.float(), grid), explained
+
+
+def _row_scales(wanted: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tensor:
+    """The factor of each row that brings ``fitted`` nearest to ``wanted`` (both ``[H, n]``), of mean 1, ``[H, n]``."""
+    zeros = wanted.new_zeros(len(wanted), size)
+    along = zeros.index_add(1, row, wanted * fitted)
+    scale = along / zeros.index_add(1, row, fitted.square()).clamp(min=1e-300)
+    scale = scale / scale.mean(-1, keepdim=True).clamp(min=1e-300)
+    return scale[:, row]
 
 
 def _nonnegative_least_squares(features: Tensor, wanted: Tensor, start: Tensor, sweeps: int) -> Tensor:

@@ -1,9 +1,10 @@
-"""Mixing coefficients as tensors: carrying a learned matrix to another block grid."""
+"""Dense mixing coefficients as tensors: carrying a learned matrix to another block grid, or past its length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -53,3 +54,71 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
     total = resized.sum(-1, keepdim=True)
     resized = torch.where(total == 0, 0, resized * rows.sum(-1, keepdim=True) / total)
     return resized.to(mixing.dtype)
+
+
+def extend_mixing(
+    mixing: Tensor, blocks: int, tail: Literal["exponential", "last", "zero"] = "exponential"
+) -> Tensor:
+    """Continue learned causal coefficients past their size, so that a model sees sequences longer than in training.
+
+    The known rows stay as they are. A new row takes, at each distance, the mean of the row-normalised coefficients at
+    that distance over the longer half of the known rows; beyond the last known distance an exponential that was fitted to
+    the farther half of the distances (never growing), and is then scaled to the mean sum of those known rows.
+
+    Args:
+        mixing: ``[M, M]`` or ``[H, M, M]``; only the lower triangle counts.
+        blocks: number of blocks wanted; at most M gives the top left corner.
+        tail: what lies beyond the last known distance: ``"exponential"``, ``"last"`` (the last known value goes on) or
+            ``"zero"``.
+
+    Returns:
+        ``[blocks, blocks]`` or ``[H, blocks, blocks]``, zero above the diagonal in new rows; dtype and device of ``mixing``.
+
+    Raises:
+        ValueError: for a shape, a number of blocks or a tail that there is not.
+    """
+    if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2] or mixing.numel() == 0:
+        raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M]")
+    if blocks < 1:
+        raise ValueError(f"blocks={blocks} must be positive")
+    if tail not in ("exponential", "last", "zero"):
+        raise ValueError(f"tail={tail!r} is not one of 'exponential', 'last', 'zero'")
+    size = mixing.shape[-1]
+    if blocks <= size:
+        return mixing[..., :blocks, :blocks]
+    known = mixing.double().tril()
+    sums = known.sum(-1, keepdim=True)
+    shares = torch.where(sums > 0, known / sums, 0)
+    half = size // 2
+    profile = torch.stack(
+        [shares.diagonal(-distance, -2, -1)[..., max(0, half - distance) :].mean(-1) for distance in range(size)], -1
+    )
+    beyond = torch.arange(1, blocks - size + 1, device=mixing.device, dtype=torch.float64)
+    continued = torch.cat([profile, _tail(profile, beyond, tail)], -1)  # [..., blocks]
+
+    place = torch.arange(blocks, device=mixing.device)
+    distance = place[size:, None] - place
+    rows = torch.where(distance >= 0, continued[..., distance.clamp(min=0)], 0)
+    total = rows.sum(-1, keepdim=True)
+    rows = torch.where(total > 0, rows / total, 0) * sums[..., half:, :].mean(-2, keepdim=True)
+    extended = torch.zeros(*mixing.shape[:-2], blocks, blocks, dtype=mixing.dtype, device=mixing.device)
+    extended[..., :size, :size] = mixing
+    extended[..., size:, :] = rows.to(mixing.dtype)
+    return extended
+
+
+def _tail(profile: Tensor, beyond: Tensor, tail: str) -> Tensor:
+    """Values of ``profile`` ``[..., M]`` at distances ``M - 1 + beyond``."""
+    last = profile[..., -1:]
+    if tail == "zero":
+        return torch.zeros_like(last) * beyond
+    if tail == "last":
+        return last * torch.ones_like(beyond)
+    size = profile.shape[-1]
+    start = size // 2
+    far = profile[..., start:].clamp(min=1e-12).log()
+    x = torch.arange(start, size, device=profile.device, dtype=torch.float64)
+    x = x - x.mean()
+    slope = ((x * far).sum(-1, keepdim=True) / x.square().sum().clamp(min=1e-12)).clamp(max=0)
+    level = far.mean(-1, keepdim=True) + slope * x[-1]
+    return (level + slope * beyond).exp() * (profile[..., start:].sum(-1, keepdim=True) > 0)

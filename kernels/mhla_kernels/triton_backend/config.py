@@ -91,3 +91,17 @@ def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
     if dtype == torch.bfloat16:
         return MixTiles(16, 16, 256, 4, 2) if few else MixTiles(64, 32, 128, 8, 2)
     return MixTiles(16, 16, 128, 4, 1) if few else MixTiles(32, 32, 64, 4, 1)
+
+
+@dataclass(frozen=True)
+class ScanTiles:
+    """``terms`` running sums (padded) of ``columns`` numbers of a summary."""
+
+    terms: int
+    columns: int
+
+
+def scan_tiles(terms: int) -> ScanTiles:
+    """For exponential mixing."""
+    padded = 1 << (terms - 1).bit_length()
+    return ScanTiles(padded, max(64, min(256, 2048 // padded)))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mhla_kernels.triton_backend import attend, mix, pairs, summaries
+from mhla_kernels.triton_backend import attend, mix, pairs, scan, summaries
 from mhla_kernels.triton_backend.config import (
     PIECE,
     SPLIT,
@@ -22,6 +22,7 @@ from mhla_kernels.triton_backend.config import (
     mix_tiles,
     pair_tiles,
     power_of_two,
+    scan_tiles,
     summary_tiles,
 )
 from mhla_kernels.triton_backend.tables import ROW, START, Layout, make_layout, token_rows
@@ -37,7 +38,9 @@ class Call:
         q: ``[B, N, H, K]``, any strides, like all token tensors.
         k: ``[B, N, H, K]``.
         v: ``[B, N, H, V]``.
-        mixing: ``[1, M, M]`` or ``[H, M, M]`` float32; a scale is multiplied into it.
+        mixing: ``[1, M, M]`` or ``[H, M, M]`` float32, or amplitudes ``[1, R]`` or ``[H, R]`` of exponential mixing
+            (chunked, causal); a scale is multiplied into it.
+        decay: decays of exponential mixing, of the shape of the amplitudes; else None.
         layout: the blocks.
         bounds: packed sequences, ``[S + 1]`` on the device.
         key_mask: ``[B, N]`` bool.
@@ -52,6 +55,7 @@ class Call:
     k: Tensor
     v: Tensor
     mixing: Tensor
+    decay: Tensor | None
     layout: Layout
     bounds: Tensor | None
     key_mask: Tensor | None
@@ -133,10 +137,26 @@ class Call:
         )
         return total, summary if self.causal else None
 
+    @cached_property
+    def pair_mixing(self) -> tuple[Tensor, int, int, int]:
+        """Coefficients by query block and key block, with strides; exponential: m[i, i], whatever the block."""
+        if self.decay is None:
+            return self.mixing, *_mixing_strides(self.mixing)
+        own = self.mixing.sum(-1)
+        return own, int(len(own) > 1), 0, 0
+
     def mix(self, summary: Tensor, transposed: bool = False) -> Tensor:
         """Mixed summaries, of the shape and dtype of ``summary``."""
         mixed = torch.empty_like(summary)
         _, blocks, width = summary.shape
+        if self.decay is not None:
+            tiles = scan_tiles(self.mixing.shape[-1])
+            scan.scan_kernel[(triton.cdiv(width, tiles.columns), self.rows)](
+                self.mixing, self.decay, summary, mixed, self.layout.table, *self._terms(), blocks, self.q.shape[2],
+                REVERSE=transposed, WIDTH=width, COLUMNS=tiles.columns, TERMS=self.mixing.shape[-1],
+                TERMS_PADDED=tiles.terms, num_warps=4,
+            )  # fmt: skip
+            return mixed
         tiles = mix_tiles(self.q.dtype, blocks)
         mix.mix_kernel[(triton.cdiv(width, tiles.columns), triton.cdiv(blocks, tiles.rows), self.rows)](
             self.mixing, summary, mixed, self.layout.table, *_mixing_strides(self.mixing), blocks, self.q.shape[2],
@@ -144,6 +164,23 @@ class Call:
             TERMS=tiles.terms, COLUMNS=tiles.columns, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         return mixed
+
+    def _terms(self) -> tuple[int]:
+        return (self.mixing.shape[-1] if self.mixing.shape[0] > 1 else 0,)
+
+    def scan_gradient(self, gradient: Tensor, summary: Tensor) -> tuple[Tensor, Tensor]:
+        """``[B * H, R]`` gradients of amplitude and decay of exponential mixing, but for m[i, i]."""
+        assert self.decay is not None
+        _, blocks, width = summary.shape
+        tiles = scan_tiles(self.mixing.shape[-1])
+        parts = triton.cdiv(width, tiles.columns)
+        shape = (self.rows, parts, self.mixing.shape[-1])
+        shares = [gradient.new_empty(shape), gradient.new_empty(shape)]
+        scan.scan_gradient_kernel[(parts, self.rows)](
+            self.mixing, self.decay, gradient, summary, *shares, self.layout.table, *self._terms(), blocks,
+            self.q.shape[2], WIDTH=width, COLUMNS=tiles.columns, TERMS=shape[-1], TERMS_PADDED=tiles.terms, num_warps=4,
+        )  # fmt: skip
+        return shares[0].sum(1), shares[1].sum(1)
 
     def mixing_gradient(self, gradient: Tensor, summary: Tensor) -> Tensor:
         """``[B * H, M, M]`` gradient of the coefficients between different blocks (all blocks, bidirectional)."""
@@ -171,7 +208,7 @@ class Call:
     ) -> tuple[Tensor, Tensor | None]:
         """Run the attend kernel; ``operands`` are x, y, a of its table; chunked if there are ``mixed`` summaries.
 
-        Gives the result, and in mode DK, if asked, the gradient of the coefficients m[i, i] ``[B * H, M]``.
+        Gives the result, and in mode DK, if asked, the gradient of m[i, i] of every block ``[B * H, blocks]``.
         """
         x, y, a = operands
         out_like = self.v if mode in (attend.OUT.value, attend.DV.value) else self.q
@@ -190,9 +227,9 @@ class Call:
         inverse, normalizer_gradient = weights or (x, x)
         attend.attend_kernel[(count, parts, self.rows)](
             x, y, a, own, out, self.mask_bytes, inverse, normalizer_gradient,
-            x if mixed is None else mixed, x if running is None else running, self.mixing,
+            x if mixed is None else mixed, x if running is None else running, self.pair_mixing[0],
             x if gradient is None else gradient, layout.table, layout.table if chunked else self.rows_of_tokens,
-            *_strides(x), *_strides(y), *_strides(a), *_strides(own), *_strides(out), *_mixing_strides(self.mixing),
+            *_strides(x), *_strides(y), *_strides(a), *_strides(own), *_strides(out), *self.pair_mixing[1:],
             self.layout.tokens, layout.blocks, self.q.shape[2], pieces, piece_size, in_piece, self.eps,
             MODE=mode, SUMMARY=chunked, RUNNING=running is not None, CAUSAL=self.causal, NORMALIZE=self.normalize,
             RELU=self.relu, HAS_MASK=self.key_mask is not None, OWN_GRADIENT=own_gradient,
@@ -202,8 +239,7 @@ class Call:
         )  # fmt: skip
         if gradient is None:
             return out, None
-        by_block = gradient.view(self.rows, layout.blocks, -1).sum(-1)
-        return out, _sum_at(by_block, self.layout.table[ROW], self.mixing.shape[-1])
+        return out, gradient.view(self.rows, layout.blocks, -1).sum(-1)
 
     def tile_layout(self, rows: int) -> Layout:
         """Tiles of ``rows`` tokens, counted from the start of each sequence."""
@@ -262,32 +298,43 @@ def forward(call: Call) -> Tensor:
     return call.attend(attend.OUT.value, (call.q, call.k, call.v), call.q, mixed, running, None)[0]
 
 
-def backward(call: Call, gradient: Tensor, with_mixing: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and mixing; summaries are computed anew, in float32, and not kept by the forward pass."""
+def backward(
+    call: Call, gradient: Tensor, with_mixing: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v, mixing and decay; summaries are computed anew, in float32, not kept by the forward pass."""
     q, k, v = call.q, call.k, call.v
     chunked = call.form == "chunked"
-    if gradient.dtype != q.dtype:
-        gradient = gradient.to(q.dtype)
+    gradient = gradient.to(q.dtype)
     summary = running = mixed = later = d_mixed = None
     if chunked:
         summary, running = call.summarize(k, v, torch.float32)
         mixed = call.mix(summary)
     weights = None
     if call.normalize:
-        weights = tuple(q.new_empty(call.rows, call.layout.tokens, dtype=torch.float32) for _ in range(2))
+        shape = (call.rows, call.layout.tokens)
+        weights = q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
     dq, _ = call.attend(attend.DQ.value, (gradient, v, k), q, mixed, running, weights)
-    d_mixing = None
     if chunked:
         d_mixed, later = call.summarize(q, gradient, torch.float32, weights, reverse=True)
         mixed = call.mix(d_mixed, transposed=True)
     dv, _ = call.attend(attend.DV.value, (k, q, gradient), k, mixed, later, weights)
-    dk, own = call.attend(attend.DK.value, (v, gradient, q), k, mixed, later, weights, with_mixing and chunked and call.causal)
-    if with_mixing:
-        d_mixing = call.mixing_gradient(d_mixed, summary) if chunked else call.pair_gradient(gradient, weights)
-        d_mixing = d_mixing if own is None else d_mixing + torch.diag_embed(own)
-    if d_mixing is not None:
-        heads = q.shape[2]
-        d_mixing = d_mixing.view(-1, heads, *call.mixing.shape[1:]).sum(0)
-        if call.mixing.shape[0] == 1:
-            d_mixing = d_mixing.sum(0, keepdim=True)
-    return dq, dk, dv, d_mixing
+    wants_own = with_mixing and chunked and call.causal
+    dk, own = call.attend(attend.DK.value, (v, gradient, q), k, mixed, later, weights, wants_own)
+    if not with_mixing:
+        return dq, dk, dv, None, None
+    if d_mixed is None or summary is None:
+        return dq, dk, dv, _reduce(call.pair_gradient(gradient, weights), call), None
+    if call.decay is not None:
+        assert own is not None
+        d_amplitude, d_decay = call.scan_gradient(d_mixed, summary)
+        return dq, dk, dv, _reduce(d_amplitude + own.sum(-1, keepdim=True), call), _reduce(d_decay, call)
+    d_mixing = call.mixing_gradient(d_mixed, summary)
+    if own is not None:
+        d_mixing = d_mixing + torch.diag_embed(_sum_at(own, call.layout.table[ROW], d_mixing.shape[-1]))
+    return dq, dk, dv, _reduce(d_mixing, call), None
+
+
+def _reduce(gradient: Tensor, call: Call) -> Tensor:
+    """``[B * H, ...]`` summed over the batch, and over the heads where they share coefficients."""
+    gradient = gradient.unflatten(0, (-1, call.q.shape[2])).sum(0)
+    return gradient.sum(0, keepdim=True) if call.mixing.shape[0] == 1 else gradient

@@ -1,0 +1,70 @@
+"""Which implementation runs a call: the PyTorch forms or the Triton kernels."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Form = Literal["auto", "parallel", "chunked", "reference"]
+Backend = Literal["auto", "torch", "triton"]
+
+INSTALLED = find_spec("triton") is not None
+"""Triton itself is imported by the first call that needs it."""
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether the kernels run in Triton's interpreter, on the CPU: for tests."""
+
+WIDEST = 256
+"""Widest key or value that the Triton kernels take."""
+
+LEAST_CAPABILITY = (8, 0)
+"""Compute capability that the kernels are built for: the first one with bfloat16 matrix units."""
+
+
+def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> Literal["torch", "triton"]:
+    """The backend for checked tensors.
+
+    Raises:
+        ValueError: for an unknown backend, or Triton asked for where it cannot run.
+    """
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend={backend!r} is not one of 'auto', 'torch', 'triton'")
+    if backend == "torch":
+        return "torch"
+    obstacle = _obstacle(q, k, v, form)
+    if backend == "triton":
+        if obstacle:
+            raise ValueError(f"backend='triton' cannot run this: {obstacle}; use backend='torch' or 'auto'")
+        return "triton"
+    return "triton" if obstacle is None and q.is_cuda else "torch"
+
+
+def _obstacle(q: Tensor, k: Tensor, v: Tensor, form: str) -> str | None:
+    """Why Triton cannot run a call, or None."""
+    if form == "reference":
+        return "the reference form is PyTorch only"
+    if torch.float64 in (q.dtype, k.dtype, v.dtype):
+        return "it takes float32 and bfloat16, not float64"
+    widest = max(q.shape[-1], v.shape[-1])
+    if widest > WIDEST:
+        return f"keys and values may be {WIDEST} wide, not {widest}"
+    if not INSTALLED:
+        return "triton is not installed"
+    if q.is_cuda:
+        capability = _capability(q.device.index or 0)
+        if capability < LEAST_CAPABILITY:
+            return f"the GPU has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0"
+        return None
+    if q.device.type == "cpu" and INTERPRETED:
+        return None
+    return f"tensors lie on {q.device.type!r}, and TRITON_INTERPRET=1 was not set when the process started"
+
+
+@lru_cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)

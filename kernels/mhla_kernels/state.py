@@ -1,0 +1,442 @@
+"""Generation: the causal operator a few tokens at a time, with a state instead of the earlier keys and values.
+
+The open block is the one that the last token lies in. A row's state is its finished summaries (dense mixing) or R running
+sums of them (exponential mixing), the summary of the open block so far, and the mixture of the finished ones as the open
+block sees it. A block is closed when the first token after it arrives.
+
+Shape letters: B batch, H heads, K and V widths of a key and a value, M blocks, R exponential terms, W = K V + K numbers of a
+summary, S row by row and then z.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from mhla_kernels.attention import FeatureMap, map_features, mhla_attention, without_autocast
+from mhla_kernels.backend import Backend, Form
+from mhla_kernels.blocks import BlockPartition
+from mhla_kernels.checks import Mixing, Problem, check_problem, mixing_size
+from mhla_kernels.chunked import Mixer, chunked
+from mhla_kernels.exponential import ExponentialMixing
+
+Rows = slice | Tensor
+"""Rows of a batch: all of them, or their indices."""
+
+
+@dataclass(frozen=True)
+class MHLAState:
+    """What :func:`mhla_prefill` and :func:`mhla_step` carry from call to call; a pytree.
+
+    Attributes:
+        lengths: tokens so far in each row, numbers of the CPU, so that no step waits for the device.
+        finished: dense mixing: summaries of the finished blocks ``[B, H, capacity, W]``; exponential mixing: running sums
+            ``[B, H, R, W]``. Like the other two in float32 (float64 for float64 inputs).
+        open: ``[B, H, W]`` summary of the open block.
+        mixture: ``[B, H, W]`` mixed summaries of the finished blocks, for the open block.
+    """
+
+    lengths: tuple[int, ...]
+    finished: Tensor
+    open: Tensor
+    mixture: Tensor
+
+    def select(self, rows: Tensor | Sequence[int]) -> MHLAState:
+        """The state of other rows, for example the beams that go on: ``rows`` are indices, repeats allowed."""
+        chosen = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+        index = torch.tensor(chosen, device=self.open.device)
+        tensors = (x.index_select(0, index) for x in (self.finished, self.open, self.mixture))
+        return MHLAState(tuple(self.lengths[row] for row in chosen), *tensors)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the three tensors."""
+        return sum(x.numel() * x.element_size() for x in (self.finished, self.open, self.mixture))
+
+
+pytree.register_pytree_node(
+    MHLAState,
+    lambda state: ([*state.lengths, state.finished, state.open, state.mixture], None),
+    lambda leaves, _: MHLAState(tuple(leaves[:-3]), *leaves[-3:]),
+    serialized_type_name="mhla_kernels.MHLAState",
+)
+
+
+def mhla_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Mixing,
+    *,
+    block_size: int,
+    lengths: Tensor | Sequence[int] | None = None,
+    state: MHLAState | None = None,
+    normalize: bool = True,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    feature_map: FeatureMap = "identity",
+    form: Form = "auto",
+    backend: Backend = "auto",
+) -> tuple[Tensor, MHLAState]:
+    """The causal operator on the next tokens of every row, and the state after them.
+
+    Any number of tokens, any number of times: cutting a sequence anywhere gives the outputs of one causal pass.
+
+    Args:
+        q: ``[B, N, H, K]``, and likewise k and v, as for :func:`mhla_attention`.
+        k: ``[B, N, H, K]``.
+        v: ``[B, N, H, V]``.
+        mixing: as for causal attention; dense coefficients must be large enough for all tokens so far.
+        block_size: tokens in a block.
+        lengths: ``[B]``, how many of the N tokens of each row are real (the rows are padded at their right); None for all.
+            A tensor on an accelerator is read back.
+        state: what the last call gave; None at the start. It is not changed.
+        normalize: as for :func:`mhla_attention`, like the arguments after it. ``form`` and ``backend`` choose how a first
+            call (``state`` None) is computed.
+        scale: see there.
+        eps: see there.
+        feature_map: see there.
+        form: see there.
+        backend: see there.
+
+    Returns:
+        Outputs ``[B, N, H, V]``, zero for tokens that are not real, and the new state.
+
+    Raises:
+        ValueError: as :func:`mhla_attention`, and for lengths or a state that do not fit.
+    """
+    batch, tokens = q.shape[:2]
+    counts = _counts(lengths, batch, tokens)
+    before = state.lengths if state is not None else (0,) * batch
+    problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, before, counts)
+    if state is not None:
+        _check_state(state, batch, q, v, mixing)
+    mask = None
+    if any(count < tokens for count in counts):
+        mask = torch.arange(tokens, device=q.device) < torch.tensor(counts, device=q.device)[:, None]
+
+    with without_autocast(q.device.type):
+        mixing = mixing.to(problem.accumulate)
+        mapped = _mapped(q, k, v, problem, feature_map, mask)
+        if state is None:
+            out = mhla_attention(
+                q, k, v, mixing, block_size=block_size, causal=True, normalize=normalize, scale=scale, eps=eps,
+                feature_map=feature_map, key_mask=mask, form=form, backend=backend,
+            )  # fmt: skip
+            start = _empty(batch, q, v, mixing, problem)
+            blocks = _local_summaries(*mapped[1:], (0,) * batch, block_size)
+            return out, _close(start, blocks, counts, mixing, block_size)
+        moves = [count > 0 for count in counts]
+        if not any(moves):
+            return v.new_zeros(v.shape), state.select(range(batch))
+        start = _advance(state, mixing, block_size, moves)
+        # a full row that gets no token keeps its block open, and its outputs are not real
+        firsts = [_first_block(length, block_size, each) for length, each in zip(before, moves, strict=True)]
+        offsets = tuple(length - first * block_size for length, first in zip(before, firsts, strict=True))
+        placed = [_place(x, offsets, block_size) for x in mapped]
+        mixer = _ContinuedMixer(mixing, start, firsts, placed[2].shape[2], q.shape[-1] * v.shape[-1])
+        out = chunked(*placed, mixer, causal=True, scale=problem.scale, eps=eps)
+        blocks = _summaries(placed[1], placed[2])
+        blocks[:, :, 0] += start.open
+        after = _close(start, blocks, counts, mixing, block_size)
+        return _take_back(out, offsets, tokens, mask).to(problem.dtype), after
+
+
+def mhla_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Mixing,
+    state: MHLAState,
+    *,
+    block_size: int,
+    donate_state: bool = False,
+    normalize: bool = True,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    feature_map: FeatureMap = "identity",
+) -> tuple[Tensor, MHLAState]:
+    """The causal operator on one more token of every row.
+
+    Time: O(K V), and where a block begins O(M K V) for dense or O(R K V) for exponential mixing.
+
+    Args:
+        q: ``[B, H, K]``.
+        k: ``[B, H, K]``.
+        v: ``[B, H, V]``.
+        mixing: as for :func:`mhla_prefill`.
+        state: what the last call gave. It stays as it was, unless donated.
+        block_size: tokens in a block.
+        donate_state: let the new state take over the memory of ``state``, which must not be used afterwards. Saves a copy of
+            the open block at every token, and of the finished ones at every block.
+        normalize: as for :func:`mhla_attention`, like the arguments after it.
+        scale: see there.
+        eps: see there.
+        feature_map: see there.
+
+    Returns:
+        Outputs ``[B, H, V]`` in the dtype of v, and the new state.
+
+    Raises:
+        ValueError: as :func:`mhla_prefill`.
+    """
+    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; more go to mhla_prefill")
+    batch = q.shape[0]
+    row_of_one = [x[:, None] for x in (q, k, v)]
+    problem = _check(*row_of_one, mixing, block_size, normalize, scale, eps, feature_map, state.lengths, (1,) * batch)
+    _check_state(state, batch, *row_of_one[1:], mixing)
+    with without_autocast(q.device.type):
+        mixing = mixing.to(problem.accumulate)
+        q, k, v = (x[:, 0] for x in _mapped(*row_of_one, problem, feature_map, None))
+        opened = _advance(state, mixing, block_size, (True,) * batch, donate_state)
+        token = torch.cat([(k[..., None] * v[..., None, :]).flatten(2), k], -1)
+        owned = donate_state or opened is not state
+        total = opened.open.add_(token) if owned else opened.open + token
+        seen = opened.mixture + _own(mixing, [length // block_size for length in state.lengths], q.device) * total
+        width = q.shape[-1] * v.shape[-1]
+        out = (q[..., None, :] @ seen[..., :width].unflatten(-1, (q.shape[-1], -1))).squeeze(-2)
+        if problem.scale is not None:
+            out = out * problem.scale
+        else:
+            out = out / ((q * seen[..., width:]).sum(-1, keepdim=True) + eps)
+        lengths = tuple(length + 1 for length in state.lengths)
+        return out.to(problem.dtype), replace(opened, lengths=lengths, open=total)
+
+
+def _counts(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:
+    if lengths is None:
+        return (tokens,) * batch
+    counts = tuple(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
+    if len(counts) != batch or any(not isinstance(c, int) or not 0 <= c <= tokens for c in counts):
+        raise ValueError(f"lengths must be {batch} integers of 0 to N={tokens}, one for each row, got {list(counts)[:8]}")
+    return counts
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Mixing,
+    block_size: int,
+    normalize: bool,
+    scale: float | None,
+    eps: float,
+    feature_map: str,
+    before: tuple[int, ...],
+    counts: tuple[int, ...],
+) -> Problem:
+    """Check the call as if it were one pass, and that the mixing reaches to the last token."""
+    if len(before) != q.shape[0]:
+        raise ValueError(f"the state is of {len(before)} rows, but q has B={q.shape[0]}")
+    problem = check_problem(q, k, v, mixing, block_size, None, True, normalize, scale, eps, feature_map, None, None)
+    size = mixing_size(mixing)
+    longest = max((b + c for b, c in zip(before, counts, strict=True) if c), default=0)
+    if size is not None and longest > size * block_size:
+        raise ValueError(
+            f"{longest} tokens with block_size={block_size} make {-(-longest // block_size)} blocks, but mixing is for "
+            f"{size} at most: use at most {size * block_size} tokens, or a longer mixing (mhla_kernels.extend_mixing)"
+        )
+    return problem
+
+
+def _check_state(state: MHLAState, batch: int, k: Tensor, v: Tensor, mixing: Mixing) -> None:
+    shape = (batch, k.shape[2], k.shape[3] * (v.shape[3] + 1))
+    if state.open.shape != shape:
+        raise ValueError(f"the state holds summaries {list(state.open.shape)}; these tensors make {list(shape)}")
+    if isinstance(mixing, ExponentialMixing) and state.finished.shape[2] != mixing.terms:
+        raise ValueError(
+            f"the state holds {state.finished.shape[2]} running sums, but mixing has {mixing.terms} terms; a state goes on "
+            "with the kind of mixing that it began with"
+        )
+
+
+def _mapped(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, feature_map: FeatureMap, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.to(problem.accumulate) for x in (q, k, v))
+    return map_features(q, k, v, feature_map, mask)
+
+
+def _empty(batch: int, q: Tensor, v: Tensor, mixing: Mixing, problem: Problem) -> MHLAState:
+    """The state before any token."""
+    heads, width = q.shape[2], q.shape[3] * (v.shape[3] + 1)
+    terms = mixing.terms if isinstance(mixing, ExponentialMixing) else 0
+    zeros = torch.zeros(batch, heads, width, dtype=problem.accumulate, device=q.device)
+    return MHLAState((0,) * batch, zeros.new_zeros(batch, heads, terms, width), zeros, zeros.clone())
+
+
+def _first_block(length: int, block_size: int, moves: bool) -> int:
+    """The block that the next token of a row lies in; the open one of a row that gets none."""
+    return length // block_size if moves else max(length - 1, 0) // block_size
+
+
+def _summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
+    """``[B, H, M, W]``."""
+    return torch.cat([(k_BHMCK.transpose(-1, -2) @ v_BHMCV).flatten(3), k_BHMCK.sum(-2)], -1)
+
+
+def _local_summaries(k: Tensor, v: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
+    return _summaries(_place(k, offsets, block_size), _place(v, offsets, block_size))
+
+
+def _place(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
+    """``[B, N, H, D]`` in blocks ``[B, H, M, C, D]``, row b from slot ``offsets[b]`` of its first block on."""
+    batch, tokens, heads, width = x.shape
+    slots = max(offsets) + tokens
+    if min(offsets) == max(offsets):
+        x = F.pad(x, (0, 0, 0, 0, offsets[0], 0))
+    else:
+        place = torch.tensor(offsets, device=x.device)[:, None] + torch.arange(tokens, device=x.device)
+        index = place[..., None, None].expand(batch, tokens, heads, width)
+        x = x.new_zeros(batch, slots, heads, width).scatter(1, index, x)
+    blocks = max(1, -(-slots // block_size))
+    size = block_size if blocks > 1 or max(offsets) else min(block_size, max(slots, 1))
+    return BlockPartition(slots, blocks, size).split(x)
+
+
+def _take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor | None) -> Tensor:
+    """The reverse of :func:`_place`, zero where ``mask`` hides."""
+    out = out.flatten(2, 3).transpose(1, 2)
+    if min(offsets) == max(offsets):
+        out = out[:, offsets[0] : offsets[0] + tokens]
+    else:
+        place = torch.tensor(offsets, device=out.device)[:, None] + torch.arange(tokens, device=out.device)
+        out = out.gather(1, place[..., None, None].expand(-1, -1, *out.shape[2:]))
+    return out if mask is None else torch.where(mask[..., None, None], out, 0)
+
+
+def _groups(values: Sequence[int], chosen: Sequence[bool], device: torch.device) -> list[tuple[int, Rows]]:
+    """Each distinct value among the chosen rows, with the rows that have it."""
+    distinct = sorted({value for value, each in zip(values, chosen, strict=True) if each})
+    if len(distinct) == 1 and all(chosen):
+        return [(distinct[0], slice(None))]
+    return [
+        (wanted, torch.tensor([row for row, v in enumerate(values) if v == wanted and chosen[row]], device=device))
+        for wanted in distinct
+    ]
+
+
+def _own(mixing: Mixing, blocks: Sequence[int], device: torch.device) -> Tensor:
+    """m[i, i] for block i of each row: ``[B, H, 1]``, or 1 where B or H do not matter."""
+    if isinstance(mixing, ExponentialMixing):
+        return mixing.amplitude.sum(-1).reshape(1, -1, 1)
+    diagonal = mixing.diagonal(dim1=-2, dim2=-1).reshape(-1, mixing.shape[-1])
+    if min(blocks) == max(blocks):
+        return diagonal[None, :, blocks[0], None]
+    return diagonal[:, torch.tensor(blocks, device=device)].T[..., None]
+
+
+def _append(mixing: Mixing, finished: Tensor, rows: Rows, first: int, summaries_BHMW: Tensor) -> None:
+    """Add finished blocks, ``first`` and the ones after it, to those of ``rows``."""
+    count = summaries_BHMW.shape[2]
+    if isinstance(mixing, ExponentialMixing):
+        decay = mixing.decay.reshape(1, -1, mixing.terms, 1)
+        age = torch.arange(count - 1, -1, -1, device=finished.device, dtype=finished.dtype)
+        finished[rows] = (-decay * count).exp() * finished[rows] + (-decay * age).exp() @ summaries_BHMW
+    else:
+        finished[rows, :, first : first + count] = summaries_BHMW
+
+
+def _seen_from(mixing: Mixing, finished_BHMW: Tensor, block: int) -> Tensor:
+    """``[B, H, W]``: what the finished blocks are to open block ``block``."""
+    if isinstance(mixing, ExponentialMixing):
+        weights = (mixing.amplitude * (-mixing.decay).exp()).reshape(1, -1, 1, mixing.terms)
+    else:
+        weights = mixing[..., block, :block].reshape(1, -1, 1, block)
+        finished_BHMW = finished_BHMW[:, :, :block]
+    return (weights @ finished_BHMW).squeeze(2)
+
+
+def _with_room(mixing: Mixing, finished: Tensor, blocks: int, donated: bool) -> Tensor:
+    """Finished summaries that may be written to, with room for ``blocks`` of them where each is kept."""
+    if isinstance(mixing, ExponentialMixing) or finished.shape[2] >= blocks:
+        return finished if donated else finished.clone()
+    room = max(blocks, 2 * finished.shape[2]) if donated else blocks
+    return F.pad(finished, (0, 0, 0, room - finished.shape[2]))
+
+
+def _advance(
+    state: MHLAState, mixing: Mixing, block_size: int, moves: Sequence[bool], donated: bool = False
+) -> MHLAState:
+    """Close the open block of every row that is full and about to get a token; a block of zeros is open then."""
+    full = [move and length > 0 and length % block_size == 0 for move, length in zip(moves, state.lengths, strict=True)]
+    if not any(full):
+        return state
+    needed = max(length // block_size for length, each in zip(state.lengths, full, strict=True) if each)
+    finished = _with_room(mixing, state.finished, needed, donated)
+    opened, mixture = (state.open, state.mixture) if donated else (state.open.clone(), state.mixture.clone())
+    for length, rows in _groups(state.lengths, full, opened.device):
+        block = length // block_size
+        _append(mixing, finished, rows, block - 1, opened[rows][:, :, None])
+        mixture[rows] = _seen_from(mixing, finished[rows], block)
+        opened[rows] = 0
+    return MHLAState(state.lengths, finished, opened, mixture)
+
+
+def _close(
+    start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixing: Mixing, block_size: int
+) -> MHLAState:
+    """The state after ``counts`` more tokens, whose blocks' summaries (the open one's with what it held) are given."""
+    lengths = tuple(before + count for before, count in zip(start.lengths, counts, strict=True))
+    moved = [count > 0 for count in counts]
+    if not any(moved):
+        return start
+    open_block = [max(length - 1, 0) // block_size for length in lengths]
+    finished = _with_room(mixing, start.finished, max(open_block), donated=False)
+    opened, mixture = start.open.clone(), start.mixture.clone()
+    for before, same_start in _groups(start.lengths, moved, opened.device):
+        first = before // block_size
+        inside = [each and length == before for each, length in zip(moved, start.lengths, strict=True)]
+        for block, rows in _groups(open_block, inside, opened.device):
+            done = block - first
+            if done:
+                _append(mixing, finished, rows, first, summaries_BHMW[rows][:, :, :done])
+                mixture[rows] = _seen_from(mixing, finished[rows], block)
+            opened[rows] = summaries_BHMW[rows][:, :, done]
+    return MHLAState(lengths, finished, opened, mixture)
+
+
+class _ContinuedMixer(Mixer):
+    """The mixer of blocks that go on from a state: earlier blocks count too, and the first block may have begun."""
+
+    def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:
+        groups = _groups(firsts, [True] * len(firsts), start.open.device)
+        own = torch.ones(len(start.lengths), start.open.shape[1], blocks, dtype=start.open.dtype, device=start.open.device)
+        for first, rows in groups:
+            if isinstance(mixing, ExponentialMixing):
+                own[rows] = mixing.amplitude.sum(-1).reshape(1, -1, 1)
+            else:
+                diagonal = mixing.diagonal(dim1=-2, dim2=-1)[..., first : first + blocks]
+                own[rows, :, : diagonal.shape[-1]] = diagonal.reshape(1, -1, diagonal.shape[-1])
+        super().__init__(mixing, own)
+        self.start, self.groups, self.key_value = start, groups, key_value
+
+    def __call__(self, summary: Tensor, causal: bool) -> Tensor:
+        """Mixed summaries of S ``[B, H, M, K, V]`` or of z ``[B, H, M, K]``."""
+        flat = summary.flatten(3).clone()
+        part = slice(0, self.key_value) if summary.dim() == 5 else slice(self.key_value, None)
+        flat[:, :, 0] += self.start.open[..., part]
+        mixed = torch.zeros_like(flat)
+        for first, rows in self.groups:
+            mixed[rows] = self._mix_group(flat[rows], self.start.finished[rows][..., part], first)
+        mixed[:, :, 0] += self.own[:, :, :1] * self.start.open[..., part]
+        return mixed.view(summary.shape)
+
+    def _mix_group(self, flat: Tensor, finished: Tensor, first: int) -> Tensor:
+        mixing, blocks = self.mixing, flat.shape[2]
+        if isinstance(mixing, ExponentialMixing):
+            age = torch.arange(1, blocks + 1, device=flat.device, dtype=flat.dtype)
+            decay, amplitude = (x.reshape(1, -1, 1, mixing.terms) for x in (mixing.decay, mixing.amplitude))
+            return mixing.mix(flat, causal=True) + (amplitude * (-decay * age[:, None]).exp()) @ finished
+        rows = mixing[..., first : first + blocks, :]
+        local = rows[..., first : first + blocks].tril(-1)
+        known = local.shape[-1]
+        mixed = local @ flat[:, :, :known] + rows[..., :first] @ finished[:, :, :first]
+        return F.pad(mixed, (0, 0, 0, blocks - known))

@@ -1,0 +1,140 @@
+"""Registration with torch: the operator as ``torch.ops.mhla.attention``, with a fake kernel and an autograd formula.
+
+Plain tensors and numbers only, so that ``torch.compile``, ``torch.export`` and activation checkpointing see one opaque
+call. Arguments were checked by :func:`mhla_kernels.mhla_attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhla_kernels.triton_backend import launch
+from mhla_kernels.triton_backend.tables import make_layout
+
+
+@torch.library.custom_op("mhla::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    decay: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    block_size: int | None,
+    block_offsets: list[int] | None,
+    causal: bool,
+    normalize: bool,
+    relu: bool,
+    eps: float,
+    form: str,
+) -> Tensor:
+    """See :class:`mhla_kernels.triton_backend.launch.Call` for the arguments; ``[B, N, H, V]``, contiguous."""
+    if v.numel() == 0 or q.numel() == 0:
+        return v.new_zeros(v.shape)
+    call = _call(
+        q, k, v, mixing, decay, key_mask, cu_seqlens, block_size, block_offsets, causal, normalize, relu, eps, form
+    )
+    return launch.forward(call)
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+@torch.library.custom_op("mhla::attention_backward", mutates_args=())
+def attention_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    decay: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    block_size: int | None,
+    block_offsets: list[int] | None,
+    causal: bool,
+    normalize: bool,
+    relu: bool,
+    eps: float,
+    form: str,
+    with_mixing: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, mixing and decay; the last two are empty where they were not asked for, or do not exist."""
+    if v.numel() == 0 or q.numel() == 0:
+        d_mixing = torch.zeros_like(mixing) if with_mixing else mixing.new_empty(0)
+        d_decay = mixing.new_empty(0) if decay is None or not with_mixing else torch.zeros_like(decay)
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), d_mixing, d_decay
+    call = _call(
+        q, k, v, mixing, decay, key_mask, cu_seqlens, block_size, block_offsets, causal, normalize, relu, eps, form
+    )
+    *tokens, d_mixing, d_decay = launch.backward(call, gradient, with_mixing)
+    dq, dk, dv = tokens
+    empty = mixing.new_empty(0)
+    return (
+        dq,
+        dk,
+        dv,
+        empty if d_mixing is None else d_mixing.contiguous(),
+        mixing.new_empty(0) if d_decay is None else d_decay.contiguous(),
+    )
+
+
+@attention_backward.register_fake
+def _(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, decay: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with_mixing = rest[-1]
+    d_mixing = mixing.new_empty(mixing.shape if with_mixing else 0)
+    d_decay = mixing.new_empty(0) if decay is None or not with_mixing else decay.new_empty(decay.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_mixing, d_decay
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor,
+    decay: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    block_size: int | None,
+    block_offsets: list[int] | None,
+    causal: bool,
+    normalize: bool,
+    relu: bool,
+    eps: float,
+    form: str,
+) -> launch.Call:
+    offsets = None if block_offsets is None else tuple(block_offsets)
+    layout = make_layout(q.shape[1], q.device, block_size, offsets, cu_seqlens)
+    return launch.Call(q, k, v, mixing, decay, layout, cu_seqlens, key_mask, causal, normalize, relu, eps, form)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tensors, ctx.options = inputs[:7], inputs[7:]
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    with_mixing = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    dq, dk, dv, d_mixing, d_decay = torch.ops.mhla.attention_backward(
+        gradient, *ctx.saved_tensors, *ctx.options, with_mixing
+    )
+    nothing = (None,) * (2 + len(ctx.options))
+    return (
+        dq,
+        dk,
+        dv,
+        d_mixing if ctx.needs_input_grad[3] else None,
+        d_decay if ctx.needs_input_grad[4] else None,
+        *nothing,
+    )
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)

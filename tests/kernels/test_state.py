@@ -1,0 +1,223 @@
+"""Prefill and steps are one causal pass, wherever it is cut."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mhla_kernels import ExponentialMixing, MHLAState, extend_mixing, mhla_attention, mhla_prefill, mhla_step
+from oracle import relative_error
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+KINDS = ("dense", "dense per head", "exponential", "exponential per head")
+
+
+def make_mixing(kind: str, heads: int, blocks: int) -> Any:
+    shape = (heads,) if "head" in kind else ()
+    if kind.startswith("dense"):
+        return torch.rand(*shape, blocks, blocks) + 0.05
+    return ExponentialMixing(torch.rand(*shape, 3) + 0.05, torch.rand(*shape, 3))
+
+
+def tokens(batch: int, n: int, heads: int = 2, key: int = 5, value: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.rand(batch, n, heads, key), torch.rand(batch, n, heads, key), torch.randn(batch, n, heads, value)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from(KINDS),
+    block_size=st.integers(1, 12),
+    pieces=st.lists(st.integers(0, 14), min_size=1, max_size=6),
+    normalize=st.booleans(),
+    donate=st.booleans(),
+    relu=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_any_split_is_one_pass(
+    kind: str, block_size: int, pieces: list[int], normalize: bool, donate: bool, relu: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    n = sum(pieces)
+    q, k, v = tokens(2, n)
+    if relu:
+        q, k = q - 0.5, k - 0.5
+    mixing = make_mixing(kind, 2, -(-n // block_size) + 1)
+    options: dict[str, Any] = {"block_size": block_size, "normalize": normalize, "feature_map": "relu" if relu else "identity"}
+    want = mhla_attention(*(x.double() for x in (q, k, v)), mixing.to(torch.float64), causal=True, form="reference", **options)
+    state, parts, place = None, [], 0
+    for index, piece in enumerate(pieces):
+        cut = [x[:, place : place + piece] for x in (q, k, v)]
+        if index % 2 and state is not None:
+            for t in range(piece):
+                out, state = mhla_step(*(x[:, t] for x in cut), mixing, state, donate_state=donate, **options)
+                parts.append(out[:, None])
+        else:
+            out, state = mhla_prefill(*cut, mixing, state=state, **options)
+            parts.append(out)
+        place += piece
+    assert state is not None
+    assert state.lengths == (n, n)
+    assert relative_error("output", torch.cat(parts, 1), want) < 1e-5
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from(KINDS),
+    block_size=st.integers(1, 9),
+    pieces=st.lists(st.tuples(*[st.integers(0, 11)] * 3), min_size=1, max_size=4),
+    steps=st.integers(0, 12),
+    normalize=st.booleans(),
+    donate=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_ragged_rows_are_each_alone(
+    kind: str,
+    block_size: int,
+    pieces: list[tuple[int, int, int]],
+    steps: int,
+    normalize: bool,
+    donate: bool,
+    seed: int,
+) -> None:
+    """Rows of different lengths, padded with NaN, prefilled in pieces, then stepped."""
+    torch.manual_seed(seed)
+    totals = [sum(piece[row] for piece in pieces) for row in range(3)]
+    longest = max(totals) + steps
+    q, k, v = tokens(3, longest)
+    mixing = make_mixing(kind, 2, sum(-(-max(piece) // block_size) + 1 for piece in pieces) + steps + 1)
+    options: dict[str, Any] = {"block_size": block_size, "normalize": normalize}
+    state, outs, place = None, [[], [], []], [0, 0, 0]
+    for piece in pieces:
+        width = max(piece)
+        padded = []
+        for x in (q, k, v):
+            rows = x.new_full((3, width, *x.shape[2:]), float("nan"))
+            for row, count in enumerate(piece):
+                rows[row, :count] = x[row, place[row] : place[row] + count]
+            padded.append(rows)
+        out, state = mhla_prefill(*padded, mixing, lengths=torch.tensor(piece), state=state, **options)
+        for row, count in enumerate(piece):
+            assert (out[row, count:] == 0).all(), "padding must give zeros"
+            outs[row].append(out[row, :count])
+            place[row] += count
+    for _ in range(steps):
+        one = [torch.stack([x[row, place[row]] for row in range(3)]) for x in (q, k, v)]
+        out, state = mhla_step(*one, mixing, state, donate_state=donate, **options)
+        for row in range(3):
+            outs[row].append(out[row : row + 1])
+            place[row] += 1
+    for row in range(3):
+        if place[row]:
+            alone = [x[row : row + 1, : place[row]].double() for x in (q, k, v)]
+            want = mhla_attention(*alone, mixing.to(torch.float64), causal=True, form="reference", **options)
+            assert relative_error(f"row {row}", torch.cat(outs[row])[None], want) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_stays_as_it_was_unless_donated(kind: str) -> None:
+    q, k, v = tokens(2, 20)
+    mixing = make_mixing(kind, 2, 9)
+    _, state = mhla_prefill(q[:, :6], k[:, :6], v[:, :6], mixing, block_size=3)
+    copy = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+    first, _ = mhla_step(q[:, 6], k[:, 6], v[:, 6], mixing, state, block_size=3)
+    mhla_prefill(q[:, 6:], k[:, 6:], v[:, 6:], mixing, block_size=3, state=state)
+    again, _ = mhla_step(q[:, 6], k[:, 6], v[:, 6], mixing, state, block_size=3)
+    for name in ("finished", "open", "mixture"):
+        assert torch.equal(getattr(state, name), getattr(copy, name)), f"a step changed {name} of a state it was not given"
+    assert torch.equal(first, again)
+    donated, after = mhla_step(q[:, 6], k[:, 6], v[:, 6], mixing, state, block_size=3, donate_state=True)
+    assert torch.equal(donated, first)
+    assert after.open.data_ptr() == state.open.data_ptr(), "a donated state's memory must be taken over"
+
+
+def test_select_reorders_rows() -> None:
+    q, k, v = tokens(3, 9)
+    mixing = make_mixing("dense", 2, 4)
+    _, state = mhla_prefill(q[:, :8], k[:, :8], v[:, :8], mixing, block_size=4, lengths=[8, 5, 2])
+    chosen = state.select(torch.tensor([2, 0, 0]))
+    assert chosen.lengths == (2, 8, 8)
+    out, _ = mhla_step(q[:, 8], k[:, 8], v[:, 8], mixing, state, block_size=4)
+    rows = [2, 0, 0]
+    again, _ = mhla_step(q[rows, 8], k[rows, 8], v[rows, 8], mixing, chosen, block_size=4)
+    torch.testing.assert_close(again, out[rows])
+
+
+def step_time(position: int, mixing: ExponentialMixing) -> tuple[float, int]:
+    """Median seconds of a step, and the bytes of the state, after ``position`` tokens."""
+    q, k, v = tokens(1, position, heads=4, key=64, value=64)
+    options: dict[str, Any] = {"block_size": 64, "normalize": False}
+    _, state = mhla_prefill(q, k, v, mixing, **options)
+    one = [x[:, -1] for x in (q, k, v)]
+    times = []
+    for _ in range(192):
+        start = time.perf_counter()
+        _, state = mhla_step(*one, mixing, state, donate_state=True, **options)
+        times.append(time.perf_counter() - start)
+    return median(times), state.bytes
+
+
+def test_an_exponential_step_costs_the_same_at_1000_and_at_32000() -> None:
+    mixing = ExponentialMixing(torch.rand(4), torch.rand(4))
+    early, early_bytes = step_time(1000, mixing)
+    late, late_bytes = step_time(32000, mixing)
+    assert early_bytes == late_bytes
+    assert late < 1.5 * early, f"{late * 1e6:.0f} us at 32,000 tokens against {early * 1e6:.0f} us at 1,000"
+
+
+def test_memory_against_a_key_value_cache() -> None:
+    """Dense: K V / C numbers for each token against K + V; smaller from C = K V / (K + V) on."""
+    key, value, block, n = 16, 16, 32, 1024
+    q, k, v = tokens(1, n, 1, key, value)
+    _, dense = mhla_prefill(q, k, v, torch.rand(32, 32), block_size=block)
+    cache = n * (key + value) * 4
+    assert dense.finished.shape[2] == n // block - 1
+    assert dense.bytes == (n // block + 1) * (key * value + key) * 4 < cache
+    _, constant = mhla_prefill(q, k, v, ExponentialMixing(torch.rand(4), torch.rand(4)), block_size=block)
+    assert constant.bytes == (4 + 2) * (key * value + key) * 4
+
+
+@pytest.mark.parametrize("long", ["extended", "exponential"])
+def test_a_mixing_learned_for_2048_tokens_reaches_32768(long: str) -> None:
+    learned = torch.rand(32, 32).tril() + 0.01
+    if long == "extended":
+        mixing = extend_mixing(learned, 512)
+        assert torch.equal(mixing[:32, :32], learned)
+    else:
+        mixing = ExponentialMixing.fit(learned, causal=True, steps=50)[0]
+    q, k, v = tokens(1, 32768, 1, 8, 8)
+    out = mhla_attention(q, k, v, mixing, block_size=64, causal=True)
+    state: MHLAState | None = None
+    parts = []
+    for start in range(0, 32768, 10000):
+        part, state = mhla_prefill(*(x[:, start : start + 10000] for x in (q, k, v)), mixing, block_size=64, state=state)
+        parts.append(part)
+    assert relative_error("output", torch.cat(parts, 1), out.double()) < 1e-5
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "lengths": ({"lengths": [3, 9]}, "lengths must be 2 integers of 0 to N=4"),
+    "rows": ({"state": "three rows"}, "the state is of 3 rows, but q has B=2"),
+    "kind": ({"mixing": ExponentialMixing(torch.ones(3), torch.ones(3)), "state": "dense"}, "the kind of mixing"),
+    "too long": ({"state": "dense", "mixing": torch.ones(2, 2)}, "9 tokens with block_size=3 make 3 blocks"),
+    "no tokens axis": ({"step": True}, "a step takes one token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_argument(name: str) -> None:
+    changed, message = WRONG[name]
+    call: dict[str, Any] = {"mixing": torch.rand(6, 6), **changed}
+    if "state" in call:
+        rows = 3 if call["state"] == "three rows" else 2
+        call["state"] = mhla_prefill(*tokens(rows, 5), torch.rand(6, 6), block_size=3)[1]
+    with pytest.raises(ValueError, match=message):
+        if call.pop("step", False):
+            mhla_step(*tokens(2, 4), state=MHLAState((0, 0), *[torch.zeros(1)] * 3), block_size=3, **call)
+        else:
+            mhla_prefill(*tokens(2, 4), block_size=3, **call)
