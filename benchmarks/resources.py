@@ -52,7 +52,7 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", t
 
 @dataclass(frozen=True)
 class Variant:
-    """One form of the operator with its options."""
+    """One form of the operator with its options; ``terms`` of an exponential mixing, 0 for dense coefficients."""
 
     form: str
     causal: bool
@@ -60,6 +60,7 @@ class Variant:
     dtype: str
     key_width: int
     value_width: int
+    terms: int = 0
     block_size: int = 64
 
     @property
@@ -106,7 +107,7 @@ def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, in
     launches: list[tuple[JITFunction, dict[str, Any], dict[str, int]]] = []
 
     def take_down(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
         bound = inspect.signature(self.fn).bind(*args, **kwargs)
         launches.append((self, dict(bound.arguments), options))
 
@@ -127,8 +128,10 @@ def launches_of(variant: Variant) -> list[Launch]:
     widths = (variant.key_width, variant.key_width, variant.value_width)
     q, k, v = torch.zeros(2, tokens, heads, sum(widths), dtype=dtype).split(widths, -1)
     layout = make_layout(tokens, q.device, variant.block_size, None, None)
+    mixing = torch.zeros(1, variant.terms) if variant.terms else torch.zeros(1, 4, 4)
+    decay = torch.zeros(1, variant.terms) if variant.terms else None
     call = Call(
-        q, k, v, torch.zeros(1, 4, 4), layout, None, None, variant.causal, variant.normalize, True, 1e-6, variant.form
+        q, k, v, mixing, decay, layout, None, None, variant.causal, variant.normalize, True, 1e-6, variant.form
     )
     with recording() as recorded:
         forward(call)
@@ -174,10 +177,13 @@ def launches_of(variant: Variant) -> list[Launch]:
 
 def compile_launch(launch: Launch, chip: int) -> Usage:
     """Compile for one chip and read the machine code."""
+    from mhla_kernels.triton_backend.config import register_limit
+
     kernel = getattr(sys.modules.get(launch.module) or __import__(launch.module, fromlist=["x"]), launch.kernel)
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in launch.divisible}
     source = ASTSource(kernel, dict(launch.signature), dict(launch.constants), attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=dict(launch.options))
+    options = dict(launch.options) | register_limit(chip, dict(launch.options)["num_warps"])
+    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
     registers, spills = _read_cubin(compiled.asm["cubin"])
     return Usage(
         launch.kernel, launch.label, chip, registers, spills, compiled.metadata.shared, launch.spills_allowed
@@ -197,14 +203,20 @@ def _read_cubin(cubin: bytes) -> tuple[int, int]:
 
 
 def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
-    """Both forms, with and without causality and normaliser, in both dtypes."""
-    return [
+    """Both forms, with and without causality and normaliser, in both dtypes; and exponential mixing."""
+    dense = [
         Variant(form, causal, normalize, dtype, *pair)
         for pair in widths
         for dtype in ("bfloat16", "float32")
         for form in ("parallel", "chunked")
         for causal in (False, True)
         for normalize in (False, True)
+    ]
+    return dense + [
+        Variant("chunked", True, False, dtype, *pair, terms)
+        for pair in widths
+        for dtype in ("bfloat16", "float32")
+        for terms in (4, 16)
     ]
 
 

@@ -77,3 +77,12 @@ def relative_error(name: str, got: Tensor, want: Tensor) -> float:
     assert got.shape == want.shape, f"{name}: {tuple(got.shape)} for {tuple(want.shape)}"
     assert torch.isfinite(got).all(), f"{name} is not finite"
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-12))
+
+
+def exponential_matrix(amplitude: Tensor, decay: Tensor, size: int) -> Tensor:
+    """``[size, size]`` or ``[H, size, size]`` coefficients of exponential mixing on a sequence, term by term."""
+    distance = torch.tensor([[abs(i - j) for j in range(size)] for i in range(size)], dtype=amplitude.dtype)
+    total = torch.zeros((), dtype=amplitude.dtype)
+    for a, rate in zip(amplitude.unbind(-1), decay.unbind(-1), strict=True):
+        total = total + a[..., None, None] * torch.exp(-rate[..., None, None] * distance)
+    return total

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mhla_kernels import mhla_attention, resize_mixing
+from mhla_kernels import ExponentialMixing, extend_mixing, mhla_attention, resize_mixing
 
 Q = torch.rand(1, 10, 2, 4)
 M = torch.rand(3, 3)
@@ -33,7 +33,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale": ({"scale": 0.5}, ValueError, "scale=0.5 has no effect with normalize=True"),
     "feature map": ({"feature_map": "gelu"}, ValueError, "'gelu' is not one of 'identity', 'relu'"),
     "form": ({"form": "fast"}, ValueError, "'fast' is not one of"),
-    "backend": ({"backend": "triton"}, ValueError, "'triton' is not available"),
+    "backend": ({"backend": "cuda"}, ValueError, "'cuda' is not one of 'auto', 'torch', 'triton'"),
+    "triton, float64": ({"q": Q.double(), "backend": "triton"}, ValueError, "not float64; use backend='torch'"),
+    "triton, reference": ({"backend": "triton", "form": "reference"}, ValueError, "PyTorch only"),
+    "triton, wide": ({"v": torch.rand(1, 10, 2, 300), "backend": "triton"}, ValueError, "256 wide, not 300"),
+    "amplitude heads": ({"mixing": ExponentialMixing(torch.ones(3, 4), torch.ones(3, 4))}, ValueError, "for 3 heads; q has H = 2"),
+    "causal grid": ({"mixing": ExponentialMixing(torch.ones(4), torch.ones(4, 2), (2, 2)), "causal": True}, ValueError, "without grid"),
+    "other grid": ({"mixing": ExponentialMixing(torch.ones(4), torch.ones(4, 2), (2, 2))}, ValueError, "wants exactly 3"),
     "mask dtype": ({"key_mask": torch.ones(1, 10)}, ValueError, "must be bool"),
     "mask shape": ({"key_mask": torch.ones(1, 9, dtype=torch.bool)}, ValueError, r"\[1, 10\]"),
     "packed batch": ({**dict.fromkeys("qkv", Q.repeat(2, 1, 1, 1)), "cu_seqlens": [0, 10]}, ValueError, "B=2"),
@@ -77,3 +83,51 @@ def test_resize_mixing_keeps_what_depends_on_distance() -> None:
 def test_resize_mixing_refuses(old: tuple[int, ...], new: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resize_mixing(torch.rand(9, 9), old, new)
+
+
+def test_triton_says_why_it_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mhla_kernels.backend.INTERPRETED", False)
+    with pytest.raises(ValueError, match="tensors lie on 'cpu'.*TRITON_INTERPRET=1"):
+        mhla_attention(Q, Q, Q, M, block_size=4, backend="triton")
+    monkeypatch.setattr("mhla_kernels.backend.INSTALLED", False)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        mhla_attention(Q, Q, Q, M, block_size=4, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("amplitude", "decay", "grid", "message"),
+    [
+        (torch.ones(2, 2, 2), torch.ones(2, 2, 2), None, r"\[R\] or \[H, R\]"),
+        (torch.ones(3), torch.ones(4), None, r"must be \[3\]"),
+        (torch.ones(3), torch.ones(3), (2, 2), r"must be \[3, 2\]"),
+        (torch.ones(3), torch.ones(3, 2), (2, 0), "each >= 1"),
+    ],
+)
+def test_exponential_mixing_refuses(amplitude: torch.Tensor, decay: torch.Tensor, grid: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExponentialMixing(amplitude, decay, grid)
+
+
+def test_extend_mixing_continues_what_depends_on_distance() -> None:
+    """Rows that are normalised exponentials go on as normalised exponentials."""
+    long = ExponentialMixing(torch.tensor([1.0]), torch.tensor([0.2])).dense(96).tril()
+    long = long / long.sum(-1, keepdim=True)
+    for tail in ("exponential", "last", "zero"):
+        got = extend_mixing(long[:32, :32], 96, tail=tail)
+        assert torch.equal(got[:32, :32], long[:32, :32])
+        assert (got.triu(1) == 0).all()
+        torch.testing.assert_close(got.sum(-1), torch.ones(96))
+        if tail == "exponential":
+            torch.testing.assert_close(got, long, rtol=0.05, atol=1e-4)
+        else:
+            beyond = got[-1, : 96 - 32]
+            torch.testing.assert_close(beyond, torch.full_like(beyond, got[-1, 96 - 32].item() if tail == "last" else 0.0))
+    torch.testing.assert_close(extend_mixing(long[:32, :32], 8), long[:8, :8])
+    per_head = extend_mixing(torch.stack([long[:32, :32], torch.eye(32)]), 48)
+    torch.testing.assert_close(per_head[1], torch.eye(48))
+
+
+@pytest.mark.parametrize(("change", "message"), [({"tail": "none"}, "'none' is not one of"), ({"blocks": 0}, "positive"), ({"mixing": torch.ones(2, 3)}, r"\[M, M\]")])
+def test_extend_mixing_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        extend_mixing(**{"mixing": torch.ones(2, 2), "blocks": 4, **change})

@@ -1,8 +1,10 @@
-"""Every PyTorch form against the definition: values and gradients of q, k, v and mixing."""
+"""Every form of both backends against the definition: values and gradients of q, k, v and mixing."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,11 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mhla_kernels import attention_matrix, mhla_attention
-from oracle import equal_starts, oracle, packed_starts, relative_error
+from implementations import DEVICE, IMPLEMENTATIONS, TORCH, TRITON, attend, small_tiles
+from mhla_kernels import ExponentialMixing, attention_matrix, mhla_attention
+from oracle import equal_starts, exponential_matrix, oracle, packed_starts, relative_error
 from torch import Tensor
-
-FORMS = ("reference", "parallel", "chunked", "auto")
 
 
 @dataclass(frozen=True)
@@ -32,24 +33,29 @@ class Case:
     per_head: bool
     masked: bool
     layout: str
+    relu: bool
+    terms: int
     seed: int
 
 
-cases = st.builds(
-    Case,
-    batch=st.integers(1, 2),
-    tokens=st.integers(1, 40),
-    heads=st.integers(1, 3),
-    key_width=st.integers(1, 9),
-    value_width=st.integers(1, 9),
-    block_size=st.integers(1, 45),
-    causal=st.booleans(),
-    normalize=st.booleans(),
-    per_head=st.booleans(),
-    masked=st.booleans(),
-    layout=st.sampled_from(["equal", "equal", "uneven", "packed"]),
-    seed=st.integers(0, 2**16),
-)
+def random_cases(tokens: int, heads: int) -> st.SearchStrategy[Case]:
+    return st.builds(
+        Case,
+        batch=st.integers(1, 2),
+        tokens=st.integers(1, tokens),
+        heads=st.integers(1, heads),
+        key_width=st.integers(1, 9),
+        value_width=st.integers(1, 9),
+        block_size=st.integers(1, 45),
+        causal=st.booleans(),
+        normalize=st.booleans(),
+        per_head=st.booleans(),
+        masked=st.booleans(),
+        layout=st.sampled_from(["equal", "equal", "uneven", "packed"]),
+        relu=st.booleans(),
+        terms=st.sampled_from([0, 0, 1, 3]),
+        seed=st.integers(0, 2**16),
+    )
 
 
 def build(case: Case) -> tuple[tuple[Tensor, ...], dict[str, Any], list[list[int]], dict[str, Any]]:
@@ -80,15 +86,33 @@ def build(case: Case) -> tuple[tuple[Tensor, ...], dict[str, Any], list[list[int
         options["block_size"] = c
         blocks = len(starts[0]) - 1
     size = blocks + int(case.causal) * 2
-    mixing = torch.rand(*([case.heads] if case.per_head else []), size, size, generator=draw) + 0.05
+    per_head = [case.heads] if case.per_head else []
+    if case.terms:
+        mixing = [torch.rand(*per_head, case.terms, generator=draw) + 0.05 for _ in range(2)]
+    else:
+        mixing = [torch.rand(*per_head, size, size, generator=draw) + 0.05]
     q, k = (torch.rand(batch, n, case.heads, case.key_width, generator=draw) + 0.05 for _ in range(2))
     v = torch.randn(batch, n, case.heads, case.value_width, generator=draw)
     check = {"causal": case.causal, "normalize": case.normalize}
+    if case.relu:
+        shift = torch.tensor([0.0] + [0.3] * (case.key_width - 1))  # one feature stays, or rows would see next to nothing
+        q, k = q - shift, k - shift
+        options["feature_map"] = "relu"
     if case.masked:
         mask = torch.rand(batch, n, generator=draw) > 0.3
         mask[:, 0] = True
         options["key_mask"] = check["key_mask"] = mask
-    return (q, k, v, mixing), options, starts, check
+    return (q, k, v, *mixing), options, starts, check
+
+
+def definition(*tensors: Tensor, starts: list[list[int]], relu: bool, **check: Any) -> Tensor:
+    """The oracle with the feature map, and with exponential mixing where there is a fifth tensor."""
+    q, k, v, mixing, *decay = tensors
+    if relu:
+        q, k = q.relu() + 1e-6, k.relu() + 1e-6
+    if decay:
+        mixing = exponential_matrix(mixing, decay[0], max(len(s) - 1 for s in starts))
+    return oracle(q, k, v, mixing, starts, **check)
 
 
 def gradients(run: Any, tensors: tuple[Tensor, ...], cotangent: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -97,65 +121,129 @@ def gradients(run: Any, tensors: tuple[Tensor, ...], cotangent: Tensor) -> tuple
     return out.detach(), torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
 
 
-def gradient_scales(
-    exact: tuple[Tensor, ...],
-    starts: list[list[int]],
-    check: dict[str, Any],
-    cotangent: Tensor,
-    want_grads: tuple[Tensor, ...],
-) -> list[float]:
+def gradient_scales(want: Any, tensors: tuple[Tensor, ...], cotangent: Tensor, want_grads: tuple[Tensor, ...]) -> list[float]:
     """What the error of each gradient is divided by: its norm, or a thirtieth of the terms that it is summed from.
 
     Where the terms cancel further (a row that sees a single block or key does not depend on its weights: all but nothing
     is left), float32 has no five digits to give.
     """
-    magnitudes = tuple(x.abs() for x in exact)
-    _, terms = gradients(lambda *x: oracle(*x, starts, constant_normalizer=True, **check), magnitudes, cotangent.abs())
+    magnitudes = tuple(x.abs() for x in tensors)
+    _, terms = gradients(lambda *x: want(*x, constant_normalizer=True), magnitudes, cotangent.abs())
     return [max(float(w.norm()), float(t.norm()) / 30) for w, t in zip(want_grads, terms, strict=True)]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-@given(case=cases)
-def test_forms_agree_with_the_definition(case: Case) -> None:
-    tensors, options, starts, check = build(case)
-    cotangent = torch.randn(tensors[2].shape, generator=torch.Generator().manual_seed(case.seed + 1))
+def check_against_definition(
+    implementations: tuple[str, ...],
+    tensors: tuple[Tensor, ...],
+    options: dict[str, Any],
+    starts: list[list[int]],
+    check: dict[str, Any],
+) -> None:
+    """Values and all gradients, in float32, to 1e-5."""
+    want = partial(definition, starts=starts, relu=options.get("feature_map") == "relu", **check)
+    cotangent = torch.randn(tensors[2].shape)
     exact = tuple(x.double() for x in tensors)
-    want, want_grads = gradients(lambda *x: oracle(*x, starts, **check), exact, cotangent)
-    scales = gradient_scales(exact, starts, check, cotangent, want_grads)
-    for form in FORMS:
-        got, got_grads = gradients(lambda *x, form=form: mhla_attention(*x, form=form, **options), tensors, cotangent)
-        assert relative_error(f"{form} output", got, want) < 1e-5
-        for name, grad, exact_grad, scale in zip(("q", "k", "v", "mixing"), got_grads, want_grads, scales, strict=True):
+    want_out, want_grads = gradients(want, exact, cotangent)
+    scales = gradient_scales(want, exact, cotangent, want_grads)
+    for implementation in implementations:
+        got, grads = gradients(partial(attend, implementation, **options), tensors, cotangent)
+        assert relative_error(f"{implementation}: output", got, want_out) < 1e-5
+        names = ("q", "k", "v", "mixing or amplitude", "decay")
+        for name, grad, exact_grad, scale in zip(names, grads, want_grads, scales, strict=False):
             error = float((grad.double() - exact_grad).norm()) / max(scale, 1e-12)
-            assert error < 1e-5, f"{form}: gradient of {name} is off by {error:.1e}"
+            assert error < 1e-5, f"{implementation}: gradient of {name} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("block_size", [100, 130, 257, 400], ids=lambda c: f"C{c}")
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(case=random_cases(tokens=40, heads=3))
+def test_torch_forms_agree_with_the_definition(case: Case) -> None:
+    torch.manual_seed(case.seed)
+    check_against_definition(TORCH, *build(case))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(case=random_cases(tokens=36, heads=2))
+def test_triton_forms_agree_with_the_definition(case: Case) -> None:
+    torch.manual_seed(case.seed)
+    # In a thread: at hypothesis' depth of calls CPython 3.11 maps and unmaps a piece of its stack at every call.
+    with small_tiles(), ThreadPoolExecutor(1) as pool:
+        pool.submit(check_against_definition, TRITON, *build(case)).result()
+
+
+@pytest.mark.parametrize("implementation", TRITON)
+@pytest.mark.parametrize(("key_width", "value_width"), [(72, 72), (20, 130), (136, 40)])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_triton_tiles_as_they_are(implementation: str, key_width: int, value_width: int, causal: bool) -> None:
+    """Full-size tiles, several of them, widths that are no power of two, a packed qkv projection, strided gradients."""
+    n, c, heads = 150, 37, 1
+    widths = (key_width, key_width, value_width)
+    packed = torch.rand(1, n, heads, sum(widths))
+    tensors = (packed, torch.rand(5, 5) + 0.05)
+
+    def run(implementation: str, packed: Tensor, mixing: Tensor) -> Tensor:
+        q, k, v = packed.split(widths, -1)
+        return attend(implementation, q, k, v - 0.5, mixing, block_size=c, causal=causal).transpose(1, 2)
+
+    cotangent = torch.randn(1, n, heads, value_width).transpose(1, 2)
+    want, want_grads = gradients(partial(run, "torch reference"), tuple(x.double() for x in tensors), cotangent)
+    got, grads = gradients(partial(run, implementation), tensors, cotangent)
+    assert relative_error("output", got, want) < 1e-5
+    for name, grad, exact in zip(("qkv", "mixing"), grads, want_grads, strict=True):
+        assert relative_error(f"gradient of {name}", grad, exact) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["torch chunked", "triton chunked"])
+@pytest.mark.parametrize("block_size", [130, 257, 400], ids=lambda c: f"C{c}")
 @pytest.mark.parametrize("normalize", [True, False], ids=["normalized", "plain"])
-def test_blocks_longer_than_a_tile(block_size: int, normalize: bool) -> None:
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_blocks_longer_than_a_tile(implementation: str, block_size: int, normalize: bool, causal: bool) -> None:
     n, blocks = 400, -(-400 // block_size)
     q, k, v = torch.rand(1, n, 2, 8), torch.rand(1, n, 2, 8), torch.randn(1, n, 2, 5)
-    tensors = (q, k, v, torch.rand(2, blocks, blocks))
-    cotangent = torch.randn_like(v)
-    options: dict[str, Any] = {"causal": True, "normalize": normalize}
-    starts = equal_starts(n, block_size)
-    exact = tuple(x.double() for x in tensors)
-    want, want_grads = gradients(lambda *x: oracle(*x, starts, **options), exact, cotangent)
-    scales = gradient_scales(exact, starts, options, cotangent, want_grads)
-    got, grads = gradients(
-        lambda *x: mhla_attention(*x, block_size=block_size, form="chunked", **options), tensors, cotangent
+    check: dict[str, Any] = {"causal": causal, "normalize": normalize}
+    with small_tiles():
+        check_against_definition(
+            (implementation,),
+            (q, k, v, torch.rand(2, blocks, blocks)),
+            {"block_size": block_size, **check},
+            equal_starts(n, block_size),
+            check,
+        )
+
+
+@pytest.mark.parametrize("implementation", ["torch chunked", "triton chunked"])
+def test_exponential_mixing_over_many_groups(implementation: str) -> None:
+    """More blocks than the running sums take at once."""
+    n, check = 150, {"causal": True, "normalize": True}
+    q, k, v = torch.rand(1, n, 2, 4), torch.rand(1, n, 2, 4), torch.randn(1, n, 2, 3)
+    check_against_definition(
+        (implementation,),
+        (q, k, v, torch.rand(2, 4), torch.rand(2, 4)),
+        {"block_size": 2, **check},
+        equal_starts(n, 2),
+        check,
     )
-    assert relative_error("output", got, want) < 1e-5
-    for name, grad, exact_grad, scale in zip(("q", "k", "v", "mixing"), grads, want_grads, scales, strict=True):
-        error = float((grad.double() - exact_grad).norm()) / scale
-        assert error < 1e-5, f"gradient of {name} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("grid", [(12,), (6, 7), (2, 3, 4), (17, 16)], ids=str)
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per head"])
+def test_exponential_mixing_over_a_grid_is_its_matrix(grid: tuple[int, ...], per_head: bool) -> None:
+    shape = (2, 3) if per_head else (3,)
+    mixing = ExponentialMixing(torch.rand(shape), torch.rand(*shape, len(grid)), grid)
+    place = torch.cartesian_prod(*(torch.arange(float(n)) for n in grid)).view(-1, len(grid))
+    rates = mixing.decay.double()[..., None, None, :]
+    weighted = (rates * (place[:, None] - place[None]).abs().double()).sum(-1)
+    dense = (mixing.amplitude.double()[..., None, None] * (-weighted).exp()).sum(-3)
+    assert relative_error("dense", mixing.dense(), dense) < 1e-6
+    summary = torch.randn(2, 2, len(place), 5)
+    want = dense.expand(2, -1, -1)[None] @ summary.double()
+    assert relative_error("mixed", mixing.mix(summary, causal=False), want) < 1e-6
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_all_ones_is_linear_attention(form: str, causal: bool) -> None:
+def test_all_ones_is_linear_attention(implementation: str, causal: bool) -> None:
     q, k, v = torch.rand(2, 50, 2, 6), torch.rand(2, 50, 2, 6), torch.randn(2, 50, 2, 7)
-    got = mhla_attention(q, k, v, torch.ones(7, 7), block_size=8, causal=causal, form=form)
+    got = attend(implementation, q, k, v, torch.ones(7, 7), block_size=8, causal=causal)
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     summary, total = k[..., None] * v[..., None, :], k
     if causal:
@@ -174,8 +262,8 @@ def test_rank_exceeds_the_bound_of_linear_attention() -> None:
     assert torch.linalg.matrix_rank(mixed[0, 0]) == 8 * 4
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_masked_tokens_leak_nothing(form: str) -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_masked_tokens_leak_nothing(implementation: str) -> None:
     q, k = (torch.rand(2, 20, 2, 4, requires_grad=True) for _ in range(2))
     v = torch.randn(2, 20, 2, 4, requires_grad=True)
     mask = torch.ones(2, 20, dtype=torch.bool)
@@ -184,7 +272,7 @@ def test_masked_tokens_leak_nothing(form: str) -> None:
     poisoned = [
         x.detach().clone().masked_fill(~mask[..., None, None], float("nan")).requires_grad_() for x in (q, k, v)
     ]
-    out = mhla_attention(*poisoned, torch.rand(5, 5), block_size=4, key_mask=mask, form=form)
+    out = attend(implementation, *poisoned, torch.rand(5, 5), block_size=4, key_mask=mask)
     assert torch.isfinite(out).all(), "a masked token's NaN came through"
     assert (out[1] == 0).all(), "rows that see no key must be zero"
     assert (out[0, 3:9] == 0).all()
@@ -192,52 +280,90 @@ def test_masked_tokens_leak_nothing(form: str) -> None:
         assert (grad[~mask] == 0).all(), f"a masked token got a gradient through {name}"
 
 
-@pytest.mark.parametrize("form", ["parallel", "chunked"])
-def test_padding_right_or_cutting_is_the_same(form: str) -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padding_right_or_cutting_is_the_same(implementation: str) -> None:
     q, k, v = torch.rand(1, 30, 1, 4), torch.rand(1, 30, 1, 4), torch.randn(1, 30, 1, 4)
     mixing, mask = torch.rand(8, 8), torch.arange(30)[None] < 19
-    padded = mhla_attention(q, k, v, mixing, block_size=4, causal=True, key_mask=mask, form=form)
-    cut = mhla_attention(q[:, :19], k[:, :19], v[:, :19], mixing, block_size=4, causal=True, form=form)
+    padded = attend(implementation, q, k, v, mixing, block_size=4, causal=True, key_mask=mask)
+    cut = attend(implementation, q[:, :19], k[:, :19], v[:, :19], mixing, block_size=4, causal=True)
     torch.testing.assert_close(padded[:, :19], cut, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_packed_sequences_equal_each_alone(form: str) -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_sequences_equal_each_alone(implementation: str) -> None:
     q, k, v = torch.rand(1, 33, 2, 4), torch.rand(1, 33, 2, 4), torch.randn(1, 33, 2, 4)
     mixing, bounds = torch.rand(4, 4), [0, 5, 5, 21, 33]
-    options: dict[str, Any] = {"block_size": 5, "causal": True, "normalize": False, "form": form}
-    packed = mhla_attention(q, k, v, mixing, cu_seqlens=bounds, **options)
-    parts = [mhla_attention(q[:, a:b], k[:, a:b], v[:, a:b], mixing, **options) for a, b in pairwise(bounds)]
+    options: dict[str, Any] = {"block_size": 5, "causal": True, "normalize": False}
+    packed = attend(implementation, q, k, v, mixing, cu_seqlens=bounds, **options)
+    parts = [attend(implementation, q[:, a:b], k[:, a:b], v[:, a:b], mixing, **options) for a, b in pairwise(bounds) if b > a]
     torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("mean", [0.0, 2.0], ids=["mean0", "mean2"])
-def test_bfloat16_stays_close(form: str, mean: float) -> None:
-    q, k = (torch.rand(2, 96, 2, 16).bfloat16() for _ in range(2))
-    v = (torch.randn(2, 96, 2, 16) + mean).bfloat16()
-    tensors, starts, cotangent = (q, k, v, torch.rand(6, 6)), equal_starts(96, 16), torch.randn(v.shape).bfloat16()
-    got, grads = gradients(lambda *x: mhla_attention(*x, block_size=16, form=form), tensors, cotangent)
-    assert got.dtype == torch.bfloat16
+@pytest.mark.parametrize(("causal", "normalize"), [(False, True), (True, False)], ids=["normalized", "causal"])
+def test_bfloat16_stays_close(implementation: str, mean: float, causal: bool, normalize: bool) -> None:
+    """Within the limits for bfloat16, and no worse than 1.2 times the chunked form in PyTorch, whose sums are float32."""
+    n, c = 256, 32
+    q, k = (torch.rand(1, n, 2, 32).bfloat16() for _ in range(2))
+    v = (torch.randn(1, n, 2, 32) + mean).bfloat16()
+    tensors, starts, cotangent = (q, k, v, torch.rand(8, 8)), equal_starts(n, c), torch.randn(v.shape).bfloat16()
+    check = {"causal": causal, "normalize": normalize}
     exact = tuple(x.double() for x in tensors)
-    want, want_grads = gradients(lambda *x: oracle(*x, starts, causal=False, normalize=True), exact, cotangent)
-    assert relative_error("output", got, want) < 5e-3
-    for name, grad, exact_grad in zip(("q", "k", "v", "mixing"), grads, want_grads, strict=True):
-        assert relative_error(f"gradient of {name}", grad, exact_grad) < 1e-2
+    want, want_grads = gradients(lambda *x: oracle(*x, starts, **check), exact, cotangent)
+
+    def errors(implementation: str) -> dict[str, float]:
+        out, grads = gradients(partial(attend, implementation, block_size=c, **check), tensors, cotangent)
+        assert out.dtype == torch.bfloat16
+        names = ("q", "k", "v", "mixing")
+        by_name = {n: relative_error(n, g, w) for n, g, w in zip(names, grads, want_grads, strict=True)}
+        return {"output": relative_error("output", out, want), **by_name}
+
+    got, chunked = errors(implementation), errors("torch chunked")
+    for name, limit in {"output": 5e-3, "q": 1e-2, "k": 1e-2, "v": 1e-2, "mixing": 1e-4}.items():
+        assert got[name] < limit, f"{name} is off by {got[name]:.1e}"
+        if name != "mixing":  # which is float32: its own limit is far below any rounding to bfloat16
+            assert got[name] < 1.2 * chunked[name], f"{name}: {got[name]:.1e} against {chunked[name]:.1e} of the torch form"
 
 
-def test_relu_is_applied_to_q_and_k() -> None:
+def test_summaries_of_the_gradient_are_float32() -> None:
+    """With values of mean 2 and many tokens the normalised gradients cancel to a hundredth of their terms."""
+    n, c = 1024, 64
+    q, k = (torch.rand(1, n, 1, 16).bfloat16() for _ in range(2))
+    tensors = (q, k, (torch.randn(1, n, 1, 16) + 2).bfloat16(), torch.rand(16, 16))
+    cotangent = torch.randn(tensors[2].shape).bfloat16()
+    exact = tuple(x.double() for x in tensors)
+    _, want = gradients(lambda *x: oracle(*x, equal_starts(n, c), causal=False, normalize=True), exact, cotangent)
+    errors = {}
+    for implementation in ("torch chunked", "triton chunked"):
+        _, grads = gradients(partial(attend, implementation, block_size=c), tensors, cotangent)
+        errors[implementation] = [relative_error(x, g, w) for x, g, w in zip("qkv", grads, want, strict=False)]
+    for ours, torchs in zip(errors["triton chunked"], errors["torch chunked"], strict=True):
+        assert ours < 1.2 * torchs
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_gradient_of_mixing_is_the_same_in_two_runs(implementation: str) -> None:
+    tensors = torch.rand(2, 60, 2, 8), torch.rand(2, 60, 2, 8), torch.randn(2, 60, 2, 8), torch.rand(9, 9)
+    runs = [gradients(partial(attend, implementation, block_size=7), tensors, tensors[2])[1] for _ in range(2)]
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_relu_is_applied_to_q_and_k(implementation: str) -> None:
     q, k, v, mixing = torch.randn(1, 12, 1, 4), torch.randn(1, 12, 1, 4), torch.randn(1, 12, 1, 4), torch.rand(3, 3)
-    inside = mhla_attention(q, k, v, mixing, block_size=4, feature_map="relu")
-    outside = mhla_attention(q.relu() + 1e-6, k.relu() + 1e-6, v, mixing, block_size=4)
+    inside = attend(implementation, q, k, v, mixing, block_size=4, feature_map="relu")
+    outside = attend(implementation, q.relu() + 1e-6, k.relu() + 1e-6, v, mixing, block_size=4)
     torch.testing.assert_close(inside, outside)
 
 
-def test_autocast_does_not_lower_the_sums() -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_autocast_does_not_lower_the_sums(implementation: str) -> None:
     q, k, v, mixing = torch.rand(1, 64, 2, 8), torch.rand(1, 64, 2, 8), torch.randn(1, 64, 2, 8), torch.rand(4, 4)
-    plain = mhla_attention(q, k, v, mixing, block_size=16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(mhla_attention(q, k, v, mixing, block_size=16), plain)
+    plain = attend(implementation, q, k, v, mixing, block_size=16)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert torch.equal(attend(implementation, q, k, v, mixing, block_size=16), plain)
 
 
 def test_attention_matrix_times_values_is_the_output() -> None:
@@ -249,17 +375,9 @@ def test_attention_matrix_times_values_is_the_output() -> None:
         torch.testing.assert_close(torch.einsum("bhtj,bjhd->bthd", weights, value), got, rtol=1e-4, atol=1e-6)
 
 
-def test_empty_sequence() -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_empty_sequence(implementation: str) -> None:
     empty = torch.zeros(2, 0, 3, 4)
-    assert mhla_attention(empty, empty, empty, torch.ones(1, 1), block_size=4, causal=True).shape == (2, 0, 3, 4)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_on_the_gpu(form: str) -> None:
-    q, k, v, mixing = torch.rand(1, 100, 2, 8), torch.rand(1, 100, 2, 8), torch.randn(1, 100, 2, 8), torch.rand(7, 7)
-    want = oracle(q, k, v, mixing, packed_starts([0, 40, 100], 16), causal=True, normalize=True)
-    bounds = torch.tensor([0, 40, 100], device="cuda")
-    on_device = (x.cuda() for x in (q, k, v, mixing))
-    got = mhla_attention(*on_device, block_size=16, causal=True, cu_seqlens=bounds, form=form)
-    assert relative_error("output", got.cpu(), want) < 1e-5
+    mixing = torch.ones(1, 1, requires_grad=True)
+    out = attend(implementation, empty, empty, empty, mixing, block_size=4, causal=True)
+    assert out.shape == (2, 0, 3, 4)

@@ -25,6 +25,15 @@ def power_of_two(number: int) -> int:
     return max(16, 1 << (number - 1).bit_length())
 
 
+def register_limit(capability: int, warps: int) -> dict[str, int]:
+    """Launch option for a chip, compute capability as in ``sm_90``.
+
+    Left alone, the compiler holds some kernels to 128 or 168 registers a thread on chips other than Hopper and spills a few
+    bytes for it (``make resources``); this gives it all that the register file has for the block.
+    """
+    return {} if capability // 10 == 9 else {"maxnreg": min(255, 65536 // (32 * warps))}
+
+
 @dataclass(frozen=True)
 class AttendTiles:
     """``rows`` x ``columns`` token pairs, contracted width in slices of ``slice``, ``outputs`` wide."""
@@ -43,7 +52,8 @@ def attend_tiles(dtype: torch.dtype, x_width: int, out_width: int, whole: bool) 
     if dtype == torch.bfloat16:
         outputs = out_width if whole else min(out_width, 128)
         rows = 64 if outputs <= 128 else 32
-        return AttendTiles(rows, rows, min(x_width, 64), outputs, 4 if outputs <= 64 else 8, 2)
+        columns = 32 if whole else rows
+        return AttendTiles(rows, columns, min(x_width, 64), outputs, 4 if outputs <= 64 else 8, 2)
     outputs = out_width if whole else min(out_width, 64)
     rows = 32 if outputs <= 64 else 16
     return AttendTiles(rows, rows, min(x_width, 32), outputs, 4, 1)
@@ -52,7 +62,7 @@ def attend_tiles(dtype: torch.dtype, x_width: int, out_width: int, whole: bool) 
 def pair_tiles(dtype: torch.dtype) -> AttendTiles:
     """For the gradient of mixing in the parallel form, which has no outputs."""
     if dtype == torch.bfloat16:
-        return AttendTiles(64, 64, 64, 0, 4, 2)
+        return AttendTiles(64, 32, 64, 0, 4, 2)
     return AttendTiles(32, 32, 32, 0, 4, 1)
 
 
@@ -70,7 +80,8 @@ class SummaryTiles:
 def summary_tiles(dtype: torch.dtype, key_width: int, value_width: int) -> SummaryTiles:
     """For the summaries kernel."""
     if dtype == torch.bfloat16:
-        return SummaryTiles(64, min(power_of_two(key_width), 128), min(power_of_two(value_width), 128), 8, 2)
+        keys, values = min(power_of_two(key_width), 128), min(power_of_two(value_width), 128)
+        return SummaryTiles(64 if keys * values < 128 * 128 else 32, keys, values, 8, 2)
     return SummaryTiles(32, min(power_of_two(key_width), 64), min(power_of_two(value_width), 64), 4, 1)
 
 

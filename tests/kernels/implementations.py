@@ -1,0 +1,49 @@
+"""Every implementation of the operator, on the GPU where there is one; without one, Triton's kernels are interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from mhla_kernels import ExponentialMixing, mhla_attention
+from mhla_kernels.triton_backend import config, launch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TORCH = ("torch reference", "torch parallel", "torch chunked", "torch auto")
+TRITON = ("triton parallel", "triton chunked")
+IMPLEMENTATIONS = (*TORCH, *TRITON)
+
+
+def attend(implementation: str, *tensors: Tensor, **options: Any) -> Tensor:
+    """:func:`mhla_attention` by backend and form; tensors are brought to the device and the result back, with gradients.
+
+    A fifth tensor is the decay of an exponential mixing, whose amplitude the fourth one is then.
+    """
+    backend, form = implementation.split()
+    q, k, v, mixing, *decay = (x.to(DEVICE) for x in tensors)
+    moved = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
+    grid = moved.pop("grid", None)
+    coefficients = ExponentialMixing(mixing, decay[0], grid) if decay else mixing
+    return mhla_attention(q, k, v, coefficients, form=form, backend=backend, **moved).cpu()
+
+
+@contextmanager
+def small_tiles() -> Iterator[None]:
+    """Tiles of 16, so that small problems have many of them; pieces of 40 tokens."""
+    patches = {
+        "attend_tiles": lambda dtype, x_width, out_width, whole: config.AttendTiles(
+            16, 16, 16, config.power_of_two(out_width) if whole else 16, 4, 1
+        ),
+        "pair_tiles": lambda dtype: config.AttendTiles(16, 16, 16, 0, 4, 1),
+        "summary_tiles": lambda dtype, key_width, value_width: config.SummaryTiles(16, 16, 16, 4, 1),
+        "mix_tiles": lambda dtype, blocks: config.MixTiles(16, 16, 32, 4, 1),
+        "scan_tiles": lambda terms: config.ScanTiles(1 << (terms - 1).bit_length(), 32),
+        "PIECE": 40,
+        "SPLIT": 40,
+    }
+    with mock.patch.multiple(launch, **patches):
+        yield
