@@ -21,8 +21,10 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels do not compile
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default at a launch, without the warning
@@ -79,6 +81,7 @@ class Launch:
     constants: tuple[tuple[str, Any], ...]
     divisible: tuple[str, ...]
     options: tuple[tuple[str, int], ...]
+    chip: int
     spills_allowed: int
     label: str
 
@@ -119,8 +122,9 @@ def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, in
         JITFunction.run = run  # type: ignore[method-assign]
 
 
-def launches_of(variant: Variant) -> list[Launch]:
+def launches_of(variant: Variant, chip: int) -> list[Launch]:
     """The kernels of a forward and a backward pass, arguments specialised as Triton would at a launch."""
+    from mhla_kernels.triton_backend import launch
     from mhla_kernels.triton_backend.launch import Call, backward, forward
     from mhla_kernels.triton_backend.tables import make_layout
 
@@ -133,7 +137,7 @@ def launches_of(variant: Variant) -> list[Launch]:
     call = Call(
         q, k, v, mixing, decay, layout, None, None, variant.causal, variant.normalize, True, 1e-6, variant.form
     )
-    with recording() as recorded:
+    with recording() as recorded, mock.patch.object(launch, "chip_of", lambda device: chip):
         forward(call)
         backward(call, torch.zeros(2, tokens, heads, variant.value_width, dtype=dtype), True)
     found = []
@@ -168,6 +172,7 @@ def launches_of(variant: Variant) -> list[Launch]:
                 tuple(constants.items()),
                 tuple(divisible),
                 tuple(options.items()),
+                chip,
                 variant.spills_allowed,
                 label.strip(),
             )
@@ -175,18 +180,15 @@ def launches_of(variant: Variant) -> list[Launch]:
     return found
 
 
-def compile_launch(launch: Launch, chip: int) -> Usage:
-    """Compile for one chip and read the machine code."""
-    from mhla_kernels.triton_backend.config import register_limit
-
+def compile_launch(launch: Launch) -> Usage:
+    """Compile and read the machine code."""
     kernel = getattr(sys.modules.get(launch.module) or __import__(launch.module, fromlist=["x"]), launch.kernel)
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in launch.divisible}
     source = ASTSource(kernel, dict(launch.signature), dict(launch.constants), attributes)
-    options = dict(launch.options) | register_limit(chip, dict(launch.options)["num_warps"])
-    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", launch.chip, 32), options=dict(launch.options))
     registers, spills = _read_cubin(compiled.asm["cubin"])
     return Usage(
-        launch.kernel, launch.label, chip, registers, spills, compiled.metadata.shared, launch.spills_allowed
+        launch.kernel, launch.label, launch.chip, registers, spills, compiled.metadata.shared, launch.spills_allowed
     )
 
 
@@ -223,14 +225,13 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
 def measure(chosen: list[Variant], chips: list[int], console: Console) -> list[Usage]:
     """Compile all kernels of ``chosen``, each distinct one once, on all cores."""
     seen: dict[tuple[object, ...], Launch] = {}
-    for variant in chosen:
-        for launch in launches_of(variant):
-            key = (launch.kernel, launch.signature, launch.constants, launch.divisible, launch.options)
+    for chip, variant in product(chips, chosen):
+        for launch in launches_of(variant, chip):
+            key = (chip, launch.kernel, launch.signature, launch.constants, launch.divisible, launch.options)
             if key not in seen or launch.spills_allowed < seen[key].spills_allowed:
                 seen[key] = launch
-    jobs = [(launch, chip) for launch in seen.values() for chip in chips]
     with ProcessPoolExecutor() as pool, Progress(console=console, transient=True) as progress:
-        futures = [pool.submit(compile_launch, *job) for job in jobs]
+        futures = [pool.submit(compile_launch, launch) for launch in seen.values()]
         return [future.result() for future in progress.track(futures, description="compiling")]
 
 

@@ -34,14 +34,15 @@ def attend(implementation: str, *tensors: Tensor, **options: Any) -> Tensor:
 @contextmanager
 def small_tiles() -> Iterator[None]:
     """Tiles of 16, so that small problems have many of them; pieces of 40 tokens."""
+    tokens = {"rows": 16, "columns": 16, "slice": 16}
     patches = {
-        "attend_tiles": lambda dtype, x_width, out_width, whole: config.AttendTiles(
-            16, 16, 16, config.power_of_two(out_width) if whole else 16, 4, 1
+        "attend_tiles": lambda dtype, x_width, out_width, whole, chip: config.AttendTiles(
+            **tokens, outputs=config.power_of_two(out_width) if whole else 16
         ),
-        "pair_tiles": lambda dtype: config.AttendTiles(16, 16, 16, 0, 4, 1),
-        "summary_tiles": lambda dtype, key_width, value_width: config.SummaryTiles(16, 16, 16, 4, 1),
-        "mix_tiles": lambda dtype, blocks: config.MixTiles(16, 16, 32, 4, 1),
-        "scan_tiles": lambda terms: config.ScanTiles(1 << (terms - 1).bit_length(), 32),
+        "pair_tiles": lambda dtype: config.AttendTiles(**tokens),
+        "summary_tiles": lambda dtype, key_width, value_width: config.SummaryTiles(tokens=16, keys=16, values=16),
+        "mix_tiles": lambda dtype, blocks: config.MixTiles(rows=16, terms=16, columns=32),
+        "scan_tiles": lambda terms: config.ScanTiles(terms=1 << (terms - 1).bit_length(), columns=32),
         "PIECE": 40,
         "SPLIT": 40,
     }

@@ -25,87 +25,102 @@ def power_of_two(number: int) -> int:
     return max(16, 1 << (number - 1).bit_length())
 
 
-def register_limit(capability: int, warps: int) -> dict[str, int]:
-    """Launch option for a chip, compute capability as in ``sm_90``.
+HOPPER = 90
+"""The chip that tiles were tuned for first, as in ``sm_90``; others get smaller tiles where those spill."""
+
+
+def register_limit(chip: int, warps: int) -> dict[str, int]:
+    """Launch option for a chip, its compute capability times ten.
 
     Left alone, the compiler holds some kernels to 128 or 168 registers a thread on chips other than Hopper and spills a few
     bytes for it (``make resources``); this gives it all that the register file has for the block.
     """
-    return {} if capability // 10 == 9 else {"maxnreg": min(255, 65536 // (32 * warps))}
+    return {} if chip == HOPPER else {"maxnreg": min(255, 65536 // (32 * warps))}
 
 
-@dataclass(frozen=True)
-class AttendTiles:
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """What a program works on is in the classes that derive from this; here, how it is scheduled."""
+
+    warps: int = 4
+    stages: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttendTiles(Tiles):
     """``rows`` x ``columns`` token pairs, contracted width in slices of ``slice``, ``outputs`` wide."""
 
     rows: int
     columns: int
     slice: int
-    outputs: int
-    warps: int
-    stages: int
+    outputs: int = 0
 
 
-def attend_tiles(dtype: torch.dtype, x_width: int, out_width: int, whole: bool) -> AttendTiles:
+def attend_tiles(dtype: torch.dtype, x_width: int, out_width: int, whole: bool, chip: int) -> AttendTiles:
     """For the attend kernel; ``whole`` when a program needs the full output width (the normalised gradient of q)."""
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
     if dtype == torch.bfloat16:
         outputs = out_width if whole else min(out_width, 128)
         rows = 64 if outputs <= 128 else 32
-        columns = 32 if whole else rows
-        return AttendTiles(rows, columns, min(x_width, 64), outputs, 4 if outputs <= 64 else 8, 2)
+        columns = 32 if whole or (chip != HOPPER and outputs <= 64) else rows
+        warps = 4 if outputs <= 64 else 8
+        return AttendTiles(
+            rows=rows, columns=columns, slice=min(x_width, 64), outputs=outputs, warps=warps, stages=2
+        )
     outputs = out_width if whole else min(out_width, 64)
     rows = 32 if outputs <= 64 else 16
-    return AttendTiles(rows, rows, min(x_width, 32), outputs, 4, 1)
+    return AttendTiles(rows=rows, columns=rows, slice=min(x_width, 32), outputs=outputs)
 
 
 def pair_tiles(dtype: torch.dtype) -> AttendTiles:
     """For the gradient of mixing in the parallel form, which has no outputs."""
     if dtype == torch.bfloat16:
-        return AttendTiles(64, 32, 64, 0, 4, 2)
-    return AttendTiles(32, 32, 32, 0, 4, 1)
+        return AttendTiles(rows=64, columns=32, slice=64, stages=2)
+    return AttendTiles(rows=32, columns=32, slice=32)
 
 
-@dataclass(frozen=True)
-class SummaryTiles:
+@dataclass(frozen=True, kw_only=True)
+class SummaryTiles(Tiles):
     """``tokens`` at a time into ``keys`` x ``values`` of the summary."""
 
     tokens: int
     keys: int
     values: int
-    warps: int
-    stages: int
 
 
 def summary_tiles(dtype: torch.dtype, key_width: int, value_width: int) -> SummaryTiles:
     """For the summaries kernel."""
     if dtype == torch.bfloat16:
         keys, values = min(power_of_two(key_width), 128), min(power_of_two(value_width), 128)
-        return SummaryTiles(64 if keys * values < 128 * 128 else 32, keys, values, 8, 2)
-    return SummaryTiles(32, min(power_of_two(key_width), 64), min(power_of_two(value_width), 64), 4, 1)
+        tokens = 64 if keys * values < 128 * 128 else 32
+        return SummaryTiles(tokens=tokens, keys=keys, values=values, warps=8, stages=2)
+    keys, values = min(power_of_two(key_width), 64), min(power_of_two(value_width), 64)
+    return SummaryTiles(tokens=32, keys=keys, values=values)
 
 
-@dataclass(frozen=True)
-class MixTiles:
+@dataclass(frozen=True, kw_only=True)
+class MixTiles(Tiles):
     """``rows`` query blocks x ``columns`` numbers of a summary, ``terms`` key blocks at a time."""
 
     rows: int
     terms: int
     columns: int
-    warps: int
-    stages: int
 
 
 def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
     """For mixing and its gradient; short tiles for few blocks, two kinds in all."""
     few = blocks <= 32
     if dtype == torch.bfloat16:
-        return MixTiles(16, 16, 256, 4, 2) if few else MixTiles(64, 32, 128, 8, 2)
-    return MixTiles(16, 16, 128, 4, 1) if few else MixTiles(32, 32, 64, 4, 1)
+        return (
+            MixTiles(rows=16, terms=16, columns=256, stages=2)
+            if few
+            else MixTiles(rows=64, terms=32, columns=128, warps=8, stages=2)
+        )
+    return MixTiles(rows=16, terms=16, columns=128) if few else MixTiles(rows=32, terms=32, columns=64)
 
 
-@dataclass(frozen=True)
-class ScanTiles:
+@dataclass(frozen=True, kw_only=True)
+class ScanTiles(Tiles):
     """``terms`` running sums (padded) of ``columns`` numbers of a summary."""
 
     terms: int
@@ -115,4 +130,4 @@ class ScanTiles:
 def scan_tiles(terms: int) -> ScanTiles:
     """For exponential mixing."""
     padded = 1 << (terms - 1).bit_length()
-    return ScanTiles(padded, max(64, min(256, 2048 // padded)))
+    return ScanTiles(terms=padded, columns=max(64, min(256, 2048 // padded)), stages=2)

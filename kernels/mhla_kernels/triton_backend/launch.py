@@ -6,7 +6,7 @@ Every buffer that a kernel fills is allocated empty: what is read was written.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import gcd
 
 import torch
@@ -16,18 +16,30 @@ from torch import Tensor
 
 from mhla_kernels.triton_backend import attend, mix, pairs, scan, summaries
 from mhla_kernels.triton_backend.config import (
+    HOPPER,
     PIECE,
     SPLIT,
+    Tiles,
     attend_tiles,
     mix_tiles,
     pair_tiles,
     power_of_two,
+    register_limit,
     scan_tiles,
     summary_tiles,
 )
 from mhla_kernels.triton_backend.tables import ROW, START, Layout, make_layout, token_rows
 
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@lru_cache
+def chip_of(device: torch.device) -> int:
+    """Compute capability times ten; the interpreter passes for a Hopper."""
+    if device.type != "cuda":
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,15 @@ class Call:
     def rows(self) -> int:
         """B * H, the third dimension of every grid."""
         return self.q.shape[0] * self.q.shape[2]
+
+    @property
+    def chip(self) -> int:
+        """Compute capability times ten."""
+        return chip_of(self.q.device)
+
+    def schedule(self, tiles: Tiles) -> dict[str, int]:
+        """Launch options."""
+        return {"num_warps": tiles.warps, "num_stages": tiles.stages, **register_limit(self.chip, tiles.warps)}
 
     @property
     def key_width(self) -> int:
@@ -126,14 +147,14 @@ class Call:
             *_strides(key), *_strides(value), self.layout.tokens, blocks, self.q.shape[2], pieces, piece_size,
             KEY_WIDTH=self.key_width, VALUE_WIDTH=self.value_width, HAS_MASK=self.key_mask is not None, RELU=self.relu,
             WEIGHTED=weighted, NORMALIZE=self.normalize, TOKENS=tiles.tokens, KEYS=tiles.keys, VALUES=tiles.values,
-            ALIGNED=_alignment(key, value), num_warps=tiles.warps, num_stages=tiles.stages,
+            ALIGNED=_alignment(key, value), **self.schedule(tiles),
         )  # fmt: skip
         if pieces == 1:
             return summary, None
         total = self.q.new_empty(self.rows, blocks, width, dtype=dtype)
         columns = 1024
         summaries.running_kernel[(blocks, triton.cdiv(width, columns), self.rows)](
-            summary, total, blocks, pieces, REVERSE=reverse, WIDTH=width, COLUMNS=columns
+            summary, total, blocks, pieces, REVERSE=reverse, WIDTH=width, COLUMNS=columns, num_warps=4
         )
         return total, summary if self.causal else None
 
@@ -154,14 +175,14 @@ class Call:
             scan.scan_kernel[(triton.cdiv(width, tiles.columns), self.rows)](
                 self.mixing, self.decay, summary, mixed, self.layout.table, *self._terms(), blocks, self.q.shape[2],
                 REVERSE=transposed, WIDTH=width, COLUMNS=tiles.columns, TERMS=self.mixing.shape[-1],
-                TERMS_PADDED=tiles.terms, num_warps=4,
+                TERMS_PADDED=tiles.terms, **self.schedule(tiles),
             )  # fmt: skip
             return mixed
         tiles = mix_tiles(self.q.dtype, blocks)
         mix.mix_kernel[(triton.cdiv(width, tiles.columns), triton.cdiv(blocks, tiles.rows), self.rows)](
             self.mixing, summary, mixed, self.layout.table, *_mixing_strides(self.mixing), blocks, self.q.shape[2],
             INPUT=TL_DTYPES[self.q.dtype], CAUSAL=self.causal, TRANSPOSED=transposed, WIDTH=width, ROWS=tiles.rows,
-            TERMS=tiles.terms, COLUMNS=tiles.columns, num_warps=tiles.warps, num_stages=tiles.stages,
+            TERMS=tiles.terms, COLUMNS=tiles.columns, **self.schedule(tiles),
         )  # fmt: skip
         return mixed
 
@@ -178,7 +199,7 @@ class Call:
         shares = [gradient.new_empty(shape), gradient.new_empty(shape)]
         scan.scan_gradient_kernel[(parts, self.rows)](
             self.mixing, self.decay, gradient, summary, *shares, self.layout.table, *self._terms(), blocks,
-            self.q.shape[2], WIDTH=width, COLUMNS=tiles.columns, TERMS=shape[-1], TERMS_PADDED=tiles.terms, num_warps=4,
+            self.q.shape[2], WIDTH=width, COLUMNS=tiles.columns, TERMS=shape[-1], TERMS_PADDED=tiles.terms, **self.schedule(tiles),
         )  # fmt: skip
         return shares[0].sum(1), shares[1].sum(1)
 
@@ -192,7 +213,7 @@ class Call:
         mix.mixing_gradient_kernel[(parts, parts, self.rows)](
             gradient, summary, out, self.layout.sequences, blocks, self.layout.sequences.shape[1], size,
             INPUT=TL_DTYPES[self.q.dtype], CAUSAL=self.causal, WIDTH=width, ROWS=tiles.rows, COLUMNS=64,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            **self.schedule(tiles),
         )  # fmt: skip
         return out
 
@@ -215,7 +236,7 @@ class Call:
         out = torch.empty(out_like.shape, dtype=out_like.dtype, device=out_like.device)
         chunked = mixed is not None
         whole = mode == attend.DQ.value and self.normalize
-        tiles = attend_tiles(x.dtype, x.shape[-1], out.shape[-1], whole)
+        tiles = attend_tiles(x.dtype, x.shape[-1], out.shape[-1], whole, self.chip)
         parts = triton.cdiv(out.shape[-1], tiles.outputs)
         layout, (pieces, piece_size), in_piece = self.layout, self.pieces, 1
         if chunked:
@@ -234,8 +255,7 @@ class Call:
             MODE=mode, SUMMARY=chunked, RUNNING=running is not None, CAUSAL=self.causal, NORMALIZE=self.normalize,
             RELU=self.relu, HAS_MASK=self.key_mask is not None, OWN_GRADIENT=own_gradient,
             X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
-            OUTPUTS=tiles.outputs, ALIGNED=_alignment(x, y, a, own, out), num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            OUTPUTS=tiles.outputs, ALIGNED=_alignment(x, y, a, own, out), **self.schedule(tiles),
         )  # fmt: skip
         if gradient is None:
             return out, None
@@ -259,7 +279,7 @@ class Call:
             q.shape[2], size, CAUSAL=self.causal, NORMALIZE=self.normalize, RELU=self.relu,
             HAS_MASK=self.key_mask is not None, KEY_WIDTH=self.key_width, VALUE_WIDTH=self.value_width,
             ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice, SPAN=span,
-            ALIGNED=_alignment(q, k, v, gradient), num_warps=tiles.warps, num_stages=tiles.stages,
+            ALIGNED=_alignment(q, k, v, gradient), **self.schedule(tiles),
         )  # fmt: skip
         first = self.rows_of_tokens[layout.table[START].long()]
         block = (first[:, None] + torch.arange(span, device=q.device)).flatten()

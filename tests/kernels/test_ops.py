@@ -1,0 +1,139 @@
+"""What torch asks of a registered operator: schemas, fake kernels, compile, export, checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from implementations import DEVICE, TRITON
+from mhla_kernels import ExponentialMixing, mhla_attention
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+CALLS: dict[str, dict[str, Any]] = {
+    "bidirectional": {"block_size": 8, "feature_map": "relu"},
+    "causal": {"block_size": 8, "causal": True, "normalize": False},
+    "uneven": {"block_offsets": (0, 5, 20)},
+    "masked": {"block_size": 8, "key_mask": torch.arange(20)[None] < 15},
+}  # fmt: skip
+BACKENDS = (*TRITON, "torch chunked", "torch parallel")
+
+
+def problem(blocks: int = 3, exponential: bool = False) -> list[Tensor]:
+    q, k, v = (torch.rand(1, 20, 2, 8, device=DEVICE).requires_grad_() for _ in range(3))
+    mixing = [torch.rand(2, blocks, blocks)] if not exponential else [torch.rand(2, 3), torch.rand(2, 3)]
+    return [q, k, v, *(x.to(DEVICE).requires_grad_() for x in mixing)]
+
+
+@pytest.mark.parametrize("form", ["parallel", "chunked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(form: str, dtype: torch.dtype) -> None:
+    q, k, v, mixing = problem()
+    mask = (torch.arange(20, device=DEVICE) < 15)[None]
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
+    shared = mixing[:1].detach().requires_grad_()
+    utilities = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+    for arguments in (
+        (q, k, v, mixing, None, None, None, 8, None, True, False, True, 1e-6, form),
+        (q, k, v, shared, None, mask, None, 8, None, False, True, False, 1e-6, form),
+    ):
+        torch.library.opcheck(torch.ops.mhla.attention, arguments, test_utils=utilities)
+    if form == "chunked":
+        amplitude, decay = problem(exponential=True)[3:]
+        arguments = (q, k, v, amplitude, decay, None, None, 8, None, True, True, False, 1e-6, form)
+        torch.library.opcheck(torch.ops.mhla.attention, arguments, test_utils=utilities)
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_compiles_as_one_graph(implementation: str, name: str) -> None:
+    backend, form = implementation.split()
+    options = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in CALLS[name].items()}
+    leaves = problem(2 if name == "uneven" else 3)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
+        return mhla_attention(q * 2, k, v, mixing, form=form, backend=backend, **options).square()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    want, got = layer(*leaves), compiled(*leaves)
+    torch.testing.assert_close(got, want)
+    cotangent = torch.randn_like(want)
+    for a, b in zip(
+        torch.autograd.grad(got, leaves, cotangent), torch.autograd.grad(want, leaves, cotangent), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_packed_and_exponential_compile_as_one_graph(implementation: str) -> None:
+    backend, form = implementation.split()
+    q, k, v, amplitude, decay = problem(exponential=True)
+
+    def layer(q: Tensor, bounds: Tensor, mixing: ExponentialMixing) -> Tensor:
+        return mhla_attention(q, k, v, mixing, block_size=4, causal=True, cu_seqlens=bounds, form=form, backend=backend)
+
+    bounds, mixing = torch.tensor([0, 7, 20], device=DEVICE), ExponentialMixing(amplitude, decay)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, bounds, mixing), layer(q, bounds, mixing))
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_other_lengths_need_no_new_graph_each(implementation: str) -> None:
+    backend, form = implementation.split()
+    compiled = torch.compile(
+        lambda q, k, v, m: mhla_attention(q, k, v, m, block_size=4, causal=True, form=form, backend=backend),
+        fullgraph=True,
+        backend=(counter := torch._dynamo.testing.CompileCounter()),
+        dynamic=True,
+    )
+    mixing = torch.rand(20, 20, device=DEVICE)
+    for tokens in (20, 24, 28, 33, 47):
+        q, k, v = (torch.rand(1, tokens, 2, 8, device=DEVICE) for _ in range(3))
+        assert compiled(q, k, v, mixing).shape == v.shape
+    assert counter.frame_count <= 2, f"{counter.frame_count} graphs for five lengths"
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_exports(implementation: str) -> None:
+    backend, form = implementation.split()
+
+    class Layer(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
+            return mhla_attention(q, k, v, mixing, block_size=8, form=form, backend=backend)
+
+    arguments = tuple(x.detach() for x in problem())
+    program = torch.export.export(Layer(), arguments)
+    torch.testing.assert_close(program.module()(*arguments), Layer()(*arguments))
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_checkpointing_gives_the_same_gradients(implementation: str) -> None:
+    backend, form = implementation.split()
+    leaves = problem()
+
+    def layer(*x: Tensor) -> Tensor:
+        return mhla_attention(*x, block_size=8, form=form, backend=backend)
+
+    plain = torch.autograd.grad(layer(*leaves).square().sum(), leaves)
+    again = torch.autograd.grad(checkpoint(layer, *leaves, use_reentrant=False).square().sum(), leaves)
+    for a, b in zip(again, plain, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("implementation", TRITON)
+def test_only_what_is_asked_for_is_computed(implementation: str) -> None:
+    backend, form = implementation.split()
+    q, k, v, mixing = (x.detach() for x in problem())
+    q.requires_grad_()
+    mhla_attention(q, k, v, mixing, block_size=8, form=form, backend=backend).sum().backward()
+    assert q.grad is not None
+    assert k.grad is None
+    assert mixing.grad is None
+
+
+def test_the_torch_forms_take_double_gradients() -> None:
+    leaves = [x.double().detach().requires_grad_() for x in problem()]
+    assert torch.autograd.gradgradcheck(
+        lambda *x: mhla_attention(*x, block_size=8, backend="torch", form="chunked")[:, :2], leaves, atol=1e-4
+    )
