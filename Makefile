@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint resources clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -29,6 +29,9 @@ lint: .venv/test-installed  ## ruff, mypy, and the import contract
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+resources: .venv/test-installed  ## compile all Triton kernels ahead of time, print registers, spills and shared memory
+	$(BIN)/python -m benchmarks.resources
 
 clean:  ## remove the environment and all runs
 	rm -rf .venv runs

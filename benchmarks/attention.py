@@ -1,10 +1,13 @@
-"""Time of the operator, each form, beside a loop over blocks and softmax attention.
+"""Time of the operator, each form, beside softmax attention, linear attention, a loop over blocks, and its floor.
 
+    python -m benchmarks.attention
     python -m benchmarks.attention --device cpu
+    python -m benchmarks.attention --authors ../MHLA
 
-The peers: ``loop``, one pass of Python over the blocks that sums the earlier summaries anew for each block, as the
-paper's authors published it (their ``naive_chunk``, eager); ``softmax``, torch's scaled_dot_product_attention of equal
-width, ``H * Dv / Dk`` heads of Dk.
+The peers: ``softmax``, torch's scaled_dot_product_attention of equal width, ``H * Dv / Dk`` heads of Dk (flash attention on
+a GPU); ``fla``, chunked linear attention of flash-linear-attention where installed; ``loop``, one pass of Python over the
+blocks that sums the earlier summaries anew for each block, as the paper's authors published it (their ``naive_chunk``,
+eager); ``authors``, their code itself, from a checkout.
 """
 
 from __future__ import annotations
@@ -12,157 +15,167 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
-from mhla_kernels import mhla_attention
+from mhla_kernels import ExponentialMixing, mhla_attention
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-from torch.nn import functional as F
 
-from benchmarks.machine import describe, milliseconds
+from benchmarks.machine import describe, milliseconds, peak_bytes
+from benchmarks.peers import authors, flash_linear_attention, loop_over_blocks, softmax, softmax_backend
+from benchmarks.shapes import LENGTHS, MODELS, SMALL, Rates, Shape, inputs, least_cost
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-
-@dataclass(frozen=True)
-class Shape:
-    """One row of the table; letters as in the operator's documentation, ``block`` tokens in a block."""
-
-    name: str
-    batch: int
-    heads: int
-    tokens: int
-    block: int
-    key_width: int
-    value_width: int
-    causal: bool
+Method = tuple[Callable[[], Tensor], list[Tensor]]
+OURS = ("auto", "parallel", "chunked", "exponential")
+PEERS = ("softmax", "fla", "loop", "authors")
+LONGEST_LOOP = 128
+"""Blocks up to which the loops in Python are measured on a GPU; their time grows with the square."""
 
 
-LANGUAGE = [Shape(f"LM 340M, N={n}", 1, 4, n, 64, 128, 256, True) for n in (512, 1024, 2048, 4096, 8192, 16384)]
-IMAGES = [
-    Shape("digits 8x8", 64, 4, 64, 4, 16, 16, False),
-    Shape("DeiT-S 256 tokens", 4, 6, 256, 16, 64, 64, False),
-    Shape("DiT-XL/2 512 px", 1, 16, 1024, 64, 72, 72, False),
-    Shape("DiT-XL/2 1024 px", 1, 16, 4096, 256, 72, 72, False),
-]
-
-
-def loop_over_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, block: int) -> Tensor:
-    """Causal MHLA without a normaliser, block after block in Python: the baseline. Shapes as :func:`mhla_attention`."""
-    q, k, v = (x.transpose(1, 2).unflatten(2, (-1, block)) for x in (q, k, v))
-    blocks = q.shape[2]
-    visible = torch.ones(block, block, dtype=q.dtype, device=q.device).tril()
-    summaries = torch.stack([k[:, :, i].transpose(-1, -2) @ v[:, :, i] for i in range(blocks)])
-    out = torch.zeros_like(v)
-    for i in range(blocks):
-        earlier = (mixing[i, :i, None, None, None, None] * summaries[:i]).sum(0)
-        scores = (q[:, :, i] @ k[:, :, i].transpose(-1, -2)) * visible
-        out[:, :, i] = q[:, :, i] @ earlier + mixing[i, i] * (scores @ v[:, :, i])
-    return out.flatten(2, 3).transpose(1, 2) * q.shape[-1] ** -0.5
-
-
-def softmax(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Softmax attention, ``[B, H, N, D]``."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-def inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Random q, k, v and mixing that want gradients."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*size: int) -> Tensor:
-        return torch.rand(*size, generator=generator, device=device, dtype=dtype).requires_grad_()
-
-    blocks = -(-shape.tokens // shape.block)
-    token = (shape.batch, shape.tokens, shape.heads)
-    q, k = random(*token, shape.key_width), random(*token, shape.key_width)
-    mixing = torch.rand(blocks, blocks, generator=generator, device=device).requires_grad_()
-    return q, k, random(*token, shape.value_width), mixing
-
-
-def _methods(
-    shape: Shape, device: torch.device, dtype: torch.dtype
-) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
+def methods(shape: Shape, device: torch.device, dtype: torch.dtype, checkout: Path | None) -> dict[str, Method]:
     """Name to a call and the tensors that it is differentiated by."""
     q, k, v, mixing = inputs(shape, device, dtype)
-    options: dict[str, Any] = {"block_size": shape.block, "causal": shape.causal, "normalize": not shape.causal}
-    heads = shape.heads * shape.value_width // shape.key_width
-    size = (shape.batch, heads, shape.tokens, shape.key_width)
-    soft = [torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    options: dict[str, Any] = {"block_size": shape.block, "causal": shape.causal, "normalize": shape.normalized}
+    leaves = [q, k, v, mixing]
 
     def ours(form: str) -> Callable[[], Tensor]:
         return lambda: mhla_attention(q, k, v, mixing, form=form, **options)  # type: ignore[arg-type]
 
-    methods = {"auto": (ours("auto"), [q, k, v, mixing]), "chunked": (ours("chunked"), [q, k, v, mixing])}
+    found: dict[str, Method] = {"auto": (ours("auto"), leaves), "chunked": (ours("chunked"), leaves)}
     if shape.tokens <= 4096:
-        methods["parallel"] = (ours("parallel"), [q, k, v, mixing])
+        found["parallel"] = (ours("parallel"), leaves)
     if shape.causal:
-        methods["loop"] = (lambda: loop_over_blocks(q, k, v, mixing, shape.block), [q, k, v, mixing])
-    methods["softmax"] = (lambda: softmax(soft[0], soft[1], soft[2], shape.causal), soft)
-    return methods
-
-
-def measure(shape: Shape, device: torch.device, dtype: torch.dtype, seconds: float) -> list[dict[str, Any]]:
-    """Milliseconds of every method on one shape, forward and forward + backward."""
-    rows = []
-    for name, (call, wanted) in _methods(shape, device, dtype).items():
-        with torch.no_grad():
-            forward = milliseconds(call, device, seconds)
-            cotangent = torch.ones_like(call())
-
-        def both(call: Callable[[], Tensor] = call, wanted: list[Tensor] = wanted, g: Tensor = cotangent) -> object:
-            return torch.autograd.grad(call(), wanted, g)
-
-        rows.append(
-            {**asdict(shape), "method": name, "forward_ms": forward, "both_ms": milliseconds(both, device, seconds)}
+        exponential = ExponentialMixing(*(torch.rand(4, device=device).requires_grad_() for _ in range(2)))
+        found["exponential"] = (
+            lambda: mhla_attention(q, k, v, exponential, form="chunked", **options),
+            [q, k, v, exponential.amplitude, exponential.decay],
         )
+        linear = flash_linear_attention() if device.type == "cuda" else None
+        if linear is not None:
+            found["fla"] = (lambda: linear(q, k, v), leaves[:3])
+        if device.type == "cpu" or shape.blocks <= LONGEST_LOOP:
+            found["loop"] = (lambda: loop_over_blocks(q, k, v, mixing, shape.block), leaves)
+            if checkout is not None:
+                run = authors(checkout)
+                found["authors"] = (lambda: run(q, k, v, mixing, shape.block), leaves)
+    heads = shape.heads * shape.value_width // shape.key_width
+    size = (shape.batch, heads, shape.tokens, shape.key_width)
+    soft = [torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    backend = softmax_backend(device)
+    found["softmax"] = (lambda: softmax(*soft, shape.causal, backend), soft)
+    return found
+
+
+def measure(
+    shape: Shape, device: torch.device, dtype: torch.dtype, seconds: float, rates: Rates, checkout: Path | None = None
+) -> list[dict[str, Any]]:
+    """Every method on one shape: milliseconds, floors, rates and memory; a method that fails says why."""
+    rows = []
+    for name, (call, wanted) in methods(shape, device, dtype, checkout).items():
+        row: dict[str, Any] = {**asdict(shape), "normalize": shape.normalized, "method": name}
+        if name == "softmax":
+            row["backend"] = getattr(softmax_backend(device), "name", "chosen by torch")
+        try:
+            row |= _times(call, wanted, device, seconds)
+        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+            row["error"] = str(error).splitlines()[0]
+        if name in OURS and device.type == "cuda" and "error" not in row:
+            row |= _against_floor(shape, row, rates)
+        rows.append(row)
     return rows
 
 
+def _times(
+    call: Callable[[], Tensor], wanted: list[Tensor], device: torch.device, seconds: float
+) -> dict[str, float | int | None]:
+    with torch.no_grad():
+        forward = milliseconds(call, device, seconds)
+        cotangent = torch.randn_like(call())
+
+    def both() -> object:
+        return torch.autograd.grad(call(), wanted, cotangent)
+
+    return {
+        "forward_ms": forward,
+        "both_ms": milliseconds(both, device, seconds),
+        "peak_bytes": peak_bytes(both, device),
+    }
+
+
+def _against_floor(shape: Shape, row: dict[str, Any], rates: Rates) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for key, backward in (("forward", False), ("both", True)):
+        cost, time = least_cost(shape, rates, backward), row[f"{key}_ms"]
+        floor = cost.milliseconds(rates)
+        found |= {f"{key}_floor_ms": floor, f"{key}_over_floor": time / floor}
+        found |= {f"{key}_GBps": cost.bytes / time / 1e6, f"{key}_TFLOPs": cost.operations / time / 1e9}
+    return found
+
+
 def print_table(rows: list[dict[str, Any]], console: Console) -> None:
-    """A row for each shape and method, with the ratios to the loop and to softmax."""
-    table = Table(title="forward and forward + backward, milliseconds (median)")
-    for title in ("shape", "method", "forward", "fwd+bwd", "loop / ours", "softmax / ours (fwd)", "softmax / ours"):
-        table.add_column(title, justify="left" if title in ("shape", "method") else "right")
+    """A row for each shape and method; ratios are the time of the peer over that of the row."""
+    table = Table(title="milliseconds (median), forward | forward + backward; ratio: the peer's time over this row's")
+    peers = [peer for peer in PEERS if any(row["method"] == peer for row in rows)]
+    titles = ["shape", "method", "ms", "x floor", "GB/s", "TFLOP/s", *(f"{peer} /" for peer in peers), "peak MB"]
+    for title in titles:
+        table.add_column(title, justify="left" if title in ("shape", "method") else "right", no_wrap=True)
+
+    def pair(row: dict[str, Any], suffix: str, digits: int) -> str:
+        values = [row.get(f"{key}_{suffix}") for key in ("forward", "both")]
+        return " | ".join("" if value is None else f"{value:.{digits}f}" for value in values) if any(values) else ""
+
+    def ratio(row: dict[str, Any], peer: dict[str, Any] | None) -> str:
+        if peer is None or "error" in peer or "error" in row:
+            return ""
+        return " | ".join(f"{peer[f'{key}_ms'] / row[f'{key}_ms']:.1f}" for key in ("forward", "both"))
+
     for name in dict.fromkeys(row["name"] for row in rows):
         group = {row["method"]: row for row in rows if row["name"] == name}
         for method, row in group.items():
-            loop = group.get("loop")
-            soft = group["softmax"]
+            memory = row.get("peak_bytes")
             table.add_row(
                 name if method == "auto" else "",
                 method,
-                f"{row['forward_ms']:.2f}",
-                f"{row['both_ms']:.2f}",
-                f"{loop['both_ms'] / row['both_ms']:.1f}" if loop else "",
-                f"{soft['forward_ms'] / row['forward_ms']:.1f}",
-                f"{soft['both_ms'] / row['both_ms']:.1f}",
+                row["error"][:30] if "error" in row else pair(row, "ms", 3),
+                pair(row, "over_floor", 2),
+                pair(row, "GBps", 0),
+                pair(row, "TFLOPs", 0),
+                *(ratio(row, group.get(peer)) for peer in peers),
+                "" if memory is None else f"{memory / 1e6:.0f}",
                 end_section=method == "softmax",
             )
     console.print(table)
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Time against N for the causal language shape."""
+    """Time of a token against N for the causal shapes with blocks of 64."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    wanted = [row for row in rows if row["causal"] and row["block"] == min(r["block"] for r in rows if r["causal"])]
     for axis, key, label in zip(axes, ("forward_ms", "both_ms"), ("forward", "forward + backward"), strict=True):
-        for method in ("loop", "softmax", "parallel", "chunked", "auto"):
-            points = [(row["tokens"], row[key]) for row in rows if row["method"] == method and row["causal"]]
-            style = "--" if method == "auto" else "-"
-            axis.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=method)
+        for method in ("loop", "authors", "softmax", "fla", "parallel", "chunked", "exponential", "auto"):
+            points = [
+                (row["tokens"], 1e3 * row[key] / (row["batch"] * row["tokens"]))
+                for row in wanted
+                if row["method"] == method and "error" not in row
+            ]
+            if points:
+                style = "--" if method == "auto" else "-"
+                axis.plot(*zip(*sorted(points), strict=True), style, marker="o", markersize=3, label=method)
         axis.set(xscale="log", yscale="log", xlabel="tokens N", title=label)
-        axis.set_xticks([row["tokens"] for row in rows if row["method"] == "auto" and row["causal"]])
+        axis.set_xticks(sorted({row["tokens"] for row in wanted}))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("milliseconds")
+    axes[0].set_ylabel("microseconds a token")
     axes[1].legend()
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
@@ -173,32 +186,34 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--seconds", type=float, default=1.0, help="time spent on each figure")
-    parser.add_argument("--longest", type=int, default=16384, help="leave out shapes of more tokens")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each figure")
+    parser.add_argument("--longest", type=int, default=32768, help="leave out shapes of more tokens")
+    parser.add_argument("--authors", type=Path, metavar="DIR", help="checkout of the authors' code, measured too")
+    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s that the floor counts with")
+    parser.add_argument("--rate", type=float, default=790, help="TFLOP/s that the floor counts with")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/benchmarks"), help="folder for attention-*.json and .png"
     )
     args = parser.parse_args()
 
-    device, dtype, console = torch.device(args.device), getattr(torch, args.dtype), Console(width=120)
-    shapes = [shape for shape in LANGUAGE + IMAGES if shape.tokens <= args.longest]
+    device, console = torch.device(args.device), Console(width=150)
+    dtype_name = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    rates = Rates(args.bandwidth * 1e12, args.rate * 1e12)
+    shapes = [shape for shape in (MODELS + LENGTHS if device.type == "cuda" else SMALL) if shape.tokens <= args.longest]
+    machine = describe(device)
+    args.out.mkdir(parents=True, exist_ok=True)
+    result = args.out / f"attention-{device.type}.json"
     rows: list[dict[str, Any]] = []
     with Progress(console=console, transient=True) as progress:
         for shape in progress.track(shapes, description="measuring"):
-            rows += measure(shape, device, dtype, args.seconds)
-    machine = describe(device)
+            rows += measure(shape, device, getattr(torch, dtype_name), args.seconds, rates, args.authors)
+            content = {"machine": machine, "dtype": dtype_name, "rates": asdict(rates), "rows": rows}
+            result.write_text(json.dumps(content, indent=1) + "\n")
     print_table(rows, console)
     console.print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    args.out.mkdir(parents=True, exist_ok=True)
-    result = args.out / f"attention-{device.type}.json"
-    result.write_text(json.dumps({"machine": machine, "dtype": args.dtype, "rows": rows}, indent=1) + "\n")
     picture = result.with_suffix(".png")
-    draw(
-        rows,
-        f"causal, H=4, Dk=128, Dv=256, C=64, {args.dtype}, {machine['device']}, {machine['threads']} threads",
-        picture,
-    )
+    draw(rows, f"causal, H=4, Dk=128, Dv=256, C=64, {dtype_name}, {machine['device']}", picture)
     console.print(f"written: {result}, {picture}")
 
 

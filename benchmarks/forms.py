@@ -1,11 +1,14 @@
-"""Which PyTorch form is faster where, and whether ``form="auto"`` picks it; and the best tile of the chunked form.
+"""Which form is faster where, and whether ``form="auto"`` picks it; on a CPU also the best tile of the chunked form.
 
     python -m benchmarks.forms
+    python -m benchmarks.forms --device cpu
 
-The constants in ``mhla_kernels/cost.py`` and ``TILE`` in ``mhla_kernels/chunked.py`` were chosen with it.
+The constants in ``mhla_kernels/cost.json`` and ``TILE`` in ``mhla_kernels/chunked.py`` are chosen with it.
 """
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 from mhla_kernels import chunked, mhla_attention
@@ -14,8 +17,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.attention import Shape, inputs
 from benchmarks.machine import describe, milliseconds
+from benchmarks.shapes import LENGTHS, MODELS, Shape, inputs
 
 LANGUAGE = [
     Shape(f"language N={n} C={c}", 4, 4, n, c, 128, 256, True)
@@ -35,9 +38,9 @@ IMAGES = [
 ]
 
 
-def both_ms(shape: Shape, form: str) -> float:
-    """Median milliseconds of forward + backward."""
-    q, k, v, mixing = inputs(shape, torch.device("cpu"), torch.float32)
+def both_ms(shape: Shape, form: str, device: torch.device) -> float:
+    """Median milliseconds of forward + backward; bfloat16 on a GPU, float32 on a CPU."""
+    q, k, v, mixing = inputs(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     cotangent = torch.ones_like(v)
 
     def run() -> object:
@@ -48,38 +51,59 @@ def both_ms(shape: Shape, form: str) -> float:
             mixing,
             block_size=shape.block,
             causal=shape.causal,
-            normalize=not shape.causal,
+            normalize=shape.normalized,
             form=form,  # type: ignore[arg-type]
         )
         return torch.autograd.grad(out, [q, k, v, mixing], cotangent)
 
-    return milliseconds(run, torch.device("cpu"), seconds=0.25)
+    return milliseconds(run, device, seconds=0.25)
 
 
-def main() -> None:
-    """Print both tables."""
-    console = Console(width=110)
+def compare_forms(shapes: list[Shape], device: torch.device, console: Console) -> Table:
+    """Both forms, the one that ``auto`` picks, and what the choice loses."""
     table = Table(title="forward + backward, milliseconds (median)")
     for title in ("shape", "parallel", "chunked", "auto picks", "loses"):
         table.add_column(title, justify="left" if title == "shape" else "right")
-    for shape in track(LANGUAGE + IMAGES, "measuring forms", console=console, transient=True):
-        times = {form: both_ms(shape, form) for form in ("parallel", "chunked")}
-        blocks = -(-shape.tokens // shape.block)
-        pick = cheapest_form(blocks, shape.block, shape.key_width, shape.value_width, shape.causal)
+    for shape in track(shapes, "measuring forms", console=console, transient=True):
+        times = {form: both_ms(shape, form, device) for form in ("parallel", "chunked")}
+        pick = cheapest_form(
+            shape.tokens,
+            shape.blocks,
+            shape.key_width,
+            shape.value_width,
+            shape.causal,
+            backend="triton" if device.type == "cuda" else "torch",
+        )
         loss = times[pick] / min(times.values()) - 1
         table.add_row(shape.name, f"{times['parallel']:.2f}", f"{times['chunked']:.2f}", pick, f"{loss:.0%}")
-    console.print(table)
-    tiles = Table(title="chunked, causal, N=4096, Dk=128, Dv=256: milliseconds by tile")
+    return table
+
+
+def compare_tiles(console: Console) -> Table:
+    """The chunked form in PyTorch by its tile."""
+    table = Table(title="chunked, causal, N=4096, Dk=128, Dv=256: milliseconds by tile")
     for title in ("tile", "C=256", "C=1024", "C=4096"):
-        tiles.add_column(title, justify="right")
-    kept = chunked.TILE
+        table.add_column(title, justify="right")
+    kept, cpu = chunked.TILE, torch.device("cpu")
     for tile in track((32, 64, 128, 256), "measuring tiles", console=console, transient=True):
         chunked.TILE = tile
-        times_ms = [both_ms(Shape("", 1, 4, 4096, c, 128, 256, True), "chunked") for c in (256, 1024, 4096)]
-        tiles.add_row(str(tile), *(f"{time:.0f}" for time in times_ms))
+        times = [both_ms(Shape("", 1, 4, 4096, c, 128, 256, True), "chunked", cpu) for c in (256, 1024, 4096)]
+        table.add_row(str(tile), *(f"{time:.0f}" for time in times))
     chunked.TILE = kept
-    console.print(tiles)
-    console.print(", ".join(f"{key} {value}" for key, value in describe(torch.device("cpu")).items()))
+    return table
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.forms", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device, console = torch.device(parser.parse_args().device), Console(width=110)
+    if device.type == "cuda":
+        console.print(compare_forms([s for s in MODELS + LENGTHS if s.tokens <= 8192], device, console))
+    else:
+        console.print(compare_forms(LANGUAGE + IMAGES, device, console))
+        console.print(compare_tiles(console))
+    console.print(", ".join(f"{key} {value}" for key, value in describe(device).items()))
 
 
 if __name__ == "__main__":

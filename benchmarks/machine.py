@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,13 +17,15 @@ import torch
 def describe(device: torch.device) -> dict[str, Any]:
     """Machine, thread count, versions and date, for a result file."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    return {
-        "date": date.today().isoformat(),
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "flash-linear-attention"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if device.type == "cuda":
+        versions["cuda"] = torch.version.cuda or ""
+    return {"date": date.today().isoformat(), "device": name, "threads": torch.get_num_threads(), **versions}
 
 
 def _cpu_name() -> str:
@@ -32,15 +35,51 @@ def _cpu_name() -> str:
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, seconds: float, least: int = 3) -> float:
-    """Median time of ``call`` in milliseconds, after one warm-up, over at least ``least`` calls and ``seconds``."""
+    """Median time of ``call`` in milliseconds, after a warm-up, over at least ``least`` calls and about ``seconds``.
+
+    On a GPU: of the replays of a CUDA graph, between events, so that launches cost nothing.
+    """
+    if device.type == "cuda":
+        return _graph_milliseconds(call, seconds, least)
 
     def once() -> float:
         start = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         return (time.perf_counter() - start) * 1e3
 
     first = once()
-    times = [once() for _ in range(max(least, min(50, int(seconds * 1e3 / max(first, 1e-3)))))]
-    return median(times)
+    return median(once() for _ in range(max(least, min(50, int(seconds * 1e3 / max(first, 1e-3))))))
+
+
+def _graph_milliseconds(call: Callable[[], object], seconds: float, least: int) -> float:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+
+    def once() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    first = median(once() for _ in range(3))
+    return median(once() for _ in range(max(least, min(200, int(seconds * 1e3 / max(first, 1e-3))))))
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Memory that ``call`` needs at its peak beyond what was allocated before; None where torch does not count it."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

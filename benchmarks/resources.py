@@ -134,9 +134,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     layout = make_layout(tokens, q.device, variant.block_size, None, None)
     mixing = torch.zeros(1, variant.terms) if variant.terms else torch.zeros(1, 4, 4)
     decay = torch.zeros(1, variant.terms) if variant.terms else None
-    call = Call(
-        q, k, v, mixing, decay, layout, None, None, variant.causal, variant.normalize, True, 1e-6, variant.form
-    )
+    call = Call(q, k, v, mixing, decay, layout, None, None, variant.causal, variant.normalize, True, 1e-6, variant.form)
     with recording() as recorded, mock.patch.object(launch, "chip_of", lambda device: chip):
         forward(call)
         backward(call, torch.zeros(2, tokens, heads, variant.value_width, dtype=dtype), True)
@@ -222,16 +220,19 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
     ]
 
 
-def measure(chosen: list[Variant], chips: list[int], console: Console) -> list[Usage]:
-    """Compile all kernels of ``chosen``, each distinct one once, on all cores."""
+def measure(chosen: list[Variant], chips: list[int], console: Console, sample: int | None = None) -> list[Usage]:
+    """Compile the kernels of ``chosen``, each distinct one once, on all cores; ``sample`` of them, evenly, if given."""
     seen: dict[tuple[object, ...], Launch] = {}
     for chip, variant in product(chips, chosen):
         for launch in launches_of(variant, chip):
             key = (chip, launch.kernel, launch.signature, launch.constants, launch.divisible, launch.options)
             if key not in seen or launch.spills_allowed < seen[key].spills_allowed:
                 seen[key] = launch
+    launches = list(seen.values())
+    if sample is not None:
+        launches = [launches[index * len(launches) // sample] for index in range(min(sample, len(launches)))]
     with ProcessPoolExecutor() as pool, Progress(console=console, transient=True) as progress:
-        futures = [pool.submit(compile_launch, launch) for launch in seen.values()]
+        futures = [pool.submit(compile_launch, launch) for launch in launches]
         return [future.result() for future in progress.track(futures, description="compiling")]
 
 
@@ -252,13 +253,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.resources", description=__doc__.splitlines()[0])
     parser.add_argument("--chips", type=int, nargs="+", choices=list(CHIPS), default=list(CHIPS))
     parser.add_argument("--widths", nargs="+", metavar="K/V", help="pairs such as 64/64; all by default")
+    parser.add_argument("--sample", type=int, metavar="N", help="compile only N of the kernels, evenly chosen")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for resources.json")
     args = parser.parse_args()
     console = Console(width=150)
     widths = MODEL_WIDTHS + OTHER_WIDTHS
     if args.widths:
         widths = tuple((int(k), int(v)) for k, v in (pair.split("/") for pair in args.widths))
-    usages = measure(variants(widths), args.chips, console)
+    usages = measure(variants(widths), args.chips, console, args.sample)
     print_table(usages, console)
     args.out.mkdir(parents=True, exist_ok=True)
     result = args.out / "resources.json"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,26 +12,60 @@ import pytest
 import torch
 from mhla_kernels import mhla_attention
 
-from benchmarks import attention
+from benchmarks import attention, peers
+from benchmarks.shapes import MODELS, Rates, Shape, least_cost
 
 
 def test_the_baseline_loop_computes_the_operator() -> None:
     q, k, v, mixing = torch.rand(1, 64, 2, 8), torch.rand(1, 64, 2, 8), torch.randn(1, 64, 2, 6), torch.rand(4, 4)
     want = mhla_attention(q, k, v, mixing, block_size=16, causal=True, normalize=False)
-    torch.testing.assert_close(attention.loop_over_blocks(q, k, v, mixing, 16), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(peers.loop_over_blocks(q, k, v, mixing, 16), want, rtol=1e-4, atol=1e-5)
 
 
 def test_the_benchmark_writes_table_and_picture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shapes = [attention.Shape(f"LM {n}", 1, 1, n, 16, 8, 16, True) for n in (32, 64)]
-    monkeypatch.setattr(attention, "LANGUAGE", shapes)
-    monkeypatch.setattr(attention, "IMAGES", [attention.Shape("image", 1, 2, 16, 4, 8, 8, False)])
+    shapes = [Shape(f"LM {n}", 1, 1, n, 16, 8, 16, True) for n in (32, 64)]
+    monkeypatch.setattr(attention, "SMALL", [*shapes, Shape("image", 1, 2, 16, 4, 8, 8, False)])
     monkeypatch.setattr(sys, "argv", ["attention", "--device", "cpu", "--seconds", "0", "--out", str(tmp_path)])
     attention.main()
-    assert "softmax / ours" in capsys.readouterr().out
+    assert "softmax /" in capsys.readouterr().out
     result = json.loads((tmp_path / "attention-cpu.json").read_text())
-    assert {row["method"] for row in result["rows"]} == {"auto", "chunked", "parallel", "loop", "softmax"}
+    assert {row["method"] for row in result["rows"]} == {
+        "auto",
+        "chunked",
+        "parallel",
+        "exponential",
+        "loop",
+        "softmax",
+    }
     assert all(row["both_ms"] > 0 for row in result["rows"])
     assert result["machine"]["torch"] == torch.__version__
     assert (tmp_path / "attention-cpu.png").stat().st_size > 10_000
+
+
+def test_the_floors_are_those_of_the_operators_documentation() -> None:
+    """Microseconds on an H200, forward: the smaller of both forms, each the longer of bytes and arithmetic."""
+    wanted = {
+        "DeiT-S 224": 23,
+        "DiT-XL/2 512 px": 149,
+        "SANA-0.6B 1024 px": 53,
+        "LM 340M, 2k": 131,
+        "LM 340M, 32k, C=256": 101,
+    }
+    for shape in MODELS:
+        if shape.name in wanted:
+            floor = least_cost(shape, Rates(), backward=False).milliseconds(Rates()) * 1e3
+            assert round(floor) == pytest.approx(wanted[shape.name], abs=1), shape.name
+
+
+def test_kernels_compile_ahead_of_time_within_their_limits(tmp_path: Path) -> None:
+    """A sample over chips, dtypes, widths and forms, in a process of its own: interpreted kernels do not compile."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.resources", "--sample", "30", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    kernels = json.loads((tmp_path / "resources.json").read_text())["kernels"]
+    assert len(kernels) == 30
+    assert {kernel["chip"] for kernel in kernels} == {80, 90, 100}
+    assert all(kernel["registers"] > 0 and kernel["shared_bytes"] >= 0 for kernel in kernels)

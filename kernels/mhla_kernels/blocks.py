@@ -58,7 +58,7 @@ class BlockPartition:
         slot: ``[N]`` int64, the flat slot of each token, or None where token t simply lies in slot t.
         local: ``[M]`` int64, for packed sequences: index of the block within its sequence.
         owner: ``[M]`` int64, for packed sequences: the block's sequence, S for a block that is not in use.
-        sequences: for packed sequences whose bounds lie on the CPU: first block and end of each one that has any.
+        sequences: for packed sequences whose bounds the CPU can read: first block and end of each one that has any.
     """
 
     tokens: int
@@ -118,7 +118,7 @@ def make_partition(
     counts = (bounds.diff() + block_size - 1) // block_size
     ends = counts.cumsum(0)
     sequences = None
-    if cu_seqlens.device.type == "cpu":
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         lengths = cu_seqlens.to(torch.int64).diff() + block_size - 1
         bound = [0, *(lengths // block_size).cumsum(0).tolist()]
         sequences = tuple((first, last) for first, last in pairwise(bound) if last > first)

@@ -56,9 +56,7 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
     return resized.to(mixing.dtype)
 
 
-def extend_mixing(
-    mixing: Tensor, blocks: int, tail: Literal["exponential", "last", "zero"] = "exponential"
-) -> Tensor:
+def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "last", "zero"] = "exponential") -> Tensor:
     """Continue learned causal coefficients past their size, so that a model sees sequences longer than in training.
 
     The known rows stay as they are. A new row takes, at each distance, the mean of the row-normalised coefficients at

@@ -215,7 +215,9 @@ def _counts(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> 
         return (tokens,) * batch
     counts = tuple(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
     if len(counts) != batch or any(not isinstance(c, int) or not 0 <= c <= tokens for c in counts):
-        raise ValueError(f"lengths must be {batch} integers of 0 to N={tokens}, one for each row, got {list(counts)[:8]}")
+        raise ValueError(
+            f"lengths must be {batch} integers of 0 to N={tokens}, one for each row, got {list(counts)[:8]}"
+        )
     return counts
 
 
@@ -408,7 +410,9 @@ class _ContinuedMixer(Mixer):
 
     def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:
         groups = _groups(firsts, [True] * len(firsts), start.open.device)
-        own = torch.ones(len(start.lengths), start.open.shape[1], blocks, dtype=start.open.dtype, device=start.open.device)
+        own = torch.ones(
+            len(start.lengths), start.open.shape[1], blocks, dtype=start.open.dtype, device=start.open.device
+        )
         for first, rows in groups:
             if isinstance(mixing, ExponentialMixing):
                 own[rows] = mixing.amplitude.sum(-1).reshape(1, -1, 1)

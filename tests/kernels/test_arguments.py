@@ -121,13 +121,22 @@ def test_extend_mixing_continues_what_depends_on_distance() -> None:
             torch.testing.assert_close(got, long, rtol=0.05, atol=1e-4)
         else:
             beyond = got[-1, : 96 - 32]
-            torch.testing.assert_close(beyond, torch.full_like(beyond, got[-1, 96 - 32].item() if tail == "last" else 0.0))
+            torch.testing.assert_close(
+                beyond, torch.full_like(beyond, got[-1, 96 - 32].item() if tail == "last" else 0.0)
+            )
     torch.testing.assert_close(extend_mixing(long[:32, :32], 8), long[:8, :8])
     per_head = extend_mixing(torch.stack([long[:32, :32], torch.eye(32)]), 48)
     torch.testing.assert_close(per_head[1], torch.eye(48))
 
 
-@pytest.mark.parametrize(("change", "message"), [({"tail": "none"}, "'none' is not one of"), ({"blocks": 0}, "positive"), ({"mixing": torch.ones(2, 3)}, r"\[M, M\]")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tail": "none"}, "'none' is not one of"),
+        ({"blocks": 0}, "positive"),
+        ({"mixing": torch.ones(2, 3)}, r"\[M, M\]"),
+    ],
+)
 def test_extend_mixing_refuses(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         extend_mixing(**{"mixing": torch.ones(2, 2), "blocks": 4, **change})

@@ -95,7 +95,9 @@ def build(case: Case) -> tuple[tuple[Tensor, ...], dict[str, Any], list[list[int
     v = torch.randn(batch, n, case.heads, case.value_width, generator=draw)
     check = {"causal": case.causal, "normalize": case.normalize}
     if case.relu:
-        shift = torch.tensor([0.0] + [0.3] * (case.key_width - 1))  # one feature stays, or rows would see next to nothing
+        shift = torch.tensor(
+            [0.0] + [0.3] * (case.key_width - 1)
+        )  # one feature stays, or rows would see next to nothing
         q, k = q - shift, k - shift
         options["feature_map"] = "relu"
     if case.masked:
@@ -121,7 +123,9 @@ def gradients(run: Any, tensors: tuple[Tensor, ...], cotangent: Tensor) -> tuple
     return out.detach(), torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
 
 
-def gradient_scales(want: Any, tensors: tuple[Tensor, ...], cotangent: Tensor, want_grads: tuple[Tensor, ...]) -> list[float]:
+def gradient_scales(
+    want: Any, tensors: tuple[Tensor, ...], cotangent: Tensor, want_grads: tuple[Tensor, ...]
+) -> list[float]:
     """What the error of each gradient is divided by: its norm, or a thirtieth of the terms that it is summed from.
 
     Where the terms cancel further (a row that sees a single block or key does not depend on its weights: all but nothing
@@ -295,7 +299,9 @@ def test_packed_sequences_equal_each_alone(implementation: str) -> None:
     mixing, bounds = torch.rand(4, 4), [0, 5, 5, 21, 33]
     options: dict[str, Any] = {"block_size": 5, "causal": True, "normalize": False}
     packed = attend(implementation, q, k, v, mixing, cu_seqlens=bounds, **options)
-    parts = [attend(implementation, q[:, a:b], k[:, a:b], v[:, a:b], mixing, **options) for a, b in pairwise(bounds) if b > a]
+    parts = [
+        attend(implementation, q[:, a:b], k[:, a:b], v[:, a:b], mixing, **options) for a, b in pairwise(bounds) if b > a
+    ]
     torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=1e-5, atol=1e-6)
 
 
@@ -323,7 +329,9 @@ def test_bfloat16_stays_close(implementation: str, mean: float, causal: bool, no
     for name, limit in {"output": 5e-3, "q": 1e-2, "k": 1e-2, "v": 1e-2, "mixing": 1e-4}.items():
         assert got[name] < limit, f"{name} is off by {got[name]:.1e}"
         if name != "mixing":  # which is float32: its own limit is far below any rounding to bfloat16
-            assert got[name] < 1.2 * chunked[name], f"{name}: {got[name]:.1e} against {chunked[name]:.1e} of the torch form"
+            assert got[name] < 1.2 * chunked[name], (
+                f"{name}: {got[name]:.1e} against {chunked[name]:.1e} of the torch form"
+            )
 
 
 def test_summaries_of_the_gradient_are_float32() -> None:

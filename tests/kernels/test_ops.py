@@ -8,6 +8,7 @@ import pytest
 import torch
 from implementations import DEVICE, TRITON
 from mhla_kernels import ExponentialMixing, mhla_attention
+from mhla_kernels.triton_backend import ops  # noqa: F401  registers the operator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,9 +16,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "bidirectional": {"block_size": 8, "feature_map": "relu"},
     "causal": {"block_size": 8, "causal": True, "normalize": False},
     "uneven": {"block_offsets": (0, 5, 20)},
-    "masked": {"block_size": 8, "key_mask": torch.arange(20)[None] < 15},
+    "masked": {"block_size": 8, "key_mask": (torch.arange(20) < 15)[None]},
 }  # fmt: skip
 BACKENDS = (*TRITON, "torch chunked", "torch parallel")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    torch._dynamo.reset()
 
 
 def problem(blocks: int = 3, exponential: bool = False) -> list[Tensor]:
@@ -91,7 +97,8 @@ def test_other_lengths_need_no_new_graph_each(implementation: str) -> None:
     for tokens in (20, 24, 28, 33, 47):
         q, k, v = (torch.rand(1, tokens, 2, 8, device=DEVICE) for _ in range(3))
         assert compiled(q, k, v, mixing).shape == v.shape
-    assert counter.frame_count <= 2, f"{counter.frame_count} graphs for five lengths"
+    limit = 1 if backend == "triton" else 3  # the PyTorch forms branch on whether the last block is short
+    assert counter.frame_count <= limit, f"{counter.frame_count} graphs for five lengths"
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
@@ -133,7 +140,9 @@ def test_only_what_is_asked_for_is_computed(implementation: str) -> None:
 
 
 def test_the_torch_forms_take_double_gradients() -> None:
-    leaves = [x.double().detach().requires_grad_() for x in problem()]
+    leaves = [x.double()[:, :6, :1, :2] if x.dim() == 4 else x.double()[:1, :2, :2] for x in problem()]
     assert torch.autograd.gradgradcheck(
-        lambda *x: mhla_attention(*x, block_size=8, backend="torch", form="chunked")[:, :2], leaves, atol=1e-4
+        lambda *x: mhla_attention(*x, block_size=3, backend="torch", form="chunked"),
+        [x.detach().requires_grad_() for x in leaves],
+        atol=1e-4,
     )

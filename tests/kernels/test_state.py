@@ -48,8 +48,14 @@ def test_any_split_is_one_pass(
     if relu:
         q, k = q - 0.5, k - 0.5
     mixing = make_mixing(kind, 2, -(-n // block_size) + 1)
-    options: dict[str, Any] = {"block_size": block_size, "normalize": normalize, "feature_map": "relu" if relu else "identity"}
-    want = mhla_attention(*(x.double() for x in (q, k, v)), mixing.to(torch.float64), causal=True, form="reference", **options)
+    options: dict[str, Any] = {
+        "block_size": block_size,
+        "normalize": normalize,
+        "feature_map": "relu" if relu else "identity",
+    }
+    want = mhla_attention(
+        *(x.double() for x in (q, k, v)), mixing.to(torch.float64), causal=True, form="reference", **options
+    )
     state, parts, place = None, [], 0
     for index, piece in enumerate(pieces):
         cut = [x[:, place : place + piece] for x in (q, k, v)]
@@ -129,7 +135,9 @@ def test_a_state_stays_as_it_was_unless_donated(kind: str) -> None:
     mhla_prefill(q[:, 6:], k[:, 6:], v[:, 6:], mixing, block_size=3, state=state)
     again, _ = mhla_step(q[:, 6], k[:, 6], v[:, 6], mixing, state, block_size=3)
     for name in ("finished", "open", "mixture"):
-        assert torch.equal(getattr(state, name), getattr(copy, name)), f"a step changed {name} of a state it was not given"
+        assert torch.equal(getattr(state, name), getattr(copy, name)), (
+            f"a step changed {name} of a state it was not given"
+        )
     assert torch.equal(first, again)
     donated, after = mhla_step(q[:, 6], k[:, 6], v[:, 6], mixing, state, block_size=3, donate_state=True)
     assert torch.equal(donated, first)
@@ -195,7 +203,9 @@ def test_a_mixing_learned_for_2048_tokens_reaches_32768(long: str) -> None:
     state: MHLAState | None = None
     parts = []
     for start in range(0, 32768, 10000):
-        part, state = mhla_prefill(*(x[:, start : start + 10000] for x in (q, k, v)), mixing, block_size=64, state=state)
+        part, state = mhla_prefill(
+            *(x[:, start : start + 10000] for x in (q, k, v)), mixing, block_size=64, state=state
+        )
         parts.append(part)
     assert relative_error("output", torch.cat(parts, 1), out.double()) < 1e-5
 

@@ -64,9 +64,7 @@ def attend_tiles(dtype: torch.dtype, x_width: int, out_width: int, whole: bool, 
         rows = 64 if outputs <= 128 else 32
         columns = 32 if whole or (chip != HOPPER and outputs <= 64) else rows
         warps = 4 if outputs <= 64 else 8
-        return AttendTiles(
-            rows=rows, columns=columns, slice=min(x_width, 64), outputs=outputs, warps=warps, stages=2
-        )
+        return AttendTiles(rows=rows, columns=columns, slice=min(x_width, 64), outputs=outputs, warps=warps, stages=2)
     outputs = out_width if whole else min(out_width, 64)
     rows = 32 if outputs <= 64 else 16
     return AttendTiles(rows=rows, columns=rows, slice=min(x_width, 32), outputs=outputs)

@@ -1,0 +1,70 @@
+"""What the operator is measured against."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def loop_over_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, block: int) -> Tensor:
+    """Causal MHLA without a normaliser, block after block in Python: the baseline. Shapes as :func:`mhla_attention`."""
+    q, k, v = (x.transpose(1, 2).unflatten(2, (-1, block)) for x in (q, k, v))
+    blocks = q.shape[2]
+    visible = torch.ones(block, block, dtype=q.dtype, device=q.device).tril()
+    summaries = torch.stack([k[:, :, i].transpose(-1, -2) @ v[:, :, i] for i in range(blocks)])
+    out = torch.zeros_like(v)
+    for i in range(blocks):
+        earlier = (mixing[i, :i, None, None, None, None] * summaries[:i]).sum(0).to(q.dtype)
+        scores = (q[:, :, i] @ k[:, :, i].transpose(-1, -2)) * visible
+        out[:, :, i] = q[:, :, i] @ earlier + mixing[i, i].to(q.dtype) * (scores @ v[:, :, i])
+    return out.flatten(2, 3).transpose(1, 2) * q.shape[-1] ** -0.5
+
+
+def softmax_backend(device: torch.device) -> SDPBackend | None:
+    """The backend that softmax attention is held to: flash attention on a GPU; None leaves the choice to torch."""
+    return SDPBackend.FLASH_ATTENTION if device.type == "cuda" else None
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend | None) -> Tensor:
+    """Softmax attention, ``[B, H, N, D]``."""
+    if backend is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def flash_linear_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Plain causal linear attention of flash-linear-attention, ``[B, N, H, D]``; None where it is not installed."""
+    if importlib.util.find_spec("fla") is None or not torch.cuda.is_available():
+        return None
+    from fla.ops.linear_attn import chunk_linear_attn
+
+    return lambda q, k, v: chunk_linear_attn(q, k, v, normalize=False)[0]
+
+
+def authors(checkout: Path) -> Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]:
+    """The chunked causal form in a checkout of the paper's public code (github.com/DAGroup-PKU/MHLA).
+
+    Raises:
+        FileNotFoundError: if it is not there.
+    """
+    path = checkout / "mhla_nlp/fla/ops/mhla/naive.py"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; --authors wants a checkout of github.com/DAGroup-PKU/MHLA")
+    spec = importlib.util.spec_from_file_location("authors_naive", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, block: int) -> Tensor:
+        out = module.naive_chunk_simple_mhla_fixed(q, k, v, mixing[..., None, None, None, None], chunk_size=block)
+        return out[0] if isinstance(out, tuple) else out
+
+    return run

@@ -1,0 +1,119 @@
+"""The shapes that are measured, what they cost at least, and random tensors for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One row of a table; letters as in the operator's documentation, ``block`` tokens in a block."""
+
+    name: str
+    batch: int
+    heads: int
+    tokens: int
+    block: int
+    key_width: int
+    value_width: int
+    causal: bool
+    normalize: bool | None = None
+
+    @property
+    def blocks(self) -> int:
+        """M."""
+        return -(-self.tokens // self.block)
+
+    @property
+    def normalized(self) -> bool:
+        """Whether rows are divided by their sum: unless said, where attention is bidirectional."""
+        return not self.causal if self.normalize is None else self.normalize
+
+
+MODELS = [
+    Shape("DeiT-S 224", 128, 6, 256, 16, 64, 64, False),
+    Shape("DiT-S/2 256 px", 256, 6, 256, 16, 64, 64, False),
+    Shape("DiT-XL/2 256 px", 64, 16, 256, 16, 72, 72, False),
+    Shape("DiT-XL/2 512 px", 32, 16, 1024, 64, 72, 72, False),
+    Shape("SANA-0.6B 1024 px", 16, 36, 1024, 64, 32, 32, False),
+    Shape("Wan2.1-1.3B 480x800, 150 blocks", 1, 12, 31500, 210, 128, 128, False, False),
+    Shape("Wan2.1-1.3B 480x800, 105 blocks", 1, 12, 31500, 300, 128, 128, False, False),
+    Shape("LM 340M, 2k", 16, 4, 2048, 64, 128, 256, True),
+    Shape("LM 340M, 8k", 4, 4, 8192, 64, 128, 256, True),
+    Shape("LM 340M, 32k, C=64", 1, 4, 32768, 64, 128, 256, True),
+    Shape("LM 340M, 32k, C=256", 1, 4, 32768, 256, 128, 256, True),
+]
+"""Shapes of published models at the batch sizes they are trained with (MHLA paper, sections 4 and 5)."""
+
+LENGTHS = [Shape(f"LM 340M, N={n}", 32768 // n, 4, n, 64, 128, 256, True) for n in (256, 512, 1024, 4096, 16384)]
+"""With those of ``MODELS``, time against length at 32,768 tokens in all."""
+
+SMALL = [
+    *(Shape(f"LM 340M, N={n}", 1, 4, n, 64, 128, 256, True) for n in (512, 1024, 2048, 4096, 8192, 16384)),
+    Shape("digits 8x8", 64, 4, 64, 4, 16, 16, False),
+    Shape("DeiT-S 256 tokens", 4, 6, 256, 16, 64, 64, False),
+    Shape("DiT-XL/2 512 px", 1, 16, 1024, 64, 72, 72, False),
+    Shape("DiT-XL/2 1024 px", 1, 16, 4096, 256, 72, 72, False),
+]
+"""For a CPU."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a chip does at best: bytes and operations a second. By default an H200, both measured on such a chip."""
+
+    bandwidth: float = 4.3e12
+    operations: float = 790e12
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes and operations of one pass."""
+
+    bytes: float
+    operations: float
+
+    def milliseconds(self, rates: Rates) -> float:
+        """The longer of moving the bytes and doing the operations."""
+        return 1e3 * max(self.bytes / rates.bandwidth, self.operations / rates.operations)
+
+
+def least_cost(shape: Shape, rates: Rates, backward: bool, width: int = 2) -> Cost:
+    """The floor of a shape: the cheaper of both forms, each tensor moved once, numbers of ``width`` bytes.
+
+    Chunked: 4 N K V + 2 M^2 K V operations and four passes over the summaries (causal: k and v once more); the backward pass
+    twice the operations and two more products with summaries, ten passes over summaries. Parallel: 2 N^2 (K + V), half when
+    causal; the backward pass 2 N^2 (3 K + 2 V). Backward tokens: q, k, v, dO read, dq, dk, dv written.
+    """
+    n, m, k, v = shape.tokens, shape.blocks, shape.key_width, shape.value_width
+    rows = shape.batch * shape.heads
+    tokens, summary = n * (2 * k + 2 * v), m * k * v
+    pairs = 2 * n * n * (k + v) / (2 if shape.causal else 1)
+    chunk = 4 * n * k * v + 2 * m * m * k * v
+    again = n * (k + v) if shape.causal else 0
+    passes = 4
+    if backward:
+        tokens += n * (4 * k + 3 * v)
+        pairs += 2 * n * n * (3 * k + 2 * v) / (2 if shape.causal else 1)
+        chunk += 8 * n * k * v + 4 * m * m * k * v
+        again *= 3
+        passes += 10
+    parallel = Cost(rows * tokens * width, rows * pairs)
+    chunked = Cost(rows * (tokens + again + passes * summary) * width, rows * chunk)
+    return min(parallel, chunked, key=lambda cost: cost.milliseconds(rates))
+
+
+def inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random q, k, v and mixing that want gradients."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.rand(*size, generator=generator, device=device, dtype=dtype).requires_grad_()
+
+    token = (shape.batch, shape.tokens, shape.heads)
+    q, k = random(*token, shape.key_width), random(*token, shape.key_width)
+    mixing = torch.rand(shape.blocks, shape.blocks, generator=generator, device=device).requires_grad_()
+    return q, k, random(*token, shape.value_width), mixing
