@@ -54,7 +54,8 @@ def methods(shape: Shape, device: torch.device, dtype: torch.dtype, checkout: Pa
     if shape.tokens <= 4096:
         found["parallel"] = (ours("parallel"), leaves)
     if shape.causal:
-        exponential = ExponentialMixing(*(torch.rand(4, device=device).requires_grad_() for _ in range(2)))
+        amplitude, decay = (torch.rand(4, device=device).requires_grad_() for _ in range(2))
+        exponential = ExponentialMixing(amplitude, decay)
         found["exponential"] = (
             lambda: mhla_attention(q, k, v, exponential, form="chunked", **options),
             [q, k, v, exponential.amplitude, exponential.decay],
@@ -71,7 +72,7 @@ def methods(shape: Shape, device: torch.device, dtype: torch.dtype, checkout: Pa
     size = (shape.batch, heads, shape.tokens, shape.key_width)
     soft = [torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
     backend = softmax_backend(device)
-    found["softmax"] = (lambda: softmax(*soft, shape.causal, backend), soft)
+    found["softmax"] = (lambda: softmax(soft[0], soft[1], soft[2], shape.causal, backend), soft)
     return found
 
 

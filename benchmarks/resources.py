@@ -110,16 +110,18 @@ def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, in
     launches: list[tuple[JITFunction, dict[str, Any], dict[str, int]]] = []
 
     def take_down(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
+        options: dict[str, int] = {
+            name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs
+        }
         bound = inspect.signature(self.fn).bind(*args, **kwargs)
         launches.append((self, dict(bound.arguments), options))
 
     run = JITFunction.run
-    JITFunction.run = take_down  # type: ignore[method-assign]
+    JITFunction.run = take_down
     try:
         yield launches
     finally:
-        JITFunction.run = run  # type: ignore[method-assign]
+        JITFunction.run = run
 
 
 def launches_of(variant: Variant, chip: int) -> list[Launch]:
@@ -135,7 +137,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     mixing = torch.zeros(1, variant.terms) if variant.terms else torch.zeros(1, 4, 4)
     decay = torch.zeros(1, variant.terms) if variant.terms else None
     call = Call(q, k, v, mixing, decay, layout, None, None, variant.causal, variant.normalize, True, 1e-6, variant.form)
-    with recording() as recorded, mock.patch.object(launch, "chip_of", lambda device: chip):
+    with recording() as recorded, mock.patch.object(launch, "chip_of", return_value=chip):
         forward(call)
         backward(call, torch.zeros(2, tokens, heads, variant.value_width, dtype=dtype), True)
     found = []
@@ -198,7 +200,8 @@ def _read_cubin(cubin: bytes) -> tuple[int, int]:
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
-    assert registers and stack, text
+    if registers is None or stack is None:
+        raise RuntimeError(f"cuobjdump said nothing of registers: {text}")
     return int(registers[1]), int(stack[1])
 
 
@@ -257,7 +260,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for resources.json")
     args = parser.parse_args()
     console = Console(width=150)
-    widths = MODEL_WIDTHS + OTHER_WIDTHS
+    widths: tuple[tuple[int, int], ...] = MODEL_WIDTHS + OTHER_WIDTHS
     if args.widths:
         widths = tuple((int(k), int(v)) for k, v in (pair.split("/") for pair in args.widths))
     usages = measure(variants(widths), args.chips, console, args.sample)

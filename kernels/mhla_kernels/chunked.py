@@ -75,7 +75,10 @@ def chunked(
     """Outputs ``[B, H, M, C, V]``; ``scale`` None asks for the normaliser."""
     run = _bidirectional if not causal else _causal if v_BHMCV.shape[-2] <= TILE else _causal_tiled
     out, normalizer = run(q_BHMCK, k_BHMCK, v_BHMCV, mixer, scale is None)
-    return out * scale if normalizer is None else out / (normalizer[..., None] + eps)
+    if scale is not None:
+        return out * scale
+    assert normalizer is not None
+    return out / (normalizer[..., None] + eps)
 
 
 def _mix(mixing: Tensor | ExponentialMixing, summary_BHMW: Tensor, causal: bool) -> Tensor:

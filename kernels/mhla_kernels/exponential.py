@@ -10,8 +10,10 @@ that separates over the axes of a grid.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,7 +149,7 @@ def _flatten(mixing: ExponentialMixing) -> tuple[list[Tensor], tuple[int, ...] |
     return [mixing.amplitude, mixing.decay], mixing.grid
 
 
-def _unflatten(children: list[Tensor], grid: tuple[int, ...] | None) -> ExponentialMixing:
+def _unflatten(children: Iterable[Any], grid: Any) -> ExponentialMixing:
     amplitude, decay = children
     return ExponentialMixing(amplitude, decay, grid)
 

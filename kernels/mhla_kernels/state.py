@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,10 +60,15 @@ class MHLAState:
         return sum(x.numel() * x.element_size() for x in (self.finished, self.open, self.mixture))
 
 
+def _from_leaves(*leaves: Any) -> MHLAState:
+    *lengths, finished, opened, mixture = leaves
+    return MHLAState(tuple(lengths), finished, opened, mixture)
+
+
 pytree.register_pytree_node(
     MHLAState,
     lambda state: ([*state.lengths, state.finished, state.open, state.mixture], None),
-    lambda leaves, _: MHLAState(tuple(leaves[:-3]), *leaves[-3:]),
+    lambda leaves, _: _from_leaves(*leaves),
     serialized_type_name="mhla_kernels.MHLAState",
 )
 
@@ -138,10 +144,10 @@ def mhla_prefill(
         # a full row that gets no token keeps its block open, and its outputs are not real
         firsts = [_first_block(length, block_size, each) for length, each in zip(before, moves, strict=True)]
         offsets = tuple(length - first * block_size for length, first in zip(before, firsts, strict=True))
-        placed = [_place(x, offsets, block_size) for x in mapped]
-        mixer = _ContinuedMixer(mixing, start, firsts, placed[2].shape[2], q.shape[-1] * v.shape[-1])
-        out = chunked(*placed, mixer, causal=True, scale=problem.scale, eps=eps)
-        blocks = _summaries(placed[1], placed[2])
+        q_blocks, k_blocks, v_blocks = (_place(x, offsets, block_size) for x in mapped)
+        mixer = _ContinuedMixer(mixing, start, firsts, v_blocks.shape[2], q.shape[-1] * v.shape[-1])
+        out = chunked(q_blocks, k_blocks, v_blocks, mixer, causal=True, scale=problem.scale, eps=eps)
+        blocks = _summaries(k_blocks, v_blocks)
         blocks[:, :, 0] += start.open
         after = _close(start, blocks, counts, mixing, block_size)
         return _take_back(out, offsets, tokens, mask).to(problem.dtype), after
@@ -189,12 +195,12 @@ def mhla_step(
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; more go to mhla_prefill")
     batch = q.shape[0]
-    row_of_one = [x[:, None] for x in (q, k, v)]
-    problem = _check(*row_of_one, mixing, block_size, normalize, scale, eps, feature_map, state.lengths, (1,) * batch)
-    _check_state(state, batch, *row_of_one[1:], mixing)
+    q, k, v = q[:, None], k[:, None], v[:, None]
+    problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, state.lengths, (1,) * batch)
+    _check_state(state, batch, k, v, mixing)
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
-        q, k, v = (x[:, 0] for x in _mapped(*row_of_one, problem, feature_map, None))
+        q, k, v = (x[:, 0] for x in _mapped(q, k, v, problem, feature_map, None))
         opened = _advance(state, mixing, block_size, (True,) * batch, donate_state)
         token = torch.cat([(k[..., None] * v[..., None, :]).flatten(2), k], -1)
         owned = donate_state or opened is not state
@@ -202,10 +208,8 @@ def mhla_step(
         seen = opened.mixture + _own(mixing, [length // block_size for length in state.lengths], q.device) * total
         width = q.shape[-1] * v.shape[-1]
         out = (q[..., None, :] @ seen[..., :width].unflatten(-1, (q.shape[-1], -1))).squeeze(-2)
-        if problem.scale is not None:
-            out = out * problem.scale
-        else:
-            out = out / ((q * seen[..., width:]).sum(-1, keepdim=True) + eps)
+        total_weight = (q * seen[..., width:]).sum(-1, keepdim=True)
+        out = out * problem.scale if problem.scale is not None else out / (total_weight + eps)
         lengths = tuple(length + 1 for length in state.lengths)
         return out.to(problem.dtype), replace(opened, lengths=lengths, open=total)
 
@@ -393,7 +397,7 @@ def _close(
     open_block = [max(length - 1, 0) // block_size for length in lengths]
     finished = _with_room(mixing, start.finished, max(open_block), donated=False)
     opened, mixture = start.open.clone(), start.mixture.clone()
-    for before, same_start in _groups(start.lengths, moved, opened.device):
+    for before in sorted({length for length, each in zip(start.lengths, moved, strict=True) if each}):
         first = before // block_size
         inside = [each and length == before for each, length in zip(moved, start.lengths, strict=True)]
         for block, rows in _groups(open_block, inside, opened.device):

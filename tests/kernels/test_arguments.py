@@ -87,7 +87,7 @@ def test_resize_mixing_refuses(old: tuple[int, ...], new: tuple[int, ...], messa
 
 def test_triton_says_why_it_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mhla_kernels.backend.INTERPRETED", False)
-    with pytest.raises(ValueError, match="tensors lie on 'cpu'.*TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match=r"tensors lie on 'cpu'.*TRITON_INTERPRET=1"):
         mhla_attention(Q, Q, Q, M, block_size=4, backend="triton")
     monkeypatch.setattr("mhla_kernels.backend.INSTALLED", False)
     with pytest.raises(ValueError, match="triton is not installed"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -226,8 +227,9 @@ def test_wrong_argument(name: str) -> None:
     if "state" in call:
         rows = 3 if call["state"] == "three rows" else 2
         call["state"] = mhla_prefill(*tokens(rows, 5), torch.rand(6, 6), block_size=3)[1]
+    if call.pop("step", False):
+        run = partial(mhla_step, *tokens(2, 4), state=MHLAState((0, 0), *[torch.zeros(1)] * 3))
+    else:
+        run = partial(mhla_prefill, *tokens(2, 4))
     with pytest.raises(ValueError, match=message):
-        if call.pop("step", False):
-            mhla_step(*tokens(2, 4), state=MHLAState((0, 0), *[torch.zeros(1)] * 3), block_size=3, **call)
-        else:
-            mhla_prefill(*tokens(2, 4), block_size=3, **call)
+        run(block_size=3, **call)

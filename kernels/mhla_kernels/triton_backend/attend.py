@@ -59,7 +59,7 @@ def _through_summary(
     NORMALIZE: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Add ``x S`` to ``total``, and what z gives: OUT ``x z`` to ``normalizer``, DQ ``z`` to ``keys``, DK ``z`` to ``total``."""
+    """Add ``x S`` to ``total``; of z, OUT adds ``x z`` to ``normalizer``, DQ ``z`` to ``keys``, DK ``z`` to ``total``."""
     for first in range(0, X_WIDTH, SLICE):
         inner = first + tl.arange(0, SLICE)
         x = load_tokens(x_base, rows, visible, inner, X_WIDTH, stride_n, stride_d, RELU)
@@ -124,6 +124,7 @@ def attend_kernel(
     tokens,
     table_size,
     heads,
+    tiles_of_row,
     pieces,
     piece_size,
     tiles,
@@ -146,14 +147,14 @@ def attend_kernel(
 ):
     """One ``[ROWS, OUTPUTS]`` tile of the result; see the module's text.
 
-    Grid: (tiles, output parts, B * H). Chunked (``SUMMARY``): ``table`` is that of the blocks, each of ``pieces`` pieces
+    Grid: (B * H * tiles, output parts). Chunked (``SUMMARY``): ``table`` is that of the blocks, each of ``pieces`` pieces
     of ``piece_size`` tokens, each of ``tiles`` tiles; ``mixed`` holds a summary for each block and, if ``RUNNING``,
     ``running`` for each piece that of the pieces before (after) it. Parallel: ``table`` is that of tiles of ``ROWS`` tokens.
 
     ``own_gradient``, written in mode DK of the chunked causal form: ``[B * H, tiles in all, output parts]``, this tile's
     part of the gradient of m[i, i].
     """
-    tile, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile, part, row = tl.program_id(0) % tiles_of_row, tl.program_id(1), (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
     INPUT: tl.constexpr = x.dtype.element_ty
     PAIR_RELU: tl.constexpr = RELU and (MODE == OUT or MODE == DV)
@@ -192,7 +193,7 @@ def attend_kernel(
     inverse_normalizer += row * tokens
     normalizer_gradient += row * tokens
     if OWN_GRADIENT:
-        own_gradient += (row * tl.num_programs(0) + tile) * tl.num_programs(1)
+        own_gradient += (row * tiles_of_row + tile) * tl.num_programs(1)
 
     rows = start + tl.arange(0, ROWS)
     visible = load_visible(key_mask, rows, high, HAS_MASK)

@@ -79,7 +79,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """B * H, the third dimension of every grid."""
+        """B * H, the a part of the first dimension of every grid."""
         return self.q.shape[0] * self.q.shape[2]
 
     @property
@@ -142,7 +142,7 @@ class Call:
         tiles = summary_tiles(self.q.dtype, self.key_width, self.value_width)
         parts = triton.cdiv(self.key_width, tiles.keys) * triton.cdiv(self.value_width, tiles.values)
         summary = self.q.new_empty(self.rows, blocks * pieces, width, dtype=torch.float32 if pieces > 1 else dtype)
-        summaries.summaries_kernel[(blocks * pieces, parts, self.rows)](
+        summaries.summaries_kernel[(self.rows * blocks * pieces, parts)](
             key, value, self.mask_bytes, value_weight, normalizer_weight, summary, self.layout.table,
             *_strides(key), *_strides(value), self.layout.tokens, blocks, self.q.shape[2], pieces, piece_size,
             KEY_WIDTH=self.key_width, VALUE_WIDTH=self.value_width, HAS_MASK=self.key_mask is not None, RELU=self.relu,
@@ -153,7 +153,7 @@ class Call:
             return summary, None
         total = self.q.new_empty(self.rows, blocks, width, dtype=dtype)
         columns = 1024
-        summaries.running_kernel[(blocks, triton.cdiv(width, columns), self.rows)](
+        summaries.running_kernel[(self.rows * blocks, triton.cdiv(width, columns))](
             summary, total, blocks, pieces, REVERSE=reverse, WIDTH=width, COLUMNS=columns, num_warps=4
         )
         return total, summary if self.causal else None
@@ -171,23 +171,30 @@ class Call:
         mixed = torch.empty_like(summary)
         _, blocks, width = summary.shape
         if self.decay is not None:
-            tiles = scan_tiles(self.mixing.shape[-1])
-            scan.scan_kernel[(triton.cdiv(width, tiles.columns), self.rows)](
-                self.mixing, self.decay, summary, mixed, self.layout.table, *self._terms(), blocks, self.q.shape[2],
-                REVERSE=transposed, WIDTH=width, COLUMNS=tiles.columns, TERMS=self.mixing.shape[-1],
-                TERMS_PADDED=tiles.terms, **self.schedule(tiles),
-            )  # fmt: skip
-            return mixed
+            return self._scan(summary, mixed, reverse=transposed)
         tiles = mix_tiles(self.q.dtype, blocks)
-        mix.mix_kernel[(triton.cdiv(width, tiles.columns), triton.cdiv(blocks, tiles.rows), self.rows)](
+        mix.mix_kernel[(self.rows * triton.cdiv(blocks, tiles.rows), triton.cdiv(width, tiles.columns))](
             self.mixing, summary, mixed, self.layout.table, *_mixing_strides(self.mixing), blocks, self.q.shape[2],
             INPUT=TL_DTYPES[self.q.dtype], CAUSAL=self.causal, TRANSPOSED=transposed, WIDTH=width, ROWS=tiles.rows,
             TERMS=tiles.terms, COLUMNS=tiles.columns, **self.schedule(tiles),
         )  # fmt: skip
         return mixed
 
-    def _terms(self) -> tuple[int]:
-        return (self.mixing.shape[-1] if self.mixing.shape[0] > 1 else 0,)
+    def _scan(self, summary: Tensor, mixed: Tensor, reverse: bool) -> Tensor:
+        assert self.decay is not None
+        (_, blocks, width), terms = summary.shape, self.mixing.shape[-1]
+        tiles = scan_tiles(terms)
+        scan.scan_kernel[(self.rows * triton.cdiv(width, tiles.columns),)](
+            self.mixing, self.decay, summary, mixed, self.layout.table, self.stride_of_terms, blocks, self.q.shape[2],
+            REVERSE=reverse, WIDTH=width, COLUMNS=tiles.columns, TERMS=terms, TERMS_PADDED=tiles.terms,
+            **self.schedule(tiles),
+        )  # fmt: skip
+        return mixed
+
+    @property
+    def stride_of_terms(self) -> int:
+        """From head to head in the amplitudes and decays of exponential mixing."""
+        return self.mixing.shape[-1] if self.mixing.shape[0] > 1 else 0
 
     def scan_gradient(self, gradient: Tensor, summary: Tensor) -> tuple[Tensor, Tensor]:
         """``[B * H, R]`` gradients of amplitude and decay of exponential mixing, but for m[i, i]."""
@@ -197,9 +204,10 @@ class Call:
         parts = triton.cdiv(width, tiles.columns)
         shape = (self.rows, parts, self.mixing.shape[-1])
         shares = [gradient.new_empty(shape), gradient.new_empty(shape)]
-        scan.scan_gradient_kernel[(parts, self.rows)](
-            self.mixing, self.decay, gradient, summary, *shares, self.layout.table, *self._terms(), blocks,
-            self.q.shape[2], WIDTH=width, COLUMNS=tiles.columns, TERMS=shape[-1], TERMS_PADDED=tiles.terms, **self.schedule(tiles),
+        scan.scan_gradient_kernel[(self.rows * parts,)](
+            self.mixing, self.decay, gradient, summary, *shares, self.layout.table, self.stride_of_terms,
+            blocks, self.q.shape[2], WIDTH=width, COLUMNS=tiles.columns, TERMS=shape[-1], TERMS_PADDED=tiles.terms,
+            **self.schedule(tiles),
         )  # fmt: skip
         return shares[0].sum(1), shares[1].sum(1)
 
@@ -210,7 +218,7 @@ class Call:
         tiles = mix_tiles(self.q.dtype, size)
         out = self.q.new_empty(self.rows, size, size, dtype=torch.float32)
         parts = triton.cdiv(size, tiles.rows)
-        mix.mixing_gradient_kernel[(parts, parts, self.rows)](
+        mix.mixing_gradient_kernel[(self.rows * parts, parts)](
             gradient, summary, out, self.layout.sequences, blocks, self.layout.sequences.shape[1], size,
             INPUT=TL_DTYPES[self.q.dtype], CAUSAL=self.causal, WIDTH=width, ROWS=tiles.rows, COLUMNS=64,
             **self.schedule(tiles),
@@ -246,12 +254,12 @@ class Call:
         count = layout.blocks * pieces * in_piece
         gradient = x.new_zeros(self.rows, count, parts, dtype=torch.float32) if own_gradient else None
         inverse, normalizer_gradient = weights or (x, x)
-        attend.attend_kernel[(count, parts, self.rows)](
+        attend.attend_kernel[(self.rows * count, parts)](
             x, y, a, own, out, self.mask_bytes, inverse, normalizer_gradient,
             x if mixed is None else mixed, x if running is None else running, self.pair_mixing[0],
             x if gradient is None else gradient, layout.table, layout.table if chunked else self.rows_of_tokens,
             *_strides(x), *_strides(y), *_strides(a), *_strides(own), *_strides(out), *self.pair_mixing[1:],
-            self.layout.tokens, layout.blocks, self.q.shape[2], pieces, piece_size, in_piece, self.eps,
+            self.layout.tokens, layout.blocks, self.q.shape[2], count, pieces, piece_size, in_piece, self.eps,
             MODE=mode, SUMMARY=chunked, RUNNING=running is not None, CAUSAL=self.causal, NORMALIZE=self.normalize,
             RELU=self.relu, HAS_MASK=self.key_mask is not None, OWN_GRADIENT=own_gradient,
             X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
@@ -273,7 +281,7 @@ class Call:
         span = power_of_two(min(tiles.rows, (tiles.rows - 2) // self.layout.smallest + 2))
         inverse, normalizer_gradient = weights or (q, q)
         out = q.new_zeros(self.rows, layout.blocks, size, span, dtype=torch.float32)
-        pairs.pair_gradient_kernel[(layout.blocks, self.rows)](
+        pairs.pair_gradient_kernel[(self.rows * layout.blocks,)](
             q, k, v, gradient, self.mask_bytes, inverse, normalizer_gradient, out, layout.table, self.rows_of_tokens,
             *_strides(q), *_strides(k), *_strides(v), *_strides(gradient), self.layout.tokens, layout.blocks,
             q.shape[2], size, CAUSAL=self.causal, NORMALIZE=self.normalize, RELU=self.relu,

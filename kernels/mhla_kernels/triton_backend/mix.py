@@ -34,10 +34,11 @@ def mix_kernel(
 ):
     """``mixed[i] = sum_b m[i, b] summary[b]`` over the blocks of i's sequence; causal: b < i, or b > i if ``TRANSPOSED``.
 
-    Grid: (column parts, block tiles, B * H). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``. ``TRANSPOSED`` takes
+    Grid: (B * H * block tiles, column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``. ``TRANSPOSED`` takes
     ``m[b, i]``.
     """
-    part, tile, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
+    tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
     mixing += (row % heads) * mixing_stride_h
     summary += row * blocks * WIDTH
@@ -94,16 +95,17 @@ def mixing_gradient_kernel(
 ):
     """``dm[i, b] = <gradient[i], summary[b]>``, summed over the packed sequences; causal: b < i, else 0.
 
-    Grid: (tiles of i, tiles of b, B * H). ``gradient`` (of the mixed summaries) and ``summary``: ``[B * H, blocks,
+    Grid: (B * H * tiles of i, tiles of b). ``gradient`` (of the mixed summaries) and ``summary``: ``[B * H, blocks,
     WIDTH]`` float32; ``mixing_gradient``: ``[B * H, size, size]`` float32.
     """
-    row = tl.program_id(2).to(tl.int64)
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tiles = tl.cdiv(size, ROWS)
+    tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    i = tile * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     gradient += row * blocks * WIDTH
     summary += row * blocks * WIDTH
     total = tl.zeros([ROWS, ROWS], tl.float32)
-    if not CAUSAL or tl.program_id(1) <= tl.program_id(0):
+    if not CAUSAL or tl.program_id(1) <= tile:
         for sequence in range(0, num_sequences):
             first = tl.load(sequences + sequence)
             count = tl.load(sequences + num_sequences + sequence)

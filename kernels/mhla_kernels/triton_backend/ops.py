@@ -73,16 +73,10 @@ def attention_backward(
     call = _call(
         q, k, v, mixing, decay, key_mask, cu_seqlens, block_size, block_offsets, causal, normalize, relu, eps, form
     )
-    *tokens, d_mixing, d_decay = launch.backward(call, gradient, with_mixing)
-    dq, dk, dv = tokens
-    empty = mixing.new_empty(0)
-    return (
-        dq,
-        dk,
-        dv,
-        empty if d_mixing is None else d_mixing.contiguous(),
-        mixing.new_empty(0) if d_decay is None else d_decay.contiguous(),
-    )
+    dq, dk, dv, of_mixing, of_decay = launch.backward(call, gradient, with_mixing)
+    d_mixing = mixing.new_empty(0) if of_mixing is None else of_mixing.contiguous()
+    d_decay = mixing.new_empty(0) if of_decay is None else of_decay.contiguous()
+    return dq, dk, dv, d_mixing, d_decay
 
 
 @attention_backward.register_fake

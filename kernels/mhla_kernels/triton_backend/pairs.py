@@ -126,10 +126,10 @@ def pair_gradient_kernel(
 ):
     """The gradient of mixing from one tile of ``ROWS`` keys and all queries that see them.
 
-    Grid: (tiles, B * H). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, zeroed before; query block by key
+    Grid: (B * H * tiles). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, zeroed before; query block by key
     block, key blocks counted from the first one of the tile, which has at most ``SPAN``.
     """
-    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, row = tl.program_id(0) % table_size, (tl.program_id(0) // table_size).to(tl.int64)
     batch, head = row // heads, row % heads
     INPUT: tl.constexpr = q.dtype.element_ty
     start = tl.load(table + START * table_size + tile)
@@ -146,7 +146,7 @@ def pair_gradient_kernel(
     v += tl.multiple_of(batch * v_stride_b + head * v_stride_h, ALIGNED)
     gradient += tl.multiple_of(batch * gradient_stride_b + head * gradient_stride_h, ALIGNED)
     key_mask += batch * tokens
-    mixing_gradient += (row * tl.num_programs(0) + tile) * size * SPAN
+    mixing_gradient += (row * table_size + tile) * size * SPAN
 
     rows = start + tl.arange(0, ROWS)
     visible = load_visible(key_mask, rows, high, HAS_MASK)

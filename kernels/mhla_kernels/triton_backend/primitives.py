@@ -20,7 +20,7 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
     """Float32 ``x`` in ``DTYPE``, to the nearest, ties to even."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = bits.to(tl.float32, bitcast=True)
@@ -42,7 +42,7 @@ def multiply(a, b, acc, INPUT: tl.constexpr):
     With bfloat16 inputs a float32 operand enters the matrix unit as two bfloat16 pieces (16 bits of significand); the
     product of the two small pieces is left out.
     """
-    if INPUT == tl.float32:
+    if tl.float32 == INPUT:
         acc = dot(a.to(tl.float32), b.to(tl.float32), acc)
     elif a.dtype == tl.float32 and b.dtype == tl.float32:
         a_high, b_high = round_to(a, INPUT), round_to(b, INPUT)

@@ -38,10 +38,11 @@ def scan_kernel(
 ):
     """``mixed[i]``: the sum over earlier blocks (later ones if ``REVERSE``) of i's sequence.
 
-    Grid: (column parts, B * H). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``; ``amplitude`` and ``decay``:
+    Grid: (B * H * column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``; ``amplitude`` and ``decay``:
     ``[H or 1, TERMS]`` float32.
     """
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    parts = tl.cdiv(WIDTH, COLUMNS)
+    part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < WIDTH
     terms = tl.arange(0, TERMS_PADDED)
@@ -82,9 +83,10 @@ def scan_gradient_kernel(
 ):
     """This part's share of the gradients of ``amplitude`` and ``decay``, ``[B * H, parts, TERMS]`` float32.
 
-    Grid: (column parts, B * H). ``gradient`` (of the mixed summaries) and ``summary``: ``[B * H, blocks, WIDTH]`` float32.
+    Grid: (B * H * column parts). ``gradient`` (of the mixed summaries) and ``summary``: ``[B * H, blocks, WIDTH]`` float32.
     """
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    parts = tl.cdiv(WIDTH, COLUMNS)
+    part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < WIDTH
     terms = tl.arange(0, TERMS_PADDED)
@@ -105,6 +107,6 @@ def scan_gradient_kernel(
         da += tl.sum(state * r[None, :], 1)
         dl += tl.sum(slope * r[None, :], 1)
         state += tl.load(summary + place, mask=inside, other=0.0)[None, :]
-    share = (row * tl.num_programs(0) + part) * TERMS + terms
+    share = (row * parts + part) * TERMS + terms
     tl.store(amplitude_gradient + share, da, mask=terms < TERMS)
     tl.store(decay_gradient + share, -a * dl, mask=terms < TERMS)

@@ -51,10 +51,11 @@ def summaries_kernel(
 ):
     """One ``[KEYS, VALUES]`` part of the summary of one piece of a block.
 
-    Grid: (blocks * pieces, key parts * value parts, B * H). ``summary``: ``[B * H, blocks * pieces, K * V + K]``.
+    Grid: (B * H * blocks * pieces, key parts * value parts). ``summary``: ``[B * H, blocks * pieces, K * V + K]``.
     ``value_weight`` and ``normalizer_weight``: ``[B * H, N]`` float32; tokens enter S and z with these weights.
     """
-    piece, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    piece, part = tl.program_id(0) % (blocks * pieces), tl.program_id(1)
+    row = (tl.program_id(0) // (blocks * pieces)).to(tl.int64)
     batch, head = row // heads, row % heads
     block = piece // pieces
     start = tl.load(table + START * blocks + block) + (piece % pieces) * piece_size
@@ -106,10 +107,10 @@ def running_kernel(
 ):
     """Sum the pieces of each block, and replace each piece by the sum of those before it (after it if ``REVERSE``).
 
-    Grid: (blocks, column parts, B * H). ``pieces_summary``: ``[B * H, blocks * pieces, WIDTH]``, changed in place;
+    Grid: (B * H * blocks, column parts). ``pieces_summary``: ``[B * H, blocks * pieces, WIDTH]``, changed in place;
     ``block_summary``: ``[B * H, blocks, WIDTH]``.
     """
-    block, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block, part, row = tl.program_id(0) % blocks, tl.program_id(1), (tl.program_id(0) // blocks).to(tl.int64)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < WIDTH
     total = tl.zeros([COLUMNS], tl.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ def make_layout(
 def _uneven(offsets: tuple[int, ...], device: torch.device) -> Layout:
     with torch.inference_mode(False):
         bounds = torch.tensor(offsets, dtype=torch.int32, device=device)
-        sizes = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+        sizes = [end - start for start, end in pairwise(offsets)]
         return _one_sequence(offsets[-1], bounds[:-1], bounds[1:], max(sizes), min(sizes))
 
 
