@@ -128,6 +128,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     """The kernels of a forward and a backward pass, arguments specialised as Triton would at a launch."""
     from mhla_kernels.triton_backend import launch
     from mhla_kernels.triton_backend.launch import Call, backward, forward
+    from mhla_kernels.triton_backend.rotary import launch_rotary
     from mhla_kernels.triton_backend.tables import make_layout
 
     tokens, heads, dtype = 4 * variant.block_size, 2, getattr(torch, variant.dtype)
@@ -140,6 +141,9 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     with recording() as recorded, mock.patch.object(launch, "chip_of", return_value=chip):
         forward(call)
         backward(call, torch.zeros(2, tokens, heads, variant.value_width, dtype=dtype), True)
+        angles = torch.zeros(tokens, variant.key_width // 2)
+        for back in (False, True):
+            launch_rotary(q, q, angles, angles, True, False, back)
     found = []
     for function, arguments, options in recorded:
         names = [parameter.name for parameter in function.params if not parameter.is_constexpr]

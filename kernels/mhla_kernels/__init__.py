@@ -6,6 +6,7 @@ Paper: arXiv 2601.07832. Needs torch only, and triton for the fused kernels; not
 from mhla_kernels.attention import attention_matrix, mhla_attention
 from mhla_kernels.exponential import ExponentialMixing
 from mhla_kernels.mixing import extend_mixing, resize_mixing
+from mhla_kernels.rotary import rotary_features
 from mhla_kernels.state import MHLAState, mhla_prefill, mhla_step
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "mhla_prefill",
     "mhla_step",
     "resize_mixing",
+    "rotary_features",
 ]
