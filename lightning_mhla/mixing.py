@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
 import torch
+from mhla_kernels import ExponentialMixing
 from torch import Tensor, nn
 
 from lightning_mhla.layout import BlockLayout
 
 LOWER, UPPER = 1e-5, 1.0
 """Bounds of a coefficient after each optimiser step (the paper's public code)."""
+
+SLOWEST, FASTEST = 0.05, 2.5
+"""Decays per block that exponential mixing starts with; 0.05, 0.2, 0.7 and 2.5 for four terms."""
+
+LARGEST_DECAY = 20.0
+"""Decay at which the next block weighs 2e-9: as good as nothing."""
 
 MixingInit = Literal["locality", "uniform"]
 
@@ -45,7 +53,31 @@ def uniform_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
 
 
 class MixingCoefficients(nn.Module):
-    """Dense mixing coefficients of one layer, float32 whatever the precision of the model.
+    """Mixing coefficients of one layer, float32 whatever the precision of the model; what both kinds share."""
+
+    def forward(self) -> Tensor | ExponentialMixing:
+        """What the operator takes as ``mixing``."""
+        raise NotImplementedError
+
+    def matrix(self) -> Tensor:
+        """``[M, M]`` or ``[H, M, M]``, for analysis."""
+        raise NotImplementedError
+
+    def clip_(self) -> None:
+        """Bring every coefficient back into its bounds; the gradient does not see this, so it can grow again."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixingCoefficients:
+        def keep_dtype(x: Tensor) -> Tensor:
+            moved = fn(x)
+            return moved if moved.dtype == x.dtype else x.to(moved.device)
+
+        super()._apply(keep_dtype, recurse)
+        return self
+
+
+class DenseMixing(MixingCoefficients):
+    """One free coefficient for each pair of blocks.
 
     Args:
         layout: the blocks.
@@ -74,22 +106,78 @@ class MixingCoefficients(nn.Module):
         """``[M, M]`` or ``[H, M, M]``."""
         return self.weight
 
+    def matrix(self) -> Tensor:
+        """See :class:`MixingCoefficients`."""
+        return self.weight
+
     @torch.no_grad()
     def clip_(self) -> None:
-        """Bring every coefficient back into its bounds; the gradient does not see this, so it can grow again."""
+        """See :class:`MixingCoefficients`."""
         self.weight.clamp_(LOWER, UPPER)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixingCoefficients:
-        def keep_dtype(x: Tensor) -> Tensor:
-            moved = fn(x)
-            return moved if moved.dtype == x.dtype else x.to(moved.device)
 
-        super()._apply(keep_dtype, recurse)
-        return self
+class ExponentialCoefficients(MixingCoefficients):
+    """A sum of exponentials of the distance of blocks: cost linear in their number, and sequences of any length.
+
+    Args:
+        layout: the blocks; without prefix tokens, which have no place on the grid.
+        terms: number of exponentials, R.
+        heads: a sum for each of so many heads; None shares one among all.
+        init: ``"locality"``, decays from :data:`SLOWEST` to :data:`FASTEST` per block, evenly on a logarithmic scale; or
+            ``"uniform"``, all of them next to 0, so that every block weighs about the same.
+        causal: whether blocks see earlier blocks only; the coefficients are then not tied to the layout's length.
+        trainable: False keeps the coefficients as they start.
+
+    Raises:
+        ValueError: for a layout with prefix tokens, an ``init`` or a number of terms that there is not.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        terms: int = 4,
+        heads: int | None = None,
+        init: MixingInit = "locality",
+        causal: bool = False,
+        trainable: bool = True,
+    ) -> None:
+        super().__init__()
+        if init not in ("locality", "uniform"):
+            raise ValueError(f"mixing_init={init!r} is not one of 'locality', 'uniform'")
+        if terms < 1:
+            raise ValueError(f"mixing_terms={terms} must be positive")
+        if layout.prefix_tokens:
+            raise ValueError(f"exponential mixing has no place for the {layout.prefix_tokens} prefix tokens; use dense")
+        self.grid = None if causal or len(layout.grid) == 1 else layout.block_grid
+        self.blocks = layout.num_blocks
+        rate = torch.logspace(math.log10(SLOWEST), math.log10(FASTEST), terms) if terms > 1 else torch.tensor([SLOWEST])
+        if init == "uniform":
+            rate = torch.full((terms,), LOWER)
+        amplitude = torch.full((terms,), 1 / terms)
+        if self.grid is not None:
+            rate = rate[:, None].repeat(1, len(self.grid))
+        if heads is not None:
+            amplitude, rate = amplitude.repeat(heads, 1), rate.repeat(heads, *(1,) * rate.dim())
+        self.amplitude = nn.Parameter(amplitude, requires_grad=trainable)
+        self.decay = nn.Parameter(rate, requires_grad=trainable)
+
+    def forward(self) -> ExponentialMixing:
+        """See :class:`mhla_kernels.ExponentialMixing`."""
+        return ExponentialMixing(self.amplitude, self.decay, self.grid)
+
+    def matrix(self) -> Tensor:
+        """See :class:`MixingCoefficients`."""
+        return self().dense(self.blocks)
+
+    @torch.no_grad()
+    def clip_(self) -> None:
+        """See :class:`MixingCoefficients`."""
+        self.amplitude.clamp_(LOWER, UPPER)
+        self.decay.clamp_(LOWER, LARGEST_DECAY)
 
 
 def clip_mixing(model: nn.Module) -> None:
     """Clip the trainable mixing coefficients of every layer of ``model``."""
     for module in model.modules():
-        if isinstance(module, MixingCoefficients) and module.weight.requires_grad:
+        if isinstance(module, MixingCoefficients) and any(p.requires_grad for p in module.parameters()):
             module.clip_()

@@ -63,7 +63,7 @@ def parameter_groups(
         config: rates and decay.
         layers: name prefixes of each layer, from the input to the output; what matches none counts as the output.
     """
-    mixing = {id(m.weight) for m in model.modules() if isinstance(m, MixingCoefficients)}
+    mixing = {id(p) for m in model.modules() if isinstance(m, MixingCoefficients) for p in m.parameters()}
     prefixes = [tuple(names) for names in layers]
     groups: dict[tuple[str, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():

@@ -24,7 +24,9 @@ class AttentionConfig:
         kind: mhla (mixed block summaries), linear (one summary of all tokens) or softmax.
         block_grid: number of blocks along each axis of the token grid (images, video).
         block_size: tokens in a block (sequences). One of block_grid and block_size; only mhla uses them.
-        mixing: how the mixing coefficients are parametrised. dense is one free coefficient for each pair of blocks.
+        mixing: how the mixing coefficients are parametrised. dense is one free coefficient for each pair of blocks,
+            exponential a sum of exponentials of their distance, at a cost that is linear in the number of blocks.
+        mixing_terms: number of exponentials.
         mixing_init: how they start. locality gives near blocks more weight, uniform gives all the same.
         mixing_per_head: whether every head has coefficients of its own.
         mixing_trainable: whether they are learned.
@@ -38,7 +40,8 @@ class AttentionConfig:
     kind: str = "mhla"
     block_grid: list[int] | None = None
     block_size: int | None = None
-    mixing: Literal["dense"] = "dense"
+    mixing: Literal["dense", "exponential"] = "dense"
+    mixing_terms: int = 4
     mixing_init: Literal["locality", "uniform"] = "locality"
     mixing_per_head: bool = False
     mixing_trainable: bool = True

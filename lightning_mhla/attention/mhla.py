@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_mhla.attention.base import Attention, AttentionConfig, map_features
 from lightning_mhla.layout import BlockLayout
-from lightning_mhla.mixing import MixingCoefficients
+from lightning_mhla.mixing import DenseMixing, ExponentialCoefficients, MixingCoefficients
 
 
 class MHLA(Attention, kind="mhla"):
@@ -39,13 +39,17 @@ class MHLA(Attention, kind="mhla"):
             raise ValueError(
                 f"causal attention needs equal blocks, the last one short at most; {layout} has uneven ones"
             )
-        self.mixing = MixingCoefficients(
-            layout,
-            heads=heads if config.mixing_per_head else None,
-            init=config.mixing_init,
-            causal=self.causal,
-            trainable=config.mixing_trainable,
-        )
+        options = {
+            "heads": heads if config.mixing_per_head else None,
+            "init": config.mixing_init,
+            "causal": self.causal,
+            "trainable": config.mixing_trainable,
+        }
+        self.mixing: MixingCoefficients
+        if config.mixing == "exponential":
+            self.mixing = ExponentialCoefficients(layout, config.mixing_terms, **options)
+        else:
+            self.mixing = DenseMixing(layout, **options)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """See :meth:`Attention.attend`."""

@@ -100,7 +100,7 @@ class AttentionPictures(Callback):
         self._layout = layer.layout
         self._weights.append(weights.float().cpu())
         if isinstance(layer, MHLA):
-            self._mixing.append(layer.mixing().detach().float().cpu().clone())
+            self._mixing.append(layer.mixing.matrix().detach().float().cpu().clone())
 
     def on_validation_batch_end(
         self,

@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mhla import MHLA, BlockLayout
-from lightning_mhla.mixing import LOWER, MixingCoefficients, locality_mixing, uniform_mixing
+from lightning_mhla import MHLA, AttentionConfig, BlockLayout
+from lightning_mhla.mixing import (
+    LOWER,
+    DenseMixing,
+    ExponentialCoefficients,
+    clip_mixing,
+    locality_mixing,
+    uniform_mixing,
+)
 from lightning_mhla.optim import OptimizerConfig, build_optimizer, lr_factor, parameter_groups
 
 
@@ -67,10 +74,10 @@ def test_coefficients_stay_float32_in_a_bfloat16_model() -> None:
 
 def test_frozen_and_per_head() -> None:
     layout = BlockLayout((4, 4), (2, 2))
-    assert not MixingCoefficients(layout, trainable=False).weight.requires_grad
-    assert MixingCoefficients(layout, heads=3).weight.shape == (3, 4, 4)
+    assert not DenseMixing(layout, trainable=False).weight.requires_grad
+    assert DenseMixing(layout, heads=3).weight.shape == (3, 4, 4)
     with pytest.raises(ValueError, match="'random' is not one of"):
-        MixingCoefficients(layout, init="random")  # type: ignore[arg-type]
+        DenseMixing(layout, init="random")  # type: ignore[arg-type]
 
 
 def test_parameter_groups() -> None:
@@ -101,3 +108,56 @@ def test_schedule() -> None:
         build_optimizer(nn.Linear(2, 2), OptimizerConfig(), steps=math.inf, steps_per_epoch=1)
     with pytest.raises(ValueError, match="not both"):
         OptimizerConfig(warmup_epochs=1, warmup_steps=1)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_exponential_coefficients_mix_like_their_matrix(causal: bool) -> None:
+    layout = BlockLayout((32,), block_size=4) if causal else BlockLayout((8, 8), (4, 4))
+    config = AttentionConfig(mixing="exponential", mixing_per_head=True)
+    layer = MHLA(16, 2, layout, config, causal=causal)
+    x = torch.randn(2, layout.num_tokens, 16)
+    out = layer(x)
+    dense = MHLA(16, 2, layout, AttentionConfig(mixing_per_head=True), causal=causal)
+    state = {name: value for name, value in layer.state_dict().items() if "mixing" not in name}
+    dense.load_state_dict({**state, "mixing.weight": layer.mixing.matrix()})
+    torch.testing.assert_close(dense(x), out)
+    out.square().mean().backward()
+    assert (layer.mixing.amplitude.grad != 0).all()
+    assert (layer.mixing.decay.grad != 0).any()
+
+
+def test_exponential_coefficients_start_clip_and_learn_without_decay() -> None:
+    layout = BlockLayout((32,), block_size=4)
+    layer = MHLA(16, 2, layout, AttentionConfig(mixing="exponential"), causal=True)
+    torch.testing.assert_close(layer.mixing.decay.detach(), torch.tensor([0.05, 0.184, 0.679, 2.5]), atol=1e-3, rtol=0)
+    near = layer.mixing.matrix()[-1]
+    assert (near.diff() > 0).all(), "nearer blocks must weigh more at the start"
+    even = ExponentialCoefficients(layout, init="uniform").matrix()
+    torch.testing.assert_close(even, torch.ones(8, 8), atol=1e-3, rtol=0)
+    groups = {
+        g["name"].split("-")[0]: g
+        for g in parameter_groups(layer, OptimizerConfig(weight_decay=0.1, mixing_lr_scale=3.0))
+    }
+    assert {id(p) for p in groups["mixing"]["params"]} == {id(layer.mixing.amplitude), id(layer.mixing.decay)}
+    assert groups["mixing"]["weight_decay"] == 0
+    with torch.no_grad():
+        layer.mixing.amplitude.fill_(-1.0)
+        layer.mixing.decay.fill_(-1.0)
+    clip_mixing(layer)
+    assert (layer.mixing.amplitude == LOWER).all()
+    assert (layer.mixing.decay == LOWER).all()
+    assert layer.bfloat16().mixing.amplitude.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"init": "random"}, "'random' is not one of"),
+        ({"terms": 0}, "positive"),
+        ({"prefix": 1}, "no place for the 1 prefix tokens"),
+    ],
+)
+def test_exponential_coefficients_refuse(change: dict[str, object], message: str) -> None:
+    layout = BlockLayout((4, 4), (2, 2), prefix_tokens=change.pop("prefix", 0))
+    with pytest.raises(ValueError, match=message):
+        ExponentialCoefficients(layout, **change)
