@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,8 @@ class Launch:
     options: tuple[tuple[str, int], ...]
     chip: int
     spills_allowed: int
+    dtype: str
+    widths: str
     label: str
 
 
@@ -91,6 +93,8 @@ class Usage:
     """What one compiled kernel needs."""
 
     kernel: str
+    dtype: str
+    widths: str
     label: str
     chip: int
     registers: int
@@ -165,8 +169,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         mode = ("out", "dq", "dv", "dk")[constants["MODE"]] if "MODE" in constants else ""
         label = (
             f"{variant.form} {'causal' if variant.causal else 'bidirectional'} "
-            f"{'normalized' if variant.normalize else 'plain'} {variant.dtype} "
-            f"{variant.key_width}/{variant.value_width} {mode}"
+            f"{'normalized' if variant.normalize else 'plain'} {mode}"
         )
         found.append(
             Launch(
@@ -178,6 +181,8 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
                 tuple(options.items()),
                 chip,
                 variant.spills_allowed,
+                variant.dtype,
+                f"{variant.key_width}/{variant.value_width}",
                 label.strip(),
             )
         )
@@ -192,7 +197,15 @@ def compile_launch(launch: Launch) -> Usage:
     compiled = triton.compile(source, target=GPUTarget("cuda", launch.chip, 32), options=dict(launch.options))
     registers, spills = _read_cubin(compiled.asm["cubin"])
     return Usage(
-        launch.kernel, launch.label, launch.chip, registers, spills, compiled.metadata.shared, launch.spills_allowed
+        kernel=launch.kernel,
+        dtype=launch.dtype,
+        widths=launch.widths,
+        label=launch.label,
+        chip=launch.chip,
+        registers=registers,
+        spill_bytes=spills,
+        shared_bytes=compiled.metadata.shared,
+        spills_allowed=launch.spills_allowed,
     )
 
 
@@ -243,16 +256,39 @@ def measure(chosen: list[Variant], chips: list[int], console: Console, sample: i
         return [future.result() for future in progress.track(futures, description="compiling")]
 
 
+def worst_of(usages: list[Usage]) -> list[dict[str, Any]]:
+    """The most registers, spills and shared memory by kernel, dtype, widths and chip, over all the ways it is launched."""
+    groups: dict[tuple[str, str, str, int], list[Usage]] = {}
+    for usage in usages:
+        groups.setdefault((usage.kernel, usage.dtype, usage.widths, usage.chip), []).append(usage)
+    return [
+        {
+            **dict(zip(("kernel", "dtype", "widths", "chip"), key, strict=True)),
+            "launches": len(group),
+            "registers": max(usage.registers for usage in group),
+            "spill_bytes": max(usage.spill_bytes for usage in group),
+            "shared_bytes": max(usage.shared_bytes for usage in group),
+        }
+        for key, group in sorted(groups.items())
+    ]
+
+
 def print_table(usages: list[Usage], console: Console) -> None:
-    """Worst of each kernel first."""
-    table = Table(title="resources of compiled kernels")
-    for title in ("kernel", "launched as", "sm", "registers", "spills, bytes", "shared, KB", ""):
-        table.add_column(title, justify="right" if title not in ("kernel", "launched as") else "left")
-    for usage in sorted(usages, key=lambda u: (u.kernel, u.label, u.chip)):
-        mark = "" if usage.fits else "OVER"
-        row = (usage.registers, usage.spill_bytes, f"{usage.shared_bytes / 1024:.0f}", mark)
-        table.add_row(usage.kernel, usage.label, str(usage.chip), *map(str, row))
+    """A row for each kernel, dtype and pair of widths, a column for each chip; then every launch that is over its limits."""
+    chips = sorted({usage.chip for usage in usages})
+    table = Table(title="registers a thread / spilled bytes / shared KB, the worst over all ways a kernel is launched")
+    for title in ("kernel", "dtype", "widths K/V", *(f"sm_{chip}" for chip in chips)):
+        table.add_column(title, justify="right" if title.startswith("sm_") else "left", no_wrap=True)
+    rows: dict[tuple[str, str, str], dict[int, str]] = {}
+    for worst in worst_of(usages):
+        text = f"{worst['registers']} / {worst['spill_bytes']} / {worst['shared_bytes'] / 1024:.0f}"
+        rows.setdefault((worst["kernel"], worst["dtype"], worst["widths"]), {})[worst["chip"]] = text
+    for key, by_chip in rows.items():
+        table.add_row(*key, *(by_chip.get(chip, "") for chip in chips))
     console.print(table)
+    for usage in usages:
+        if not usage.fits:
+            console.print(f"over its limits: {usage}")
 
 
 def main() -> None:
@@ -272,7 +308,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     result = args.out / "resources.json"
     machine = {**describe(torch.device("cpu")), "triton": triton.__version__}
-    result.write_text(json.dumps({"machine": machine, "kernels": [asdict(usage) for usage in usages]}, indent=1) + "\n")
+    lines = ",\n".join(f" {json.dumps(worst)}" for worst in worst_of(usages))
+    result.write_text(f'{{"machine": {json.dumps(machine)}, "kernels": [\n{lines}\n]}}\n')
     over = [usage for usage in usages if not usage.fits]
     console.print(f"{len(usages)} kernels, {len(over)} over their limits; written: {result}")
     sys.exit(1 if over else 0)
