@@ -306,6 +306,17 @@ def test_packed_sequences_equal_each_alone(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_sequences_of_any_length_with_exponential_mixing(implementation: str) -> None:
+    """Bidirectional: no sequence needs the number of blocks of another."""
+    q, k, v = torch.rand(1, 33, 2, 4), torch.rand(1, 33, 2, 4), torch.randn(1, 33, 2, 4)
+    mixing, bounds = (torch.rand(3) + 0.05, torch.rand(3)), [0, 5, 5, 21, 33]
+    packed = attend(implementation, q, k, v, *mixing, block_size=5, cu_seqlens=bounds)
+    starts = packed_starts(bounds, 5)
+    dense = exponential_matrix(*(x.double() for x in mixing), 4)
+    assert relative_error("packed", packed, oracle(q, k, v, dense, starts, causal=False, normalize=True)) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("mean", [0.0, 2.0], ids=["mean0", "mean2"])
 @pytest.mark.parametrize(("causal", "normalize"), [(False, True), (True, False)], ids=["normalized", "causal"])
 def test_bfloat16_stays_close(implementation: str, mean: float, causal: bool, normalize: bool) -> None:
