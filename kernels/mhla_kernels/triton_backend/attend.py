@@ -128,6 +128,7 @@ def attend_kernel(
     pieces,
     piece_size,
     tiles,
+    size,
     eps,
     MODE: tl.constexpr,
     SUMMARY: tl.constexpr,
@@ -143,13 +144,15 @@ def attend_kernel(
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    SPAN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """One ``[ROWS, OUTPUTS]`` tile of the result; see the module's text.
 
     Grid: (B * H * tiles, output parts). Chunked (``SUMMARY``): ``table`` is that of the blocks, each of ``pieces`` pieces
     of ``piece_size`` tokens, each of ``tiles`` tiles; ``mixed`` holds a summary for each block and, if ``RUNNING``,
-    ``running`` for each piece that of the pieces before (after) it. Parallel: ``table`` is that of tiles of ``ROWS`` tokens.
+    ``running`` for each piece that of the pieces before (after) it. Parallel: ``table`` is that of tiles of ``ROWS`` tokens,
+    and ``COLUMNS`` tokens lie in ``SPAN`` blocks at most, of the ``size`` of ``mixing``.
 
     ``own_gradient``, written in mode DK of the chunked causal form: ``[B * H, tiles in all, output parts]``, this tile's
     part of the gradient of m[i, i].
@@ -230,16 +233,24 @@ def attend_kernel(
             if CAUSAL:
                 counts = (columns[None, :] >= rows[:, None]) if LATER else (columns[None, :] <= rows[:, None])
                 scores = tl.where(counts, scores, 0.0)
-            coefficient = tl.full([ROWS, COLUMNS], 1.0, tl.float32)
             if not SUMMARY:
+                # m by row token and column block, then spread over the columns of each block
                 row_block = tl.load(token_row + rows, mask=rows < high, other=0)
-                column_block = tl.load(token_row + columns, mask=columns < last, other=0)
+                first_block = tl.load(token_row + first)
+                in_tile = tl.load(token_row + columns, mask=columns < last, other=-1) - first_block
+                slots = tl.arange(0, SPAN)
+                blocks = first_block + slots
                 if LATER:
-                    place = column_block[None, :] * mixing_stride_i + row_block[:, None] * mixing_stride_j
+                    place = row_block[:, None] * mixing_stride_j + blocks[None, :] * mixing_stride_i
                 else:
-                    place = row_block[:, None] * mixing_stride_i + column_block[None, :] * mixing_stride_j
-                coefficient = tl.load(mixing + place)
+                    place = row_block[:, None] * mixing_stride_i + blocks[None, :] * mixing_stride_j
+                known = tl.broadcast_to((blocks < size)[None, :], [ROWS, SPAN])
+                by_block = tl.load(mixing + place, mask=known, other=0.0)
+                spread = (slots[:, None] == in_tile[None, :]).to(tl.float32).to(INPUT)
+                coefficient = multiply(by_block, spread, tl.zeros([ROWS, COLUMNS], tl.float32), INPUT)
                 scores *= coefficient
+            else:
+                coefficient = tl.full([ROWS, COLUMNS], 1.0, tl.float32)
             value = load_tokens(a, columns, shown, outputs, OUT_WIDTH, a_stride_n, a_stride_d, OUT_RELU)
             total = multiply(scores, value, total, INPUT)
             if NORMALIZE and MODE == OUT:

@@ -259,11 +259,11 @@ class Call:
             x if mixed is None else mixed, x if running is None else running, self.pair_mixing[0],
             x if gradient is None else gradient, layout.table, layout.table if chunked else self.rows_of_tokens,
             *_strides(x), *_strides(y), *_strides(a), *_strides(own), *_strides(out), *self.pair_mixing[1:],
-            self.layout.tokens, layout.blocks, self.q.shape[2], count, pieces, piece_size, in_piece, self.eps,
+            self.layout.tokens, layout.blocks, self.q.shape[2], count, pieces, piece_size, in_piece, self.mixing.shape[-1], self.eps,
             MODE=mode, SUMMARY=chunked, RUNNING=running is not None, CAUSAL=self.causal, NORMALIZE=self.normalize,
             RELU=self.relu, HAS_MASK=self.key_mask is not None, OWN_GRADIENT=own_gradient,
             X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
-            OUTPUTS=tiles.outputs, ALIGNED=_alignment(x, y, a, own, out), **self.schedule(tiles),
+            OUTPUTS=tiles.outputs, SPAN=1 if chunked else power_of_two(self.layout.span(tiles.columns)), ALIGNED=_alignment(x, y, a, own, out), **self.schedule(tiles),
         )  # fmt: skip
         if gradient is None:
             return out, None
@@ -278,7 +278,7 @@ class Call:
         q, k, v = self.q, self.k, self.v
         tiles = pair_tiles(q.dtype)
         layout, size = self.tile_layout(tiles.rows), self.mixing.shape[-1]
-        span = power_of_two(min(tiles.rows, (tiles.rows - 2) // self.layout.smallest + 2))
+        span = power_of_two(self.layout.span(tiles.rows))
         inverse, normalizer_gradient = weights or (q, q)
         out = q.new_zeros(self.rows, layout.blocks, size, span, dtype=torch.float32)
         pairs.pair_gradient_kernel[(self.rows * layout.blocks,)](

@@ -6,6 +6,7 @@ Nothing here waits for the device. Tables that depend on sizes alone are kept, s
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -26,7 +27,7 @@ class Layout:
         tokens: N.
         blocks: M, or an upper bound of it for packed sequences.
         largest: tokens in the largest block.
-        smallest: tokens in the smallest block, the last one of a row aside.
+        offsets: first token of each block and N, for uneven blocks.
         table: ``[7, M]`` int32.
         sequences: ``[2, S]`` int32, first block and number of blocks of each sequence.
     """
@@ -34,9 +35,16 @@ class Layout:
     tokens: int
     blocks: int
     largest: int
-    smallest: int
+    offsets: tuple[int, ...] | None
     table: Tensor
     sequences: Tensor
+
+    def span(self, tile: int) -> int:
+        """Blocks that a tile of so many tokens, counted from the start of its sequence, touches at most."""
+        if self.offsets is None:
+            return min(tile, (tile - 2) // self.largest + 2)
+        starts = range(0, self.tokens, tile)
+        return max(bisect_left(self.offsets, t + tile) - bisect_right(self.offsets, t) + 1 for t in starts)
 
 
 def make_layout(
@@ -60,24 +68,24 @@ def make_layout(
 def _uneven(offsets: tuple[int, ...], device: torch.device) -> Layout:
     with torch.inference_mode(False):
         bounds = torch.tensor(offsets, dtype=torch.int32, device=device)
-        sizes = [end - start for start, end in pairwise(offsets)]
-        return _one_sequence(offsets[-1], bounds[:-1], bounds[1:], max(sizes), min(sizes))
+        largest = max(end - start for start, end in pairwise(offsets))
+        return _one_sequence(offsets[-1], bounds[:-1], bounds[1:], largest, offsets)
 
 
 @lru_cache(maxsize=64)
 def _equal(tokens: int, block_size: int, device: torch.device) -> Layout:
     with torch.inference_mode(False):
         start = torch.arange(0, tokens, block_size, dtype=torch.int32, device=device)
-        return _one_sequence(tokens, start, (start + block_size).clamp(max=tokens), block_size, block_size)
+        return _one_sequence(tokens, start, (start + block_size).clamp(max=tokens), block_size, None)
 
 
-def _one_sequence(tokens: int, start: Tensor, end: Tensor, largest: int, smallest: int) -> Layout:
+def _one_sequence(tokens: int, start: Tensor, end: Tensor, largest: int, offsets: tuple[int, ...] | None) -> Layout:
     blocks = start.numel()
     row = torch.arange(blocks, dtype=torch.int32, device=start.device)
     constant = [torch.full_like(row, value) for value in (0, blocks, 0, tokens)]
     table = torch.stack([start, end, row, *constant])
     sequences = torch.stack([table[FIRST, :1], table[LAST, :1]])
-    return Layout(tokens, blocks, largest, smallest, table, sequences)
+    return Layout(tokens, blocks, largest, offsets, table, sequences)
 
 
 def _packed(tokens: int, block_size: int, bounds: Tensor) -> Layout:
@@ -104,7 +112,7 @@ def _packed(tokens: int, block_size: int, bounds: Tensor) -> Layout:
         torch.where(used, high, 0),
     ]
     table = torch.stack(columns).int()
-    return Layout(tokens, blocks, block_size, block_size, table, torch.stack([firsts, counts]).int())
+    return Layout(tokens, blocks, block_size, None, table, torch.stack([firsts, counts]).int())
 
 
 def token_rows(layout: Layout) -> Tensor:
