@@ -133,7 +133,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     from mhla_kernels.triton_backend import launch
     from mhla_kernels.triton_backend.launch import Call, backward, forward
     from mhla_kernels.triton_backend.rotary import launch_rotary
-    from mhla_kernels.triton_backend.tables import make_layout
+    from mhla_kernels.triton_backend.tables import make_layout, token_rows
 
     tokens, heads, dtype = 4 * variant.block_size, 2, getattr(torch, variant.dtype)
     widths = (variant.key_width, variant.key_width, variant.value_width)
@@ -141,7 +141,10 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     layout = make_layout(tokens, q.device, variant.block_size, None, None)
     mixing = torch.zeros(1, variant.terms) if variant.terms else torch.zeros(1, 4, 4)
     decay = torch.zeros(1, variant.terms) if variant.terms else None
-    call = Call(q, k, v, mixing, decay, layout, None, None, variant.causal, variant.normalize, True, 1e-6, variant.form)
+    rows = token_rows(layout) if variant.form == "parallel" else None
+    call = Call(
+        q, k, v, mixing, decay, layout, rows, None, None, variant.causal, variant.normalize, True, 1e-6, variant.form
+    )
     with recording() as recorded, mock.patch.object(launch, "chip_of", return_value=chip):
         forward(call)
         backward(call, torch.zeros(2, tokens, heads, variant.value_width, dtype=dtype), True)
@@ -151,6 +154,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     found = []
     for function, arguments, options in recorded:
         names = [parameter.name for parameter in function.params if not parameter.is_constexpr]
+        unspecialized = {parameter.name: parameter.do_not_specialize for parameter in function.params}
         constants = {name: value for name, value in arguments.items() if name not in names}
         signature, divisible = {}, []
         for name in names:
@@ -160,11 +164,11 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
                 divisible.append(name)
             elif isinstance(value, float):
                 signature[name] = "fp32"
-            elif value == 1:
+            elif value == 1 and not unspecialized[name]:
                 signature[name], constants[name] = "constexpr", 1
             else:
                 signature[name] = "i32"
-                divisible += [name] if value % 16 == 0 else []
+                divisible += [name] if value % 16 == 0 and not unspecialized[name] else []
         signature |= dict.fromkeys((name for name in arguments if name not in names), "constexpr")
         mode = ("out", "dq", "dv", "dk")[constants["MODE"]] if "MODE" in constants else ""
         label = (

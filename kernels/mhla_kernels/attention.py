@@ -14,17 +14,13 @@ from torch import Tensor
 
 from mhla_kernels import reference
 from mhla_kernels.backend import Backend, Form, choose_backend
-from mhla_kernels.blocks import make_partition, token_blocks
+from mhla_kernels.blocks import make_partition, on_device, token_blocks
 from mhla_kernels.checks import Mixing, Problem, check_problem
 from mhla_kernels.chunked import chunked, make_mixer
 from mhla_kernels.cost import cheapest_form
 from mhla_kernels.exponential import ExponentialMixing
+from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.parallel import parallel
-
-FeatureMap = Literal["identity", "relu"]
-
-FEATURE_MAP_FLOOR = 1e-6
-"""Added after the rectifier, so that no query meets a normaliser of zero (the paper's public code)."""
 
 
 def mhla_attention(
@@ -90,16 +86,10 @@ def mhla_attention(
         q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
     )
     fused = choose_backend(backend, q, k, v, form) == "triton"
+    if q.numel() == 0 or v.numel() == 0:
+        return v.clone()
     if form == "auto":
-        form = cheapest_form(
-            problem.tokens,
-            problem.blocks,
-            q.shape[-1],
-            v.shape[-1],
-            causal,
-            terms=mixing.terms if isinstance(mixing, ExponentialMixing) else None,
-            backend="triton" if fused else "torch",
-        )
+        form = _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused)
     with without_autocast(q.device.type):
         if fused:
             return _attend_triton(q, k, v, mixing, problem, block_size, causal, eps, feature_map, key_mask, form)
@@ -147,6 +137,20 @@ def attention_matrix(
         return reference.weights(q, k, matrix, where, causal=causal, scale=problem.scale, eps=eps)
 
 
+def _cheapest(
+    problem: Problem, key_width: int, value_width: int, mixing: Mixing, causal: bool, fused: bool
+) -> Literal["parallel", "chunked"]:
+    """The cheaper form. Triton's kernels stay inside each packed sequence, and mix exponentials by a matrix unless causal."""
+    tokens, blocks = problem.tokens, problem.blocks
+    if fused and problem.cu_seqlens is not None:
+        sequences = max(1, len(problem.cu_seqlens) - 1)
+        tokens, blocks = -(-tokens // sequences), -(-blocks // sequences)
+    terms = mixing.terms if isinstance(mixing, ExponentialMixing) and (causal or not fused) else None
+    return cheapest_form(
+        tokens, blocks, key_width, value_width, causal, terms=terms, backend="triton" if fused else "torch"
+    )
+
+
 def _matrix(mixing: Mixing, problem: Problem, block_size: int | None) -> Tensor:
     """Dense coefficients, large enough for the longest sequence that the problem can hold."""
     if isinstance(mixing, Tensor):
@@ -173,7 +177,7 @@ def _attend_triton(
     form: Form,
 ) -> Tensor:
     """The fused kernels: operands in one dtype, mixing in float32 with the scale in it, shared or per head."""
-    import mhla_kernels.triton_backend.ops  # noqa: F401  registers the operator; needs triton
+    from mhla_kernels.triton_backend.tables import make_layout, token_rows
 
     dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16
     mixing, factor = mixing.to(torch.float32), 1.0 if problem.scale is None else problem.scale
@@ -186,18 +190,21 @@ def _attend_triton(
         coefficients = _matrix(mixing, problem, block_size)
         if coefficients.dim() == 2:
             coefficients = coefficients[None]
-    offsets = None if problem.block_offsets is None else list(problem.block_offsets)
-    bounds = None if problem.cu_seqlens is None else problem.cu_seqlens.to(q.device)
+    bounds = None if problem.cu_seqlens is None else on_device(problem.cu_seqlens, q.device)
+    layout = make_layout(problem.tokens, q.device, block_size, problem.block_offsets, bounds)
     out: Tensor = torch.ops.mhla.attention(
         q.to(dtype),
         k.to(dtype),
         v.to(dtype),
-        coefficients * factor,
-        decay,
+        (coefficients * factor).contiguous(),
+        None if decay is None else decay.contiguous(),
         key_mask,
         bounds,
-        block_size,
-        offsets,
+        layout.table,
+        layout.sequences,
+        token_rows(layout) if form == "parallel" else None,
+        layout.largest,
+        None if problem.block_offsets is None else list(problem.block_offsets),
         causal,
         problem.scale is None,
         feature_map == "relu",
@@ -225,15 +232,3 @@ def _prepare(
     """Inputs in the accumulation dtype, mapped, with masked tokens set to zero."""
     q, k, v = (x.to(problem.accumulate) for x in (q, k, v))
     return *map_features(q, k, v, feature_map, key_mask), mixing.to(problem.accumulate)
-
-
-def map_features(
-    q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys mapped; all three zero where ``key_mask`` hides, whatever they held, NaN included."""
-    if feature_map == "relu":
-        q, k = q.relu() + FEATURE_MAP_FLOOR, k.relu() + FEATURE_MAP_FLOOR
-    if key_mask is not None:
-        hidden = ~key_mask[..., None, None]
-        q, k, v = (x.masked_fill(hidden, 0) for x in (q, k, v))
-    return q, k, v

@@ -5,6 +5,7 @@ Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -12,6 +13,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Integers of the CPU as an int64 tensor on ``device``, without waiting for what the device is doing."""
+    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    if host.device.type == "cpu" and device.type == "cuda" and not torch.compiler.is_compiling():
+        host = host.pin_memory()
+    return host.to(device=device, dtype=torch.int64, non_blocking=True)
+
+
+def may_cache(device: torch.device) -> bool:
+    """Whether tensors made now are real: not while torch traces with fake ones, which must not outlive the tracing."""
+    return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
 
 
 @dataclass(frozen=True)
@@ -37,12 +51,12 @@ def token_blocks(
     """Block and sequence of every token, by the definition; nothing here waits for the device."""
     position = torch.arange(tokens, device=device)
     if block_offsets is not None:
-        inner = torch.tensor(block_offsets[1:-1], dtype=torch.int64, device=device)
+        inner = on_device(block_offsets[1:-1], device)
         return TokenBlocks(torch.searchsorted(inner, position, right=True))
     assert block_size is not None
     if cu_seqlens is None:
         return TokenBlocks(position // block_size)
-    bounds = cu_seqlens.to(device=device, dtype=torch.int64)
+    bounds = on_device(cu_seqlens, device)
     sequence = torch.searchsorted(bounds[1:].contiguous(), position, right=True)
     return TokenBlocks((position - bounds[sequence]) // block_size, sequence)
 
@@ -109,12 +123,13 @@ def make_partition(
     ``N // block_size + S`` blocks, and that many are laid out, each sequence in blocks of its own.
     """
     if block_offsets is not None:
-        return _uneven_partition(block_offsets, device)
+        make = _uneven_partition if may_cache(device) else _uneven_partition.__wrapped__
+        return make(block_offsets, device)
     assert block_size is not None
     slots = min(block_size, tokens)
     if cu_seqlens is None:
         return BlockPartition(tokens, -(-tokens // slots) if slots else 0, slots)
-    bounds = cu_seqlens.to(device=device, dtype=torch.int64)
+    bounds = on_device(cu_seqlens, device)
     counts = (bounds.diff() + block_size - 1) // block_size
     ends = counts.cumsum(0)
     sequences = None
@@ -141,4 +156,4 @@ def _uneven_partition(offsets: tuple[int, ...], device: torch.device) -> BlockPa
     slots = max(sizes)
     slot = [block * slots + within for block, size in enumerate(sizes) for within in range(size)]
     with torch.inference_mode(False):  # training may use what a validation asked for first
-        return BlockPartition(offsets[-1], len(sizes), slots, torch.tensor(slot, device=device))
+        return BlockPartition(offsets[-1], len(sizes), slots, on_device(slot, device))

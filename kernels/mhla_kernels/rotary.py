@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mhla_kernels.attention import FEATURE_MAP_FLOOR, FeatureMap
 from mhla_kernels.backend import Backend, choose_backend
+from mhla_kernels.features import FEATURE_MAP_FLOOR, FeatureMap
 
 
 def rotary_features(

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from mhla_kernels.attention import FeatureMap, map_features, mhla_attention, without_autocast
+from mhla_kernels.attention import mhla_attention, without_autocast
 from mhla_kernels.backend import Backend, Form
 from mhla_kernels.blocks import BlockPartition
 from mhla_kernels.checks import Mixing, Problem, check_problem, mixing_size
 from mhla_kernels.chunked import Mixer, chunked
 from mhla_kernels.exponential import ExponentialMixing
+from mhla_kernels.features import FeatureMap, map_features
 
 Rows = slice | Tensor
 """Rows of a batch: all of them, or their indices."""

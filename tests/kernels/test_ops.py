@@ -10,6 +10,7 @@ import torch._dynamo.testing
 from implementations import DEVICE, TRITON
 from mhla_kernels import ExponentialMixing, mhla_attention
 from mhla_kernels.triton_backend import ops  # noqa: F401  registers the operator
+from mhla_kernels.triton_backend.tables import make_layout, token_rows
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,6 +34,12 @@ def problem(blocks: int = 3, exponential: bool = False) -> list[Tensor]:
     return [q, k, v, *(x.to(DEVICE).requires_grad_() for x in mixing)]
 
 
+def tables(form: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What the operator is told about 20 tokens in blocks of 8."""
+    layout = make_layout(20, torch.device(DEVICE), 8, None, None)
+    return layout.table, layout.sequences, token_rows(layout) if form == "parallel" else None
+
+
 @pytest.mark.parametrize("form", ["parallel", "chunked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(form: str, dtype: torch.dtype) -> None:
@@ -42,13 +49,13 @@ def test_opcheck(form: str, dtype: torch.dtype) -> None:
     shared = mixing[:1].detach().requires_grad_()
     utilities = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
     for arguments in (
-        (q, k, v, mixing, None, None, None, 8, None, True, False, True, 1e-6, form),
-        (q, k, v, shared, None, mask, None, 8, None, False, True, False, 1e-6, form),
+        (q, k, v, mixing, None, None, None, *tables(form), 8, None, True, False, True, 1e-6, form),
+        (q, k, v, shared, None, mask, None, *tables(form), 8, None, False, True, False, 1e-6, form),
     ):
         torch.library.opcheck(torch.ops.mhla.attention, arguments, test_utils=utilities)
     if form == "chunked":
         amplitude, decay = problem(exponential=True)[3:]
-        arguments = (q, k, v, amplitude, decay, None, None, 8, None, True, True, False, 1e-6, form)
+        arguments = (q, k, v, amplitude, decay, None, None, *tables(form), 8, None, True, True, False, 1e-6, form)
         torch.library.opcheck(torch.ops.mhla.attention, arguments, test_utils=utilities)
 
 

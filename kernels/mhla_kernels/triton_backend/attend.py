@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from mhla_kernels.triton_backend.pairs import products
-from mhla_kernels.triton_backend.primitives import dot, load_tokens, load_visible, multiply, round_to
+from mhla_kernels.triton_backend.primitives import dot, kernel, load_tokens, load_visible, multiply, round_to
 from mhla_kernels.triton_backend.tables import END as _END
 from mhla_kernels.triton_backend.tables import HIGH as _HIGH
 from mhla_kernels.triton_backend.tables import LOW as _LOW
@@ -82,7 +82,7 @@ def _through_summary(
     return total, normalizer, keys
 
 
-@triton.jit
+@kernel
 def attend_kernel(
     x,
     y,
@@ -132,6 +132,7 @@ def attend_kernel(
     eps,
     MODE: tl.constexpr,
     SUMMARY: tl.constexpr,
+    PACKED: tl.constexpr,
     RUNNING: tl.constexpr,
     CAUSAL: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -151,8 +152,8 @@ def attend_kernel(
 
     Grid: (B * H * tiles, output parts). Chunked (``SUMMARY``): ``table`` is that of the blocks, each of ``pieces`` pieces
     of ``piece_size`` tokens, each of ``tiles`` tiles; ``mixed`` holds a summary for each block and, if ``RUNNING``,
-    ``running`` for each piece that of the pieces before (after) it. Parallel: ``table`` is that of tiles of ``ROWS`` tokens,
-    and ``COLUMNS`` tokens lie in ``SPAN`` blocks at most, of the ``size`` of ``mixing``.
+    ``running`` for each piece that of the pieces before (after) it. Parallel: tiles of ``ROWS`` tokens, in ``table`` if
+    ``PACKED``, and ``COLUMNS`` tokens lie in ``SPAN`` blocks at most, of the ``size`` of ``mixing``.
 
     ``own_gradient``, written in mode DK of the chunked causal form: ``[B * H, tiles in all, output parts]``, this tile's
     part of the gradient of m[i, i].
@@ -174,10 +175,14 @@ def attend_kernel(
         low = tl.load(table + START * table_size + block) + (piece % pieces) * piece_size
         high = tl.minimum(tl.load(table + END * table_size + block), low + piece_size)
         start = low + (tile % tiles) * ROWS
-    else:
+    elif PACKED:
         start = tl.load(table + START * table_size + tile)
         low = tl.load(table + LOW * table_size + tile)
         high = tl.load(table + HIGH * table_size + tile)
+    else:
+        start = tile * ROWS
+        low = 0
+        high = tokens
     if start >= high:
         return
 

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_WIDTH = 256
-"""Widest key or value that the kernels take."""
-
 PIECE = 256
 """Longest run of tokens of a block that is summarised, and whose pairs are scored, at once in the causal form."""
 

@@ -28,7 +28,7 @@ from mhla_kernels.triton_backend.config import (
     scan_tiles,
     summary_tiles,
 )
-from mhla_kernels.triton_backend.tables import ROW, START, Layout, make_layout, token_rows
+from mhla_kernels.triton_backend.tables import ROW, START, Layout, make_layout
 
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -54,6 +54,7 @@ class Call:
             (chunked, causal); a scale is multiplied into it.
         decay: decays of exponential mixing, of the shape of the amplitudes; else None.
         layout: the blocks.
+        token_row: ``[N]`` int32, the row of each token's block in ``mixing``; parallel form.
         bounds: packed sequences, ``[S + 1]`` on the device.
         key_mask: ``[B, N]`` bool.
         causal: see :func:`mhla_kernels.mhla_attention`.
@@ -69,6 +70,7 @@ class Call:
     mixing: Tensor
     decay: Tensor | None
     layout: Layout
+    token_row: Tensor | None
     bounds: Tensor | None
     key_mask: Tensor | None
     causal: bool
@@ -79,7 +81,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """B * H, the a part of the first dimension of every grid."""
+        """B * H, a part of the first dimension of every grid."""
         return self.q.shape[0] * self.q.shape[2]
 
     @property
@@ -118,20 +120,14 @@ class Call:
         """The key mask, or anything where there is none."""
         return self.q if self.key_mask is None else self.key_mask.contiguous().view(torch.uint8)
 
-    @cached_property
-    def rows_of_tokens(self) -> Tensor:
-        """``[N]``, see :func:`token_rows`."""
-        return token_rows(self.layout)
-
     def summarize(
         self,
         key: Tensor,
         value: Tensor,
-        dtype: torch.dtype,
         weights: tuple[Tensor, Tensor] | None = None,
         reverse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Summaries of the blocks ``[B * H, M, K * V + K]``, and of earlier pieces of the same block, if any.
+        """Summaries of the blocks ``[B * H, M, K * V + K]`` float32, and of earlier pieces of the same block, if any.
 
         ``weights``: of each token in S and in z, ``[B * H, N]``. ``reverse`` asks for later pieces.
         """
@@ -141,7 +137,7 @@ class Call:
         value_weight, normalizer_weight = weights or (self.q, self.q)
         tiles = summary_tiles(self.q.dtype, self.key_width, self.value_width)
         parts = triton.cdiv(self.key_width, tiles.keys) * triton.cdiv(self.value_width, tiles.values)
-        summary = self.q.new_empty(self.rows, blocks * pieces, width, dtype=torch.float32 if pieces > 1 else dtype)
+        summary = self.q.new_empty(self.rows, blocks * pieces, width, dtype=torch.float32)
         summaries.summaries_kernel[(self.rows * blocks * pieces, parts)](
             key, value, self.mask_bytes, value_weight, normalizer_weight, summary, self.layout.table,
             *_strides(key), *_strides(value), self.layout.tokens, blocks, self.q.shape[2], pieces, piece_size,
@@ -151,7 +147,7 @@ class Call:
         )  # fmt: skip
         if pieces == 1:
             return summary, None
-        total = self.q.new_empty(self.rows, blocks, width, dtype=dtype)
+        total = self.q.new_empty(self.rows, blocks, width, dtype=torch.float32)
         columns = 1024
         summaries.running_kernel[(self.rows * blocks, triton.cdiv(width, columns))](
             summary, total, blocks, pieces, REVERSE=reverse, WIDTH=width, COLUMNS=columns, num_warps=4
@@ -167,7 +163,7 @@ class Call:
         return own, int(len(own) > 1), 0, 0
 
     def mix(self, summary: Tensor, transposed: bool = False) -> Tensor:
-        """Mixed summaries, of the shape and dtype of ``summary``."""
+        """Mixed summaries, of the shape of ``summary``."""
         mixed = torch.empty_like(summary)
         _, blocks, width = summary.shape
         if self.decay is not None:
@@ -246,51 +242,57 @@ class Call:
         whole = mode == attend.DQ.value and self.normalize
         tiles = attend_tiles(x.dtype, x.shape[-1], out.shape[-1], whole, self.chip)
         parts = triton.cdiv(out.shape[-1], tiles.outputs)
-        layout, (pieces, piece_size), in_piece = self.layout, self.pieces, 1
+        (pieces, piece_size), in_piece, span = self.pieces, 1, 1
         if chunked:
-            in_piece = triton.cdiv(piece_size, tiles.rows)
+            table, in_piece = self.layout.table, triton.cdiv(piece_size, tiles.rows)
+            count = self.layout.blocks * pieces * in_piece
         else:
-            layout, pieces = self.tile_layout(tiles.rows), 1
-        count = layout.blocks * pieces * in_piece
+            table, count = self.tile_table(tiles.rows)
+            span = power_of_two(self.layout.span(tiles.columns))
         gradient = x.new_zeros(self.rows, count, parts, dtype=torch.float32) if own_gradient else None
         inverse, normalizer_gradient = weights or (x, x)
         attend.attend_kernel[(self.rows * count, parts)](
             x, y, a, own, out, self.mask_bytes, inverse, normalizer_gradient,
             x if mixed is None else mixed, x if running is None else running, self.pair_mixing[0],
-            x if gradient is None else gradient, layout.table, layout.table if chunked else self.rows_of_tokens,
+            x if gradient is None else gradient, table, table if self.token_row is None else self.token_row,
             *_strides(x), *_strides(y), *_strides(a), *_strides(own), *_strides(out), *self.pair_mixing[1:],
-            self.layout.tokens, layout.blocks, self.q.shape[2], count, pieces, piece_size, in_piece, self.mixing.shape[-1], self.eps,
-            MODE=mode, SUMMARY=chunked, RUNNING=running is not None, CAUSAL=self.causal, NORMALIZE=self.normalize,
+            self.layout.tokens, table.shape[1], self.q.shape[2], count, pieces, piece_size, in_piece,
+            self.mixing.shape[-1], self.eps, MODE=mode, SUMMARY=chunked, PACKED=self.layout.packed,
+            RUNNING=running is not None, CAUSAL=self.causal, NORMALIZE=self.normalize,
             RELU=self.relu, HAS_MASK=self.key_mask is not None, OWN_GRADIENT=own_gradient,
             X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
-            OUTPUTS=tiles.outputs, SPAN=1 if chunked else power_of_two(self.layout.span(tiles.columns)), ALIGNED=_alignment(x, y, a, own, out), **self.schedule(tiles),
+            OUTPUTS=tiles.outputs, SPAN=span, ALIGNED=_alignment(x, y, a, own, out), **self.schedule(tiles),
         )  # fmt: skip
         if gradient is None:
             return out, None
-        return out, gradient.view(self.rows, layout.blocks, -1).sum(-1)
+        return out, gradient.view(self.rows, self.layout.blocks, -1).sum(-1)
 
-    def tile_layout(self, rows: int) -> Layout:
-        """Tiles of ``rows`` tokens, counted from the start of each sequence."""
-        return make_layout(self.layout.tokens, self.q.device, rows, None, self.bounds)
+    def tile_table(self, rows: int) -> tuple[Tensor, int]:
+        """Tiles of ``rows`` tokens from the start of each sequence: their table (packed), anything (else); their number."""
+        if self.bounds is None:
+            return self.layout.table, triton.cdiv(self.layout.tokens, rows)
+        table = make_layout(self.layout.tokens, self.q.device, rows, None, self.bounds).table
+        return table, table.shape[1]
 
     def pair_gradient(self, gradient: Tensor, weights: tuple[Tensor, Tensor] | None) -> Tensor:
         """``[B * H, M, M]`` gradient of mixing in the parallel form."""
         q, k, v = self.q, self.k, self.v
         tiles = pair_tiles(q.dtype)
-        layout, size = self.tile_layout(tiles.rows), self.mixing.shape[-1]
+        (table, count), size = self.tile_table(tiles.rows), self.mixing.shape[-1]
         span = power_of_two(self.layout.span(tiles.rows))
         inverse, normalizer_gradient = weights or (q, q)
-        out = q.new_zeros(self.rows, layout.blocks, size, span, dtype=torch.float32)
-        pairs.pair_gradient_kernel[(self.rows * layout.blocks,)](
-            q, k, v, gradient, self.mask_bytes, inverse, normalizer_gradient, out, layout.table, self.rows_of_tokens,
-            *_strides(q), *_strides(k), *_strides(v), *_strides(gradient), self.layout.tokens, layout.blocks,
-            q.shape[2], size, CAUSAL=self.causal, NORMALIZE=self.normalize, RELU=self.relu,
-            HAS_MASK=self.key_mask is not None, KEY_WIDTH=self.key_width, VALUE_WIDTH=self.value_width,
+        assert self.token_row is not None
+        out = q.new_zeros(self.rows, count, size, span, dtype=torch.float32)
+        pairs.pair_gradient_kernel[(self.rows * count,)](
+            q, k, v, gradient, self.mask_bytes, inverse, normalizer_gradient, out, table, self.token_row,
+            *_strides(q), *_strides(k), *_strides(v), *_strides(gradient), self.layout.tokens, table.shape[1],
+            q.shape[2], count, size, PACKED=self.layout.packed, CAUSAL=self.causal, NORMALIZE=self.normalize,
+            RELU=self.relu, HAS_MASK=self.key_mask is not None, KEY_WIDTH=self.key_width, VALUE_WIDTH=self.value_width,
             ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice, SPAN=span,
             ALIGNED=_alignment(q, k, v, gradient), **self.schedule(tiles),
         )  # fmt: skip
-        first = self.rows_of_tokens[layout.table[START].long()]
-        block = (first[:, None] + torch.arange(span, device=q.device)).flatten()
+        starts = table[START].long() if self.layout.packed else torch.arange(count, device=q.device) * tiles.rows
+        block = (self.token_row[starts][:, None] + torch.arange(span, device=q.device)).flatten()
         by_block = out.permute(0, 2, 1, 3).reshape(self.rows * size, -1)
         return _sum_at(by_block, block, size).reshape(self.rows, size, size)
 
@@ -318,10 +320,10 @@ def _mixing_strides(mixing: Tensor) -> tuple[int, int, int]:
 
 
 def forward(call: Call) -> Tensor:
-    """Outputs ``[B, N, H, V]``. In bfloat16 the summaries are kept in bfloat16 between the kernels."""
+    """Outputs ``[B, N, H, V]``."""
     mixed = running = None
     if call.form == "chunked":
-        summary, running = call.summarize(call.k, call.v, call.q.dtype)
+        summary, running = call.summarize(call.k, call.v)
         mixed = call.mix(summary)
     return call.attend(attend.OUT.value, (call.q, call.k, call.v), call.q, mixed, running, None)[0]
 
@@ -329,13 +331,13 @@ def forward(call: Call) -> Tensor:
 def backward(
     call: Call, gradient: Tensor, with_mixing: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v, mixing and decay; summaries are computed anew, in float32, not kept by the forward pass."""
+    """Gradients of q, k, v, mixing and decay; summaries are computed anew, not kept by the forward pass."""
     q, k, v = call.q, call.k, call.v
     chunked = call.form == "chunked"
     gradient = gradient.to(q.dtype)
     summary = running = mixed = later = d_mixed = None
     if chunked:
-        summary, running = call.summarize(k, v, torch.float32)
+        summary, running = call.summarize(k, v)
         mixed = call.mix(summary)
     weights = None
     if call.normalize:
@@ -343,7 +345,7 @@ def backward(
         weights = q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
     dq, _ = call.attend(attend.DQ.value, (gradient, v, k), q, mixed, running, weights)
     if chunked:
-        d_mixed, later = call.summarize(q, gradient, torch.float32, weights, reverse=True)
+        d_mixed, later = call.summarize(q, gradient, weights, reverse=True)
         mixed = call.mix(d_mixed, transposed=True)
     dv, _ = call.attend(attend.DV.value, (k, q, gradient), k, mixed, later, weights)
     wants_own = with_mixing and chunked and call.causal

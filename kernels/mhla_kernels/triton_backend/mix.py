@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from mhla_kernels.triton_backend.primitives import multiply, round_to
+from mhla_kernels.triton_backend.primitives import kernel, multiply, round_to
 from mhla_kernels.triton_backend.tables import FIRST as _FIRST
 from mhla_kernels.triton_backend.tables import LAST as _LAST
 from mhla_kernels.triton_backend.tables import ROW as _ROW
@@ -13,7 +12,7 @@ from mhla_kernels.triton_backend.tables import ROW as _ROW
 ROW, FIRST, LAST = tl.constexpr(_ROW), tl.constexpr(_FIRST), tl.constexpr(_LAST)
 
 
-@triton.jit
+@kernel
 def mix_kernel(
     mixing,
     summary,
@@ -78,7 +77,7 @@ def mix_kernel(
     tl.store(place, round_to(total, mixed.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def mixing_gradient_kernel(
     gradient,
     summary,

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from mhla_kernels.triton_backend import launch
-from mhla_kernels.triton_backend.tables import make_layout
+from mhla_kernels.triton_backend.tables import Layout
+
+TENSORS = 10
+"""Leading arguments of the operator that are tensors."""
 
 
 @torch.library.custom_op("mhla::attention", mutates_args=())
@@ -24,7 +27,10 @@ def attention(
     decay: Tensor | None,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
-    block_size: int | None,
+    table: Tensor,
+    sequences: Tensor,
+    token_row: Tensor | None,
+    largest: int,
     block_offsets: list[int] | None,
     causal: bool,
     normalize: bool,
@@ -32,13 +38,30 @@ def attention(
     eps: float,
     form: str,
 ) -> Tensor:
-    """See :class:`mhla_kernels.triton_backend.launch.Call` for the arguments; ``[B, N, H, V]``, contiguous."""
+    """``[B, N, H, V]``, contiguous. See :class:`mhla_kernels.triton_backend.launch.Call` and its layout for the arguments."""
     if v.numel() == 0 or q.numel() == 0:
         return v.new_zeros(v.shape)
     call = _call(
-        q, k, v, mixing, decay, key_mask, cu_seqlens, block_size, block_offsets, causal, normalize, relu, eps, form
+        q,
+        k,
+        v,
+        mixing,
+        decay,
+        key_mask,
+        cu_seqlens,
+        table,
+        sequences,
+        token_row,
+        largest,
+        block_offsets,
+        causal,
+        normalize,
+        relu,
+        eps,
+        form,
     )
-    return launch.forward(call)
+    with torch.cuda.device_of(q):
+        return launch.forward(call)
 
 
 @attention.register_fake
@@ -56,7 +79,10 @@ def attention_backward(
     decay: Tensor | None,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
-    block_size: int | None,
+    table: Tensor,
+    sequences: Tensor,
+    token_row: Tensor | None,
+    largest: int,
     block_offsets: list[int] | None,
     causal: bool,
     normalize: bool,
@@ -71,9 +97,26 @@ def attention_backward(
         d_decay = mixing.new_empty(0) if decay is None or not with_mixing else torch.zeros_like(decay)
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), d_mixing, d_decay
     call = _call(
-        q, k, v, mixing, decay, key_mask, cu_seqlens, block_size, block_offsets, causal, normalize, relu, eps, form
+        q,
+        k,
+        v,
+        mixing,
+        decay,
+        key_mask,
+        cu_seqlens,
+        table,
+        sequences,
+        token_row,
+        largest,
+        block_offsets,
+        causal,
+        normalize,
+        relu,
+        eps,
+        form,
     )
-    dq, dk, dv, of_mixing, of_decay = launch.backward(call, gradient, with_mixing)
+    with torch.cuda.device_of(q):
+        dq, dk, dv, of_mixing, of_decay = launch.backward(call, gradient, with_mixing)
     d_mixing = mixing.new_empty(0) if of_mixing is None else of_mixing.contiguous()
     d_decay = mixing.new_empty(0) if of_decay is None else of_decay.contiguous()
     return dq, dk, dv, d_mixing, d_decay
@@ -97,7 +140,10 @@ def _call(
     decay: Tensor | None,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
-    block_size: int | None,
+    table: Tensor,
+    sequences: Tensor,
+    token_row: Tensor | None,
+    largest: int,
     block_offsets: list[int] | None,
     causal: bool,
     normalize: bool,
@@ -106,12 +152,14 @@ def _call(
     form: str,
 ) -> launch.Call:
     offsets = None if block_offsets is None else tuple(block_offsets)
-    layout = make_layout(q.shape[1], q.device, block_size, offsets, cu_seqlens)
-    return launch.Call(q, k, v, mixing, decay, layout, cu_seqlens, key_mask, causal, normalize, relu, eps, form)
+    layout = Layout(q.shape[1], table.shape[1], largest, offsets, cu_seqlens is not None, table, sequences)
+    return launch.Call(
+        q, k, v, mixing, decay, layout, token_row, cu_seqlens, key_mask, causal, normalize, relu, eps, form
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, ctx.options = inputs[:7], inputs[7:]
+    tensors, ctx.options = inputs[:TENSORS], inputs[TENSORS:]
     ctx.save_for_backward(*tensors)
 
 
@@ -120,7 +168,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     dq, dk, dv, d_mixing, d_decay = torch.ops.mhla.attention_backward(
         gradient, *ctx.saved_tensors, *ctx.options, with_mixing
     )
-    nothing = (None,) * (2 + len(ctx.options))
+    nothing = (None,) * (TENSORS - 5 + len(ctx.options))
     return (
         dq,
         dk,

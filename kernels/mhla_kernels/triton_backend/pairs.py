@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mhla_kernels.triton_backend.primitives import dot, load_tokens, load_visible, multiply
+from mhla_kernels.triton_backend.primitives import dot, kernel, load_tokens, load_visible, multiply
 from mhla_kernels.triton_backend.tables import HIGH as _HIGH
 from mhla_kernels.triton_backend.tables import LOW as _LOW
 from mhla_kernels.triton_backend.tables import START as _START
@@ -80,7 +80,7 @@ def _add_block_sums(
     tl.store(place, tl.load(place, mask=inside, other=0.0) + sums, mask=inside)
 
 
-@triton.jit
+@kernel
 def pair_gradient_kernel(
     q,
     k,
@@ -111,7 +111,9 @@ def pair_gradient_kernel(
     tokens,
     table_size,
     heads,
+    tiles_of_row,
     size,
+    PACKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     NORMALIZE: tl.constexpr,
     RELU: tl.constexpr,
@@ -129,12 +131,17 @@ def pair_gradient_kernel(
     Grid: (B * H * tiles). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, zeroed before; query block by key
     block, key blocks counted from the first one of the tile, which has at most ``SPAN``.
     """
-    tile, row = tl.program_id(0) % table_size, (tl.program_id(0) // table_size).to(tl.int64)
+    tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
     INPUT: tl.constexpr = q.dtype.element_ty
-    start = tl.load(table + START * table_size + tile)
-    low = tl.load(table + LOW * table_size + tile)
-    high = tl.load(table + HIGH * table_size + tile)
+    if PACKED:
+        start = tl.load(table + START * table_size + tile)
+        low = tl.load(table + LOW * table_size + tile)
+        high = tl.load(table + HIGH * table_size + tile)
+    else:
+        start = tile * ROWS
+        low = 0
+        high = tokens
     if start >= high:
         return
     q_stride_n = tl.multiple_of(q_stride_n, ALIGNED)
@@ -146,7 +153,7 @@ def pair_gradient_kernel(
     v += tl.multiple_of(batch * v_stride_b + head * v_stride_h, ALIGNED)
     gradient += tl.multiple_of(batch * gradient_stride_b + head * gradient_stride_h, ALIGNED)
     key_mask += batch * tokens
-    mixing_gradient += (row * table_size + tile) * size * SPAN
+    mixing_gradient += (row * tiles_of_row + tile) * size * SPAN
 
     rows = start + tl.arange(0, ROWS)
     visible = load_visible(key_mask, rows, high, HAS_MASK)

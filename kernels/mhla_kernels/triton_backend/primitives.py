@@ -6,15 +6,48 @@ both are spelt out for it here; on a GPU the plain operations are used.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton import knobs
 
-FEATURE_FLOOR = tl.constexpr(1e-6)
-"""Added after the rectifier, as in ``mhla_kernels.attention``."""
+from mhla_kernels.features import FEATURE_MAP_FLOOR
+
+FEATURE_FLOOR = tl.constexpr(FEATURE_MAP_FLOOR)
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 """Whether the kernels of this process run in Triton's interpreter."""
+
+
+SIZES = (
+    "tokens",
+    "blocks",
+    "rows",
+    "heads",
+    "pieces",
+    "piece_size",
+    "tiles",
+    "tiles_of_row",
+    "table_size",
+    "size",
+    "num_sequences",
+)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """``triton.jit``, compiled once for all lengths: sizes and strides are not specialised, but for that of the features.
+
+    (A stride of 1 makes the difference between wide and narrow loads there; elsewhere alignment is given by hand.)
+    """
+    lengths = [
+        name
+        for name in inspect.signature(function).parameters
+        if name in SIZES or ("stride_" in name and not name.endswith("_stride_d"))
+    ]
+    return triton.jit(function, do_not_specialize=lengths)
 
 
 @triton.jit

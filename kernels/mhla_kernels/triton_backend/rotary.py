@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mhla_kernels.triton_backend.primitives import FEATURE_FLOOR, round_to
+from mhla_kernels.triton_backend.primitives import FEATURE_FLOOR, kernel, round_to
 
 
-@triton.jit
+@kernel
 def rotary_kernel(
     x,
     raw,
@@ -83,10 +83,11 @@ def launch_rotary(
         return out
     padded = 1 << (half - 1).bit_length()
     at_once = max(1, 2048 // padded)
-    rotary_kernel[(triton.cdiv(rows, at_once),)](
-        x, raw, cos, sin, out, *x.stride(), *raw.stride(), cos.stride(0) if cos.dim() == 3 else 0, tokens, heads, rows,
-        RELU=relu, INTERLEAVED=interleaved, BACKWARD=backward, HALF=half, HALF_PADDED=padded, ROWS=at_once, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        rotary_kernel[(triton.cdiv(rows, at_once),)](
+            x, raw, cos, sin, out, *x.stride(), *raw.stride(), cos.stride(0) if cos.dim() == 3 else 0, tokens, heads, rows,
+            RELU=relu, INTERLEAVED=interleaved, BACKWARD=backward, HALF=half, HALF_PADDED=padded, ROWS=at_once, num_warps=4,
+        )  # fmt: skip
     return out
 
 

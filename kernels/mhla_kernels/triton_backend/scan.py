@@ -10,17 +10,16 @@ and backwards in time for the gradient. With Q_r(i) = e^{-lambda_r} (Q_r(i - 1) 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from mhla_kernels.triton_backend.primitives import round_to
+from mhla_kernels.triton_backend.primitives import kernel, round_to
 from mhla_kernels.triton_backend.tables import FIRST as _FIRST
 from mhla_kernels.triton_backend.tables import LAST as _LAST
 
 FIRST, LAST = tl.constexpr(_FIRST), tl.constexpr(_LAST)
 
 
-@triton.jit
+@kernel
 def scan_kernel(
     amplitude,
     decay,
@@ -64,7 +63,7 @@ def scan_kernel(
         state += tl.load(summary + place, mask=inside, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit
+@kernel
 def scan_gradient_kernel(
     amplitude,
     decay,

@@ -6,17 +6,16 @@ the gradient of the mixed summaries, with queries for keys, output gradients for
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from mhla_kernels.triton_backend.primitives import load_tokens, load_visible, multiply, round_to
+from mhla_kernels.triton_backend.primitives import kernel, load_tokens, load_visible, multiply, round_to
 from mhla_kernels.triton_backend.tables import END as _END
 from mhla_kernels.triton_backend.tables import START as _START
 
 START, END = tl.constexpr(_START), tl.constexpr(_END)
 
 
-@triton.jit
+@kernel
 def summaries_kernel(
     key,
     value,
@@ -95,7 +94,7 @@ def summaries_kernel(
         tl.store(place_of_z, round_to(normalizer, summary.dtype.element_ty), mask=keys < KEY_WIDTH)
 
 
-@triton.jit
+@kernel
 def running_kernel(
     pieces_summary,
     block_summary,

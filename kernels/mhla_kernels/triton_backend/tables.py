@@ -1,7 +1,8 @@
 """Block tables: where the kernels look up which tokens make up a block, and which blocks belong together.
 
 One int32 tensor ``[7, M]`` serves equal blocks, uneven blocks and packed sequences alike, so that a kernel has one path.
-Nothing here waits for the device. Tables that depend on sizes alone are kept, since every layer asks for the same ones.
+Nothing here waits for the device. Tables that depend on sizes alone are kept, since every layer asks for the same ones;
+while torch traces they are made anew, as part of the graph.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from mhla_kernels.blocks import may_cache, on_device
+
 START, END, ROW, FIRST, LAST, LOW, HIGH = range(7)
 """Rows of a table: first token and end of the block, its row in the mixing matrix, first block and end of the blocks of
 its sequence, first token and end of its sequence. A block that is not in use has no tokens, FIRST = M and LAST = 0."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """What the kernels are told about blocks; see the module's text.
 
@@ -28,6 +31,7 @@ class Layout:
         blocks: M, or an upper bound of it for packed sequences.
         largest: tokens in the largest block.
         offsets: first token of each block and N, for uneven blocks.
+        packed: whether there are several sequences.
         table: ``[7, M]`` int32.
         sequences: ``[2, S]`` int32, first block and number of blocks of each sequence.
     """
@@ -36,6 +40,7 @@ class Layout:
     blocks: int
     largest: int
     offsets: tuple[int, ...] | None
+    packed: bool
     table: Tensor
     sequences: Tensor
 
@@ -55,19 +60,20 @@ def make_layout(
     cu_seqlens: Tensor | None,
 ) -> Layout:
     """The layout for one of: equal blocks, uneven blocks, packed sequences of equal blocks."""
+    cached = may_cache(device)
     if block_offsets is not None:
-        return _uneven(block_offsets, device)
+        return (_uneven if cached else _uneven.__wrapped__)(block_offsets, device)
     assert block_size is not None
     block_size = min(block_size, tokens)
     if cu_seqlens is None:
-        return _equal(tokens, block_size, device)
-    return _packed(tokens, block_size, cu_seqlens.to(device=device, dtype=torch.int64))
+        return (_equal if cached else _equal.__wrapped__)(tokens, block_size, device)
+    return _packed(tokens, block_size, cu_seqlens)
 
 
 @lru_cache(maxsize=64)
 def _uneven(offsets: tuple[int, ...], device: torch.device) -> Layout:
     with torch.inference_mode(False):
-        bounds = torch.tensor(offsets, dtype=torch.int32, device=device)
+        bounds = on_device(offsets, device).int()
         largest = max(end - start for start, end in pairwise(offsets))
         return _one_sequence(offsets[-1], bounds[:-1], bounds[1:], largest, offsets)
 
@@ -85,7 +91,7 @@ def _one_sequence(tokens: int, start: Tensor, end: Tensor, largest: int, offsets
     constant = [torch.full_like(row, value) for value in (0, blocks, 0, tokens)]
     table = torch.stack([start, end, row, *constant])
     sequences = torch.stack([table[FIRST, :1], table[LAST, :1]])
-    return Layout(tokens, blocks, largest, offsets, table, sequences)
+    return Layout(tokens, blocks, largest, offsets, False, table, sequences)
 
 
 def _packed(tokens: int, block_size: int, bounds: Tensor) -> Layout:
@@ -112,11 +118,24 @@ def _packed(tokens: int, block_size: int, bounds: Tensor) -> Layout:
         torch.where(used, high, 0),
     ]
     table = torch.stack(columns).int()
-    return Layout(tokens, blocks, block_size, None, table, torch.stack([firsts, counts]).int())
+    return Layout(tokens, blocks, block_size, None, True, table, torch.stack([firsts, counts]).int())
 
 
 def token_rows(layout: Layout) -> Tensor:
     """``[N]`` int32: for each token the row of its block in the mixing matrix."""
+    device = layout.table.device
+    if layout.packed or not may_cache(device):
+        return _token_rows(layout)
+    return _cached_token_rows(layout)
+
+
+@lru_cache(maxsize=64)
+def _cached_token_rows(layout: Layout) -> Tensor:
+    with torch.inference_mode(False):
+        return _token_rows(layout)
+
+
+def _token_rows(layout: Layout) -> Tensor:
     token = torch.arange(layout.tokens, device=layout.table.device, dtype=torch.int32)
     start, end = layout.table[START].contiguous(), layout.table[END]
     used_start = torch.where(end > start, start, layout.tokens).contiguous()
