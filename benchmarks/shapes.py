@@ -81,28 +81,30 @@ class Cost:
         return 1e3 * max(self.bytes / rates.bandwidth, self.operations / rates.operations)
 
 
-def least_cost(shape: Shape, rates: Rates, backward: bool, width: int = 2) -> Cost:
-    """The floor of a shape: the cheaper of both forms, each tensor moved once, numbers of ``width`` bytes.
+def least_cost(shape: Shape, rates: Rates, backward: bool, terms: int | None = None) -> Cost:
+    """The floor of a shape in bfloat16: the cheaper of both forms, each tensor moved once.
 
     Chunked: 4 N K V + 2 M^2 K V operations and four passes over the summaries (causal: k and v once more); the backward pass
-    twice the operations and two more products with summaries, ten passes over summaries. Parallel: 2 N^2 (K + V), half when
+    twice the operations and two more products with summaries, ten passes over summaries. ``terms`` of an exponential
+    mixing take the place of one M. Parallel: 2 N^2 (K + V), half when
     causal; the backward pass 2 N^2 (3 K + 2 V). Backward tokens: q, k, v, dO read, dq, dk, dv written.
     """
     n, m, k, v = shape.tokens, shape.blocks, shape.key_width, shape.value_width
     rows = shape.batch * shape.heads
     tokens, summary = n * (2 * k + 2 * v), m * k * v
     pairs = 2 * n * n * (k + v) / (2 if shape.causal else 1)
-    chunk = 4 * n * k * v + 2 * m * m * k * v
+    mixed = m * (m if terms is None else terms)
+    chunk = 4 * n * k * v + 2 * mixed * k * v
     again = n * (k + v) if shape.causal else 0
     passes = 4
     if backward:
         tokens += n * (4 * k + 3 * v)
         pairs += 2 * n * n * (3 * k + 2 * v) / (2 if shape.causal else 1)
-        chunk += 8 * n * k * v + 4 * m * m * k * v
+        chunk += 8 * n * k * v + 4 * mixed * k * v
         again *= 3
         passes += 10
-    parallel = Cost(rows * tokens * width, rows * pairs)
-    chunked = Cost(rows * (tokens + again + passes * summary) * width, rows * chunk)
+    parallel = Cost(2 * rows * tokens, rows * pairs)
+    chunked = Cost(2 * rows * (tokens + again + passes * summary), rows * chunk)
     return min(parallel, chunked, key=lambda cost: cost.milliseconds(rates))
 
 

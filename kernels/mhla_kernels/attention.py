@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mhla_kernels import reference
-from mhla_kernels.backend import Backend, Form, choose_backend
+from mhla_kernels.backend import Backend, Form, check_form_and_backend, choose_backend
 from mhla_kernels.blocks import make_partition, on_device, token_blocks
 from mhla_kernels.checks import Mixing, Problem, check_problem
 from mhla_kernels.chunked import chunked, make_mixer
@@ -80,8 +80,7 @@ def mhla_attention(
         ValueError: for shapes, sizes and options that do not fit together; the message names the value and the way out.
         TypeError: for a dtype that is not float32, bfloat16 or float64 (float16 sums overflow).
     """
-    if form not in ("auto", "parallel", "chunked", "reference"):
-        raise ValueError(f"form={form!r} is not one of 'auto', 'parallel', 'chunked', 'reference'")
+    check_form_and_backend(form, backend)
     problem = check_problem(
         q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
     )

@@ -26,14 +26,20 @@ LEAST_CAPABILITY = (8, 0)
 """Compute capability that the kernels are built for: the first one with bfloat16 matrix units."""
 
 
+def check_form_and_backend(form: str, backend: str) -> None:
+    """Refuse names that there are not."""
+    if form not in ("auto", "parallel", "chunked", "reference"):
+        raise ValueError(f"form={form!r} is not one of 'auto', 'parallel', 'chunked', 'reference'")
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend={backend!r} is not one of 'auto', 'torch', 'triton'")
+
+
 def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> Literal["torch", "triton"]:
     """The backend for checked tensors.
 
     Raises:
-        ValueError: for an unknown backend, or Triton asked for where it cannot run.
+        ValueError: for Triton asked for where it cannot run.
     """
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend={backend!r} is not one of 'auto', 'torch', 'triton'")
     if backend == "torch":
         return "torch"
     obstacle = _obstacle(q, k, v, form)

@@ -85,8 +85,8 @@ def check_problem(
         if cu_seqlens is None:
             _check_mixing_size(mixing, blocks, causal, tokens, block_size)
         else:
-            blocks += len(cu_seqlens) - 2
             bounds = _check_cu_seqlens(cu_seqlens, batch, tokens, mixing, block_size, causal)
+            blocks += len(bounds) - 2
 
     double = torch.float64 in (q.dtype, k.dtype, v.dtype)
     return Problem(
@@ -138,7 +138,7 @@ def mixing_size(mixing: Mixing) -> int | None:
 
 def _check_mixing_size(mixing: Mixing, blocks: int, causal: bool, tokens: int, block_size: int | None) -> None:
     size = mixing_size(mixing)
-    if size is None or (size >= blocks and (causal or size == blocks)):
+    if size is None or blocks == 0 or (size >= blocks and (causal or size == blocks)):
         return
     layout = f"N={tokens} tokens with block_size={block_size}" if block_size else f"block_offsets for N={tokens} tokens"
     if not causal:

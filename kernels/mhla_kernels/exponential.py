@@ -67,10 +67,6 @@ class ExponentialMixing:
         """H, or None when all heads share the coefficients."""
         return self.amplitude.shape[0] if self.amplitude.dim() == 2 else None
 
-    def scaled(self, factor: float) -> ExponentialMixing:
-        """All coefficients times ``factor``."""
-        return ExponentialMixing(self.amplitude * factor, self.decay, self.grid)
-
     def to(self, dtype: torch.dtype) -> ExponentialMixing:
         """Both tensors in ``dtype``."""
         return ExponentialMixing(self.amplitude.to(dtype), self.decay.to(dtype), self.grid)
@@ -139,8 +135,8 @@ class ExponentialMixing:
             steps: optimiser steps.
 
         Returns:
-            The mixing, float32, and the explained variance (R^2: 1 - residual / variance about the mean), a scalar or
-            ``[H]``.
+            The mixing, float32, and the explained variance (R^2: 1 - residual / variance about the mean; about zero where
+            all coefficients are alike), a scalar or ``[H]``.
         """
         return _fit(cls, mixing, terms, grid, causal, any_row_scale, steps)
 
@@ -226,8 +222,12 @@ def _fit(
     any_row_scale: bool,
     steps: int,
 ) -> tuple[ExponentialMixing, Tensor]:
-    if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2]:
+    if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2] or mixing.numel() == 0:
         raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M]")
+    if not torch.isfinite(mixing).all():
+        raise ValueError("mixing holds numbers that are not finite")
+    if terms < 1:
+        raise ValueError(f"terms={terms} must be positive")
     if causal and grid is not None:
         raise ValueError("causal mixing is over a sequence; leave grid out")
     size = mixing.shape[-1]
@@ -266,7 +266,9 @@ def _fit(
     amplitude = _nonnegative_least_squares(features, wanted, amplitude, sweeps=500)
     residual = (wanted - (features @ amplitude[..., None]).squeeze(-1)).square().sum(-1)
     variance = (wanted - wanted.mean(-1, keepdim=True)).square().sum(-1)
-    explained = torch.where(variance > 0, 1 - residual / variance, (residual == 0).double()).float()
+    square = wanted.square().sum(-1)
+    variance = torch.where(variance > 1e-9 * square, variance, square)  # all alike: nothing varies about the mean
+    explained = torch.where(variance > 0, 1 - residual / variance, 1.0).float()
     decay = log_decay.detach().exp()
     if grid is None:
         decay = decay.squeeze(-1)

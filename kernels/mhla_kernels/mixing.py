@@ -74,16 +74,21 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
 
     Raises:
         ValueError: for a shape, a number of blocks or a tail that there is not.
+        TypeError: if ``mixing`` is no tensor.
     """
+    if not isinstance(mixing, Tensor):
+        raise TypeError(
+            f"mixing is {type(mixing).__name__}; dense coefficients are extended (ExponentialMixing has no end)"
+        )
     if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2] or mixing.numel() == 0:
         raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M]")
-    if blocks < 1:
-        raise ValueError(f"blocks={blocks} must be positive")
+    if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
+        raise ValueError(f"blocks={blocks!r} must be a positive integer")
     if tail not in ("exponential", "last", "zero"):
         raise ValueError(f"tail={tail!r} is not one of 'exponential', 'last', 'zero'")
     size = mixing.shape[-1]
     if blocks <= size:
-        return mixing[..., :blocks, :blocks]
+        return mixing[..., :blocks, :blocks].clone()
     known = mixing.double().tril()
     sums = known.sum(-1, keepdim=True)
     shares = torch.where(sums > 0, known / sums, 0)

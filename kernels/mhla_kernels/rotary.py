@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mhla_kernels.backend import Backend, choose_backend
+from mhla_kernels.backend import Backend, check_form_and_backend, choose_backend
 from mhla_kernels.features import FEATURE_MAP_FLOOR, FeatureMap
 
 
@@ -46,6 +46,7 @@ def rotary_features(
         raise ValueError(f"cos {list(cos.shape)} and sin {list(sin.shape)} must both be {wanted}")
     if feature_map not in ("identity", "relu"):
         raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'")
+    check_form_and_backend("auto", backend)
     if choose_backend(backend, x, x, x, "parallel") == "triton":
         import mhla_kernels.triton_backend.rotary  # noqa: F401  registers the operator; needs triton
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from mhla_kernels.attention import mhla_attention, without_autocast
-from mhla_kernels.backend import Backend, Form
-from mhla_kernels.blocks import BlockPartition
+from mhla_kernels.backend import Backend, Form, check_form_and_backend
+from mhla_kernels.blocks import BlockPartition, on_device
 from mhla_kernels.checks import Mixing, Problem, check_problem, mixing_size
 from mhla_kernels.chunked import Mixer, chunked
 from mhla_kernels.exponential import ExponentialMixing
@@ -29,6 +29,20 @@ from mhla_kernels.features import FeatureMap, map_features
 
 Rows = slice | Tensor
 """Rows of a batch: all of them, or their indices."""
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """What a state is of: ``terms`` of exponential mixing (None for dense), tokens in a block, widths of key and value."""
+
+    terms: int | None
+    block_size: int
+    key_width: int
+    value_width: int
+
+    def __str__(self) -> str:
+        mixing = "dense mixing" if self.terms is None else f"exponential mixing of {self.terms} terms"
+        return f"{mixing}, block_size={self.block_size}, Dk={self.key_width}, Dv={self.value_width}"
 
 
 @dataclass(frozen=True)
@@ -41,19 +55,31 @@ class MHLAState:
             ``[B, H, R, W]``. Like the other two in float32 (float64 for float64 inputs).
         open: ``[B, H, W]`` summary of the open block.
         mixture: ``[B, H, W]`` mixed summaries of the finished blocks, for the open block.
+        kind: what the state is of and has to go on with.
+        owns_finished: whether no other state may append to ``finished``; not part of the pytree.
     """
 
     lengths: tuple[int, ...]
     finished: Tensor
     open: Tensor
     mixture: Tensor
+    kind: StateKind
+    owns_finished: bool = False
 
     def select(self, rows: Tensor | Sequence[int]) -> MHLAState:
         """The state of other rows, for example the beams that go on: ``rows`` are indices, repeats allowed."""
+        if isinstance(rows, Tensor) and (rows.dtype == torch.bool or rows.is_floating_point()):
+            raise ValueError(f"rows must be indices, integers; got {rows.dtype}")
         chosen = rows.tolist() if isinstance(rows, Tensor) else list(rows)
-        index = torch.tensor(chosen, device=self.open.device)
-        tensors = (x.index_select(0, index) for x in (self.finished, self.open, self.mixture))
-        return MHLAState(tuple(self.lengths[row] for row in chosen), *tensors)
+        index = on_device(chosen, self.open.device)
+        return MHLAState(
+            tuple(self.lengths[row] for row in chosen),
+            self.finished.index_select(0, index),
+            self.open.index_select(0, index),
+            self.mixture.index_select(0, index),
+            self.kind,
+            owns_finished=True,
+        )
 
     @property
     def bytes(self) -> int:
@@ -61,15 +87,15 @@ class MHLAState:
         return sum(x.numel() * x.element_size() for x in (self.finished, self.open, self.mixture))
 
 
-def _from_leaves(*leaves: Any) -> MHLAState:
+def _from_leaves(kind: StateKind, *leaves: Any) -> MHLAState:
     *lengths, finished, opened, mixture = leaves
-    return MHLAState(tuple(lengths), finished, opened, mixture)
+    return MHLAState(tuple(lengths), finished, opened, mixture, kind)
 
 
 pytree.register_pytree_node(
     MHLAState,
-    lambda state: ([*state.lengths, state.finished, state.open, state.mixture], None),
-    lambda leaves, _: _from_leaves(*leaves),
+    lambda state: ([*state.lengths, state.finished, state.open, state.mixture], state.kind),
+    lambda leaves, kind: _from_leaves(kind, *leaves),
     serialized_type_name="mhla_kernels.MHLAState",
 )
 
@@ -117,15 +143,18 @@ def mhla_prefill(
     Raises:
         ValueError: as :func:`mhla_attention`, and for lengths or a state that do not fit.
     """
+    if q.dim() != 4:
+        raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to mhla_step")
     batch, tokens = q.shape[:2]
     counts = _counts(lengths, batch, tokens)
+    check_form_and_backend(form, backend)
     before = state.lengths if state is not None else (0,) * batch
     problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, before, counts)
     if state is not None:
-        _check_state(state, batch, q, v, mixing)
+        _check_state(state, q, v, mixing, block_size, problem)
     mask = None
     if any(count < tokens for count in counts):
-        mask = torch.arange(tokens, device=q.device) < torch.tensor(counts, device=q.device)[:, None]
+        mask = torch.arange(tokens, device=q.device) < on_device(counts, q.device)[:, None]
 
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
@@ -135,7 +164,7 @@ def mhla_prefill(
                 q, k, v, mixing, block_size=block_size, causal=True, normalize=normalize, scale=scale, eps=eps,
                 feature_map=feature_map, key_mask=mask, form=form, backend=backend,
             )  # fmt: skip
-            start = _empty(batch, q, v, mixing, problem)
+            start = _empty(q, v, mixing, block_size, problem)
             blocks = _local_summaries(*mapped[1:], (0,) * batch, block_size)
             return out, _close(start, blocks, counts, mixing, block_size)
         moves = [count > 0 for count in counts]
@@ -198,21 +227,22 @@ def mhla_step(
     batch = q.shape[0]
     q, k, v = q[:, None], k[:, None], v[:, None]
     problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, state.lengths, (1,) * batch)
-    _check_state(state, batch, k, v, mixing)
+    _check_state(state, q, v, mixing, block_size, problem)
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
         q, k, v = (x[:, 0] for x in _mapped(q, k, v, problem, feature_map, None))
         opened = _advance(state, mixing, block_size, (True,) * batch, donate_state)
         token = torch.cat([(k[..., None] * v[..., None, :]).flatten(2), k], -1)
-        owned = donate_state or opened is not state
-        total = opened.open.add_(token) if owned else opened.open + token
+        may_add = donate_state or opened is not state
+        total = opened.open.add_(token) if may_add else opened.open + token
         seen = opened.mixture + _own(mixing, [length // block_size for length in state.lengths], q.device) * total
         width = q.shape[-1] * v.shape[-1]
         out = (q[..., None, :] @ seen[..., :width].unflatten(-1, (q.shape[-1], -1))).squeeze(-2)
         total_weight = (q * seen[..., width:]).sum(-1, keepdim=True)
         out = out * problem.scale if problem.scale is not None else out / (total_weight + eps)
         lengths = tuple(length + 1 for length in state.lengths)
-        return out.to(problem.dtype), replace(opened, lengths=lengths, open=total)
+        owns = opened.owns_finished and may_add  # else the state that was handed in goes on owning them
+        return out.to(problem.dtype), replace(opened, lengths=lengths, open=total, owns_finished=owns)
 
 
 def _counts(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:
@@ -253,14 +283,21 @@ def _check(
     return problem
 
 
-def _check_state(state: MHLAState, batch: int, k: Tensor, v: Tensor, mixing: Mixing) -> None:
-    shape = (batch, k.shape[2], k.shape[3] * (v.shape[3] + 1))
-    if state.open.shape != shape:
-        raise ValueError(f"the state holds summaries {list(state.open.shape)}; these tensors make {list(shape)}")
-    if isinstance(mixing, ExponentialMixing) and state.finished.shape[2] != mixing.terms:
+def _kind(q: Tensor, v: Tensor, mixing: Mixing, block_size: int) -> StateKind:
+    terms = mixing.terms if isinstance(mixing, ExponentialMixing) else None
+    return StateKind(terms, block_size, q.shape[-1], v.shape[-1])
+
+
+def _check_state(state: MHLAState, q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: Problem) -> None:
+    kind = _kind(q, v, mixing, block_size)
+    if state.kind != kind:
+        raise ValueError(f"the state is of {state.kind}, but the call is with {kind}; a state goes on as it began")
+    if state.open.shape[1] != q.shape[2]:
+        raise ValueError(f"the state is of {state.open.shape[1]} heads, but q has H={q.shape[2]}")
+    if state.open.dtype != problem.accumulate:
         raise ValueError(
-            f"the state holds {state.finished.shape[2]} running sums, but mixing has {mixing.terms} terms; a state goes on "
-            "with the kind of mixing that it began with"
+            f"the state is in {state.open.dtype}, but these tensors are summed in {problem.accumulate}; go on in the "
+            "precision that the state began with"
         )
 
 
@@ -271,12 +308,13 @@ def _mapped(
     return map_features(q, k, v, feature_map, mask)
 
 
-def _empty(batch: int, q: Tensor, v: Tensor, mixing: Mixing, problem: Problem) -> MHLAState:
+def _empty(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: Problem) -> MHLAState:
     """The state before any token."""
-    heads, width = q.shape[2], q.shape[3] * (v.shape[3] + 1)
-    terms = mixing.terms if isinstance(mixing, ExponentialMixing) else 0
+    batch, _, heads, _ = q.shape
+    kind = _kind(q, v, mixing, block_size)
+    width = kind.key_width * (kind.value_width + 1)
     zeros = torch.zeros(batch, heads, width, dtype=problem.accumulate, device=q.device)
-    return MHLAState((0,) * batch, zeros.new_zeros(batch, heads, terms, width), zeros, zeros.clone())
+    return MHLAState((0,) * batch, zeros.new_zeros(batch, heads, kind.terms or 0, width), zeros, zeros.clone(), kind)
 
 
 def _first_block(length: int, block_size: int, moves: bool) -> int:
@@ -296,25 +334,25 @@ def _local_summaries(k: Tensor, v: Tensor, offsets: tuple[int, ...], block_size:
 def _place(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
     """``[B, N, H, D]`` in blocks ``[B, H, M, C, D]``, row b from slot ``offsets[b]`` of its first block on."""
     batch, tokens, heads, width = x.shape
-    slots = max(offsets) + tokens
-    if min(offsets) == max(offsets):
-        x = F.pad(x, (0, 0, 0, 0, offsets[0], 0))
+    slots = max(offsets, default=0) + tokens
+    if len(set(offsets)) < 2:
+        x = F.pad(x, (0, 0, 0, 0, max(offsets, default=0), 0))
     else:
-        place = torch.tensor(offsets, device=x.device)[:, None] + torch.arange(tokens, device=x.device)
+        place = on_device(offsets, x.device)[:, None] + torch.arange(tokens, device=x.device)
         index = place[..., None, None].expand(batch, tokens, heads, width)
         x = x.new_zeros(batch, slots, heads, width).scatter(1, index, x)
     blocks = max(1, -(-slots // block_size))
-    size = block_size if blocks > 1 or max(offsets) else min(block_size, max(slots, 1))
+    size = block_size if blocks > 1 or max(offsets, default=0) else min(block_size, max(slots, 1))
     return BlockPartition(slots, blocks, size).split(x)
 
 
 def _take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor | None) -> Tensor:
     """The reverse of :func:`_place`, zero where ``mask`` hides."""
     out = out.flatten(2, 3).transpose(1, 2)
-    if min(offsets) == max(offsets):
+    if len(set(offsets)) == 1:
         out = out[:, offsets[0] : offsets[0] + tokens]
     else:
-        place = torch.tensor(offsets, device=out.device)[:, None] + torch.arange(tokens, device=out.device)
+        place = on_device(offsets, out.device)[:, None] + torch.arange(tokens, device=out.device)
         out = out.gather(1, place[..., None, None].expand(-1, -1, *out.shape[2:]))
     return out if mask is None else torch.where(mask[..., None, None], out, 0)
 
@@ -325,7 +363,7 @@ def _groups(values: Sequence[int], chosen: Sequence[bool], device: torch.device)
     if len(distinct) == 1 and all(chosen):
         return [(distinct[0], slice(None))]
     return [
-        (wanted, torch.tensor([row for row, v in enumerate(values) if v == wanted and chosen[row]], device=device))
+        (wanted, on_device([row for row, v in enumerate(values) if v == wanted and chosen[row]], device))
         for wanted in distinct
     ]
 
@@ -335,9 +373,9 @@ def _own(mixing: Mixing, blocks: Sequence[int], device: torch.device) -> Tensor:
     if isinstance(mixing, ExponentialMixing):
         return mixing.amplitude.sum(-1).reshape(1, -1, 1)
     diagonal = mixing.diagonal(dim1=-2, dim2=-1).reshape(-1, mixing.shape[-1])
-    if min(blocks) == max(blocks):
-        return diagonal[None, :, blocks[0], None]
-    return diagonal[:, torch.tensor(blocks, device=device)].T[..., None]
+    if len(set(blocks)) < 2:
+        return diagonal[None, :, max(blocks, default=0), None]
+    return diagonal[:, on_device(blocks, device)].T[..., None]
 
 
 def _append(mixing: Mixing, finished: Tensor, rows: Rows, first: int, summaries_BHMW: Tensor) -> None:
@@ -361,11 +399,17 @@ def _seen_from(mixing: Mixing, finished_BHMW: Tensor, block: int) -> Tensor:
     return (weights @ finished_BHMW).squeeze(2)
 
 
-def _with_room(mixing: Mixing, finished: Tensor, blocks: int, donated: bool) -> Tensor:
-    """Finished summaries that may be written to, with room for ``blocks`` of them where each is kept."""
-    if isinstance(mixing, ExponentialMixing) or finished.shape[2] >= blocks:
-        return finished if donated else finished.clone()
-    room = max(blocks, 2 * finished.shape[2]) if donated else blocks
+def _with_room(mixing: Mixing, finished: Tensor, blocks: int, owned: bool) -> Tensor:
+    """Finished summaries that may be written to, with room for ``blocks`` of them where each is kept.
+
+    Where they are owned, a block is appended in place: states that share them have fewer blocks, and do not see it.
+    Running sums are always copied.
+    """
+    if isinstance(mixing, ExponentialMixing):
+        return finished.clone()
+    if finished.shape[2] >= blocks:
+        return finished if owned else finished.clone()
+    room = max(blocks, 2 * finished.shape[2]) if owned else blocks
     return F.pad(finished, (0, 0, 0, room - finished.shape[2]))
 
 
@@ -377,14 +421,14 @@ def _advance(
     if not any(full):
         return state
     needed = max(length // block_size for length, each in zip(state.lengths, full, strict=True) if each)
-    finished = _with_room(mixing, state.finished, needed, donated)
-    opened, mixture = (state.open, state.mixture) if donated else (state.open.clone(), state.mixture.clone())
+    finished = _with_room(mixing, state.finished, needed, donated and state.owns_finished)
+    opened, mixture = state.open if donated else state.open.clone(), state.mixture.clone()
     for length, rows in _groups(state.lengths, full, opened.device):
         block = length // block_size
         _append(mixing, finished, rows, block - 1, opened[rows][:, :, None])
         mixture[rows] = _seen_from(mixing, finished[rows], block)
         opened[rows] = 0
-    return MHLAState(state.lengths, finished, opened, mixture)
+    return MHLAState(state.lengths, finished, opened, mixture, state.kind, owns_finished=True)
 
 
 def _close(
@@ -394,9 +438,9 @@ def _close(
     lengths = tuple(before + count for before, count in zip(start.lengths, counts, strict=True))
     moved = [count > 0 for count in counts]
     if not any(moved):
-        return start
+        return replace(start, owns_finished=True)
     open_block = [max(length - 1, 0) // block_size for length in lengths]
-    finished = _with_room(mixing, start.finished, max(open_block), donated=False)
+    finished = _with_room(mixing, start.finished, max(open_block), owned=False)
     opened, mixture = start.open.clone(), start.mixture.clone()
     for before in sorted({length for length, each in zip(start.lengths, moved, strict=True) if each}):
         first = before // block_size
@@ -407,7 +451,7 @@ def _close(
                 _append(mixing, finished, rows, first, summaries_BHMW[rows][:, :, :done])
                 mixture[rows] = _seen_from(mixing, finished[rows], block)
             opened[rows] = summaries_BHMW[rows][:, :, done]
-    return MHLAState(lengths, finished, opened, mixture)
+    return MHLAState(lengths, finished, opened, mixture, start.kind, owns_finished=True)
 
 
 class _ContinuedMixer(Mixer):

@@ -108,6 +108,60 @@ def test_exponential_mixing_refuses(amplitude: torch.Tensor, decay: torch.Tensor
         ExponentialMixing(amplitude, decay, grid)
 
 
+def test_fit_of_equal_coefficients_explains_them() -> None:
+    fitted, explained = ExponentialMixing.fit(torch.full((8, 8), 1 / 8), steps=200)
+    assert explained > 0.99
+    torch.testing.assert_close(fitted.dense(8), torch.full((8, 8), 1 / 8), rtol=0.05, atol=0)
+
+
+def test_fit_finds_the_exponentials_of_each_head_and_of_a_grid() -> None:
+    amplitude, decay = torch.tensor([[0.3, 0.1], [0.0, 0.5]]), torch.tensor([[1.0, 0.1], [1.0, 0.3]])
+    dense = ExponentialMixing(amplitude, decay).dense(24)
+    fitted, explained = ExponentialMixing.fit(dense, terms=3, causal=True)
+    assert (explained > 0.999).all()
+    torch.testing.assert_close(fitted.dense(24).tril(), dense.tril(), atol=5e-3, rtol=0)
+    rows = dense[0].tril() / dense[0].tril().sum(-1, keepdim=True)
+    assert ExponentialMixing.fit(rows, terms=3, causal=True)[1] < 0.9, "normalised rows are no function of distance"
+    assert ExponentialMixing.fit(rows, terms=3, causal=True, any_row_scale=True)[1] > 0.999
+    grid = ExponentialMixing(torch.tensor([0.7]), torch.tensor([[0.2, 1.0]]), (3, 5))
+    fitted, explained = ExponentialMixing.fit(grid.dense(), terms=2, grid=(3, 5))
+    assert explained > 0.999
+    torch.testing.assert_close(fitted.dense(), grid.dense(), atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mixing": torch.full((3, 3), float("nan"))}, "not finite"),
+        ({"terms": 0}, "positive"),
+        ({"grid": (2, 2)}, "has 4 blocks, but mixing is for 3"),
+        ({"grid": (3,), "causal": True}, "leave grid out"),
+    ],
+)
+def test_fit_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExponentialMixing.fit(**{"mixing": torch.ones(3, 3), **change})
+
+
+def test_the_cheaper_form() -> None:
+    """Floors of an H200: 256 image tokens want pairs, long sequences summaries; packed ones count by their own length."""
+    from mhla_kernels.attention import _cheapest
+    from mhla_kernels.checks import check_problem
+
+    def pick(tokens: int, block: int, causal: bool, sequences: int = 1, width: int = 128) -> str:
+        q, bounds = torch.empty(1, tokens, 1, width), None
+        mixing = torch.ones(tokens // sequences // block, tokens // sequences // block)
+        if sequences > 1:
+            bounds = list(range(0, tokens + 1, tokens // sequences))
+        problem = check_problem(q, q, q, mixing, block, None, causal, True, None, 1e-6, "identity", None, bounds)
+        return _cheapest(problem, width, width, mixing, causal, True)
+
+    assert pick(256, 16, False, width=64) == "parallel"
+    assert pick(31500, 210, False) == "chunked"
+    assert pick(32768, 64, True) == "chunked"
+    assert pick(512, 64, True) == pick(64 * 512, 64, True, sequences=64) == "parallel"
+
+
 def test_extend_mixing_continues_what_depends_on_distance() -> None:
     """Rows that are normalised exponentials go on as normalised exponentials."""
     long = ExponentialMixing(torch.tensor([1.0]), torch.tensor([0.2])).dense(96).tril()

@@ -316,13 +316,62 @@ def test_packed_sequences_of_any_length_with_exponential_mixing(implementation: 
     assert relative_error("packed", packed, oracle(q, k, v, dense, starts, causal=False, normalize=True)) < 1e-5
 
 
+@pytest.mark.parametrize("implementation", [*TORCH, *TRITON])
+@pytest.mark.parametrize(
+    "layout", ["slices of one parameter", "transposed", "one decay for all heads", "every other", "one term for all"]
+)
+def test_exponential_mixing_of_any_strides(implementation: str, layout: str) -> None:
+    both = torch.rand(2, 4, 2) + 0.05
+    amplitude, decay = {
+        "slices of one parameter": (both[..., 0], both[..., 1]),
+        "transposed": (both[..., 0].T.contiguous().T, both[..., 1].T.contiguous().T),
+        "one decay for all heads": (both[..., 0], both[0, :, 1].expand(2, 4)),
+        "every other": (both[0, ::2, 0], both[0, ::2, 1]),
+        "one term for all": (both[0, 0, :1].expand(4), both[0, :, 1]),
+    }[layout]
+    q, k, v = torch.rand(1, 30, 2, 4), torch.rand(1, 30, 2, 4), torch.randn(1, 30, 2, 3)
+    dense = exponential_matrix(amplitude.double(), decay.double(), 8)
+    want = oracle(q, k, v, dense, equal_starts(30, 4), causal=True, normalize=True)
+    got = attend(implementation, q, k, v, amplitude, decay, block_size=4, causal=True)
+    assert relative_error("output", got, want) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_any_strides(implementation: str) -> None:
+    """Features of an image as convolutions leave them, an expanded batch, features that are not next to each other."""
+    images = torch.rand(2, 3 * 12, 5, 6)
+    q, k, v = images.flatten(2).transpose(1, 2).unflatten(-1, (3, 3, 4)).unbind(2)
+    k = k[:1].expand(2, -1, -1, -1)
+    v = v.repeat_interleave(2, -1)[..., ::2]
+    mixing, mask = torch.rand(8, 8).T, (torch.rand(1, 30) > 0.2).expand(2, 30)
+    plain = [x.contiguous() for x in (q, k, v, mixing, mask)]
+    got = attend(implementation, q, k, v, mixing, block_size=4, key_mask=mask)
+    want = attend("torch reference", *plain[:4], block_size=4, key_mask=plain[4])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_queries_and_values_of_different_dtypes(implementation: str, causal: bool) -> None:
+    q, k, v = torch.rand(1, 30, 2, 4).bfloat16(), torch.rand(1, 30, 2, 4), torch.randn(1, 30, 2, 3).bfloat16()
+    mixing = torch.rand(4, 4)
+    got = attend(implementation, q, k, v, mixing, block_size=8, causal=causal)
+    assert got.dtype == torch.bfloat16
+    want = oracle(q, k, v, mixing, equal_starts(30, 8), causal=causal, normalize=True)
+    assert relative_error("output", got, want) < 3e-3
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("mean", [0.0, 2.0], ids=["mean0", "mean2"])
-@pytest.mark.parametrize(("causal", "normalize"), [(False, True), (True, False)], ids=["normalized", "causal"])
-def test_bfloat16_stays_close(implementation: str, mean: float, causal: bool, normalize: bool) -> None:
+@pytest.mark.parametrize(
+    ("causal", "normalize", "signed"),
+    [(False, True, False), (True, False, False), (True, False, True)],
+    ids=["normalized", "causal", "causal, signed"],
+)
+def test_bfloat16_stays_close(implementation: str, mean: float, causal: bool, normalize: bool, signed: bool) -> None:
     """Within the limits for bfloat16, and no worse than 1.2 times the chunked form in PyTorch, whose sums are float32."""
     n, c = 256, 32
-    q, k = (torch.rand(1, n, 2, 32).bfloat16() for _ in range(2))
+    q, k = ((torch.randn if signed else torch.rand)(1, n, 2, 32).bfloat16() for _ in range(2))
     v = (torch.randn(1, n, 2, 32) + mean).bfloat16()
     tensors, starts, cotangent = (q, k, v, torch.rand(8, 8)), equal_starts(n, c), torch.randn(v.shape).bfloat16()
     check = {"causal": causal, "normalize": normalize}
@@ -395,8 +444,11 @@ def test_attention_matrix_times_values_is_the_output() -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_empty_sequence(implementation: str) -> None:
-    empty = torch.zeros(2, 0, 3, 4)
-    mixing = torch.ones(1, 1, requires_grad=True)
-    out = attend(implementation, empty, empty, empty, mixing, block_size=4, causal=True)
-    assert out.shape == (2, 0, 3, 4)
+@pytest.mark.parametrize("what", ["causal", "bidirectional", "exponential", "packed", "no rows"])
+def test_nothing_gives_nothing(implementation: str, what: str) -> None:
+    empty = torch.zeros(1, 0, 3, 4) if what != "no rows" else torch.zeros(0, 9, 3, 4)
+    mixing = [torch.ones(3), torch.ones(3)] if what == "exponential" else [torch.ones(3, 3)]
+    options: dict[str, Any] = {"block_size": 4, "causal": what == "causal"}
+    if what == "packed":
+        options["cu_seqlens"] = [0, 0]
+    assert attend(implementation, empty, empty, empty, *mixing, **options).shape == empty.shape

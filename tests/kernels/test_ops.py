@@ -12,6 +12,7 @@ from mhla_kernels import ExponentialMixing, mhla_attention
 from mhla_kernels.triton_backend import ops  # noqa: F401  registers the operator
 from mhla_kernels.triton_backend.tables import make_layout, token_rows
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -120,6 +121,26 @@ def test_exports(implementation: str) -> None:
     arguments = tuple(x.detach() for x in problem())
     program = torch.export.export(Layer(), arguments)
     torch.testing.assert_close(program.module()(*arguments), Layer()(*arguments))
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_uneven_blocks_work_after_an_export(implementation: str) -> None:
+    """What tracing makes of fake tensors must not be kept for real calls, nor the other way round."""
+    backend, form = implementation.split()
+    options: dict[str, Any] = {"block_offsets": (0, 3, 11, 20), "form": form, "backend": backend}
+
+    class Layer(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
+            return mhla_attention(q, k, v, mixing, **options)
+
+    arguments = tuple(x.detach() for x in problem())
+    program = torch.export.export(Layer(), arguments)
+    want = mhla_attention(*arguments, **{**options, "form": "reference", "backend": "torch"})
+    torch.testing.assert_close(Layer()(*arguments), want)
+    torch.testing.assert_close(program.module()(*arguments), want)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert mhla_attention(*(mode.from_tensor(x) for x in arguments), **options).shape == want.shape
+    torch.testing.assert_close(Layer()(*arguments), want)
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -145,6 +144,33 @@ def test_a_state_stays_as_it_was_unless_donated(kind: str) -> None:
     assert after.open.data_ptr() == state.open.data_ptr(), "a donated state's memory must be taken over"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_donating_a_later_state_leaves_earlier_ones_alone(kind: str) -> None:
+    """Two ways on from one state, across the end of a block, in either order of donation."""
+    q, k, v = tokens(2, 20)
+    mixing = make_mixing(kind, 2, 9)
+    want = mhla_attention(q, k, v, mixing, block_size=3, causal=True)
+
+    def step(t: int, state: MHLAState, donate: bool) -> tuple[Tensor, MHLAState]:
+        return mhla_step(q[:, t], k[:, t], v[:, t], mixing, state, block_size=3, donate_state=donate)
+
+    for donate_first in (False, True):
+        _, start = mhla_prefill(q[:, :8], k[:, :8], v[:, :8], mixing, block_size=3)
+        _, child = step(8, start, False)
+        other, last = child, start
+        for t in (9, 10, 11, 12):
+            out, other = step(t, other, True)
+            torch.testing.assert_close(out, want[:, t])
+            if donate_first and t == 9:  # the parent goes on too, donated, and closes the same block
+                _, last = step(8, start, True)
+            if donate_first:
+                out, last = step(t, last, True)
+                torch.testing.assert_close(out, want[:, t])
+        if not donate_first:
+            again, _ = step(8, start, False)
+            torch.testing.assert_close(again, want[:, 8])
+
+
 def test_select_reorders_rows() -> None:
     q, k, v = tokens(3, 9)
     mixing = make_mixing("dense", 2, 4)
@@ -213,23 +239,46 @@ def test_a_mixing_learned_for_2048_tokens_reaches_32768(long: str) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "lengths": ({"lengths": [3, 9]}, "lengths must be 2 integers of 0 to N=4"),
-    "rows": ({"state": "three rows"}, "the state is of 3 rows, but q has B=2"),
-    "kind": ({"mixing": ExponentialMixing(torch.ones(3), torch.ones(3)), "state": "dense"}, "the kind of mixing"),
-    "too long": ({"state": "dense", "mixing": torch.ones(2, 2)}, "9 tokens with block_size=3 make 3 blocks"),
-    "no tokens axis": ({"step": True}, "a step takes one token"),
+    "rows": ({"state": 3}, "the state is of 3 rows, but q has B=2"),
+    "kind": ({"mixing": ExponentialMixing(torch.ones(1), torch.ones(1)), "state": 2}, "of dense mixing, .* with exponential"),
+    "block size": ({"state": 2, "block_size": 4}, "block_size=3.*block_size=4"),
+    "widths": ({"state": 2, "v": torch.rand(2, 4, 2, 2)}, "Dv=3.*Dv=2"),
+    "heads": ({"state": 2, **dict.fromkeys("qk", torch.rand(2, 4, 3, 5)), "v": torch.rand(2, 4, 3, 3)}, "2 heads, but q has H=3"),
+    "precision": ({"state": 2, "q": torch.rand(2, 4, 2, 5).double()}, "torch.float32, .* torch.float64"),
+    "form": ({"state": 2, "form": "fast"}, "'fast' is not one of"),
+    "too long": ({"state": 2, "mixing": torch.ones(2, 2)}, "9 tokens with block_size=3 make 3 blocks"),
+    "no tokens axis": ({"q": torch.rand(2, 2, 5)}, "one token goes to mhla_step"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_argument(name: str) -> None:
     changed, message = WRONG[name]
-    call: dict[str, Any] = {"mixing": torch.rand(6, 6), **changed}
+    call: dict[str, Any] = {
+        **dict(zip("qkv", tokens(2, 4), strict=True)),
+        "mixing": torch.rand(6, 6),
+        "block_size": 3,
+        **changed,
+    }
     if "state" in call:
-        rows = 3 if call["state"] == "three rows" else 2
-        call["state"] = mhla_prefill(*tokens(rows, 5), torch.rand(6, 6), block_size=3)[1]
-    if call.pop("step", False):
-        run = partial(mhla_step, *tokens(2, 4), state=MHLAState((0, 0), *[torch.zeros(1)] * 3))
-    else:
-        run = partial(mhla_prefill, *tokens(2, 4))
+        call["state"] = mhla_prefill(*tokens(call["state"], 5), torch.rand(6, 6), block_size=3)[1]
     with pytest.raises(ValueError, match=message):
-        run(block_size=3, **call)
+        mhla_prefill(**call)
+
+
+def test_a_step_takes_one_token_and_select_takes_indices() -> None:
+    q, k, v = tokens(2, 4)
+    _, state = mhla_prefill(q, k, v, torch.rand(6, 6), block_size=3)
+    with pytest.raises(ValueError, match="a step takes one token"):
+        mhla_step(q, k, v, torch.rand(6, 6), state, block_size=3)
+    with pytest.raises(ValueError, match=r"integers; got torch\.bool"):
+        state.select(torch.tensor([True, False]))
+
+
+def test_no_rows() -> None:
+    q, k, v = tokens(0, 4)
+    out, state = mhla_prefill(q, k, v, torch.rand(6, 6), block_size=3)
+    assert out.shape == v.shape
+    out, state = mhla_step(q[:, 0], k[:, 0], v[:, 0], torch.rand(6, 6), state, block_size=3)
+    assert out.shape == (0, 2, 3)
+    assert mhla_prefill(*tokens(2, 5), torch.rand(6, 6), block_size=3)[1].select([]).lengths == ()

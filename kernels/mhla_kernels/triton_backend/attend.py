@@ -186,16 +186,16 @@ def attend_kernel(
     if start >= high:
         return
 
-    x_stride_n = tl.multiple_of(x_stride_n, ALIGNED)
-    y_stride_n = tl.multiple_of(y_stride_n, ALIGNED)
-    a_stride_n = tl.multiple_of(a_stride_n, ALIGNED)
-    own_stride_n = tl.multiple_of(own_stride_n, ALIGNED)
-    out_stride_n = tl.multiple_of(out_stride_n, ALIGNED)
-    x += tl.multiple_of(batch * x_stride_b + head * x_stride_h, ALIGNED)
-    y += tl.multiple_of(batch * y_stride_b + head * y_stride_h, ALIGNED)
-    a += tl.multiple_of(batch * a_stride_b + head * a_stride_h, ALIGNED)
-    own += tl.multiple_of(batch * own_stride_b + head * own_stride_h, ALIGNED)
-    out += tl.multiple_of(batch * out_stride_b + head * out_stride_h, ALIGNED)
+    x_stride_n *= ALIGNED
+    y_stride_n *= ALIGNED
+    a_stride_n *= ALIGNED
+    own_stride_n *= ALIGNED
+    out_stride_n *= ALIGNED
+    x += (batch * x_stride_b + head * x_stride_h) * ALIGNED
+    y += (batch * y_stride_b + head * y_stride_h) * ALIGNED
+    a += (batch * a_stride_b + head * a_stride_h) * ALIGNED
+    own += (batch * own_stride_b + head * own_stride_h) * ALIGNED
+    out += (batch * out_stride_b + head * out_stride_h) * ALIGNED
     mixing += head * mixing_stride_h
     key_mask += batch * tokens
     inverse_normalizer += row * tokens

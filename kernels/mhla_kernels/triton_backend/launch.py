@@ -138,12 +138,13 @@ class Call:
         tiles = summary_tiles(self.q.dtype, self.key_width, self.value_width)
         parts = triton.cdiv(self.key_width, tiles.keys) * triton.cdiv(self.value_width, tiles.values)
         summary = self.q.new_empty(self.rows, blocks * pieces, width, dtype=torch.float32)
+        aligned = _alignment(key, value)
         summaries.summaries_kernel[(self.rows * blocks * pieces, parts)](
             key, value, self.mask_bytes, value_weight, normalizer_weight, summary, self.layout.table,
-            *_strides(key), *_strides(value), self.layout.tokens, blocks, self.q.shape[2], pieces, piece_size,
+            *_strides(aligned, key, value), self.layout.tokens, blocks, self.q.shape[2], pieces, piece_size,
             KEY_WIDTH=self.key_width, VALUE_WIDTH=self.value_width, HAS_MASK=self.key_mask is not None, RELU=self.relu,
             WEIGHTED=weighted, NORMALIZE=self.normalize, TOKENS=tiles.tokens, KEYS=tiles.keys, VALUES=tiles.values,
-            ALIGNED=_alignment(key, value), **self.schedule(tiles),
+            ALIGNED=aligned, **self.schedule(tiles),
         )  # fmt: skip
         if pieces == 1:
             return summary, None
@@ -251,17 +252,18 @@ class Call:
             span = power_of_two(self.layout.span(tiles.columns))
         gradient = x.new_zeros(self.rows, count, parts, dtype=torch.float32) if own_gradient else None
         inverse, normalizer_gradient = weights or (x, x)
+        aligned = _alignment(x, y, a, own, out)
         attend.attend_kernel[(self.rows * count, parts)](
             x, y, a, own, out, self.mask_bytes, inverse, normalizer_gradient,
             x if mixed is None else mixed, x if running is None else running, self.pair_mixing[0],
             x if gradient is None else gradient, table, table if self.token_row is None else self.token_row,
-            *_strides(x), *_strides(y), *_strides(a), *_strides(own), *_strides(out), *self.pair_mixing[1:],
+            *_strides(aligned, x, y, a, own, out), *self.pair_mixing[1:],
             self.layout.tokens, table.shape[1], self.q.shape[2], count, pieces, piece_size, in_piece,
             self.mixing.shape[-1], self.eps, MODE=mode, SUMMARY=chunked, PACKED=self.layout.packed,
             RUNNING=running is not None, CAUSAL=self.causal, NORMALIZE=self.normalize,
             RELU=self.relu, HAS_MASK=self.key_mask is not None, OWN_GRADIENT=own_gradient,
             X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
-            OUTPUTS=tiles.outputs, SPAN=span, ALIGNED=_alignment(x, y, a, own, out), **self.schedule(tiles),
+            OUTPUTS=tiles.outputs, SPAN=span, ALIGNED=aligned, **self.schedule(tiles),
         )  # fmt: skip
         if gradient is None:
             return out, None
@@ -283,13 +285,14 @@ class Call:
         inverse, normalizer_gradient = weights or (q, q)
         assert self.token_row is not None
         out = q.new_zeros(self.rows, count, size, span, dtype=torch.float32)
+        aligned = _alignment(q, k, v, gradient)
         pairs.pair_gradient_kernel[(self.rows * count,)](
             q, k, v, gradient, self.mask_bytes, inverse, normalizer_gradient, out, table, self.token_row,
-            *_strides(q), *_strides(k), *_strides(v), *_strides(gradient), self.layout.tokens, table.shape[1],
+            *_strides(aligned, q, k, v, gradient), self.layout.tokens, table.shape[1],
             q.shape[2], count, size, PACKED=self.layout.packed, CAUSAL=self.causal, NORMALIZE=self.normalize,
             RELU=self.relu, HAS_MASK=self.key_mask is not None, KEY_WIDTH=self.key_width, VALUE_WIDTH=self.value_width,
             ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice, SPAN=span,
-            ALIGNED=_alignment(q, k, v, gradient), **self.schedule(tiles),
+            ALIGNED=aligned, **self.schedule(tiles),
         )  # fmt: skip
         starts = table[START].long() if self.layout.packed else torch.arange(count, device=q.device) * tiles.rows
         block = (self.token_row[starts][:, None] + torch.arange(span, device=q.device)).flatten()
@@ -304,14 +307,14 @@ def _sum_at(values: Tensor, index: Tensor, size: int) -> Tensor:
     return out[:size].T
 
 
-def _strides(x: Tensor) -> tuple[int, int, int, int]:
-    b, n, h, d = x.stride()
-    return b, n, h, d
-
-
 def _alignment(*tensors: Tensor) -> int:
     """Numbers that every row of every head starts at a multiple of, at most 8: what a 16-byte load of bfloat16 wants."""
     return gcd(8, *(stride for x in tensors for stride in x.stride()[:3]))
+
+
+def _strides(aligned: int, *tensors: Tensor) -> list[int]:
+    """Strides of each tensor, the first three in units of ``aligned`` numbers, so that the compiler knows of it."""
+    return [stride for x in tensors for stride in (*(each // aligned for each in x.stride()[:3]), x.stride(3))]
 
 
 def _mixing_strides(mixing: Tensor) -> tuple[int, int, int]:

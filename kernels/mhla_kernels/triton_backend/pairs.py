@@ -144,14 +144,14 @@ def pair_gradient_kernel(
         high = tokens
     if start >= high:
         return
-    q_stride_n = tl.multiple_of(q_stride_n, ALIGNED)
-    k_stride_n = tl.multiple_of(k_stride_n, ALIGNED)
-    v_stride_n = tl.multiple_of(v_stride_n, ALIGNED)
-    gradient_stride_n = tl.multiple_of(gradient_stride_n, ALIGNED)
-    q += tl.multiple_of(batch * q_stride_b + head * q_stride_h, ALIGNED)
-    k += tl.multiple_of(batch * k_stride_b + head * k_stride_h, ALIGNED)
-    v += tl.multiple_of(batch * v_stride_b + head * v_stride_h, ALIGNED)
-    gradient += tl.multiple_of(batch * gradient_stride_b + head * gradient_stride_h, ALIGNED)
+    q_stride_n *= ALIGNED
+    k_stride_n *= ALIGNED
+    v_stride_n *= ALIGNED
+    gradient_stride_n *= ALIGNED
+    q += (batch * q_stride_b + head * q_stride_h) * ALIGNED
+    k += (batch * k_stride_b + head * k_stride_h) * ALIGNED
+    v += (batch * v_stride_b + head * v_stride_h) * ALIGNED
+    gradient += (batch * gradient_stride_b + head * gradient_stride_h) * ALIGNED
     key_mask += batch * tokens
     mixing_gradient += (row * tiles_of_row + tile) * size * SPAN
 

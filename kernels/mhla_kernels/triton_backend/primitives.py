@@ -40,7 +40,7 @@ SIZES = (
 def kernel(function: Callable[..., Any]) -> Any:
     """``triton.jit``, compiled once for all lengths: sizes and strides are not specialised, but for that of the features.
 
-    (A stride of 1 makes the difference between wide and narrow loads there; elsewhere alignment is given by hand.)
+    (There a stride of 1 decides between wide and narrow loads. The others come in units of what they are multiples of.)
     """
     lengths = [
         name

@@ -62,10 +62,10 @@ def summaries_kernel(
     value_parts = tl.cdiv(VALUE_WIDTH, VALUES)
     keys = (part // value_parts) * KEYS + tl.arange(0, KEYS)
     values = (part % value_parts) * VALUES + tl.arange(0, VALUES)
-    key_stride_n = tl.multiple_of(key_stride_n, ALIGNED)
-    value_stride_n = tl.multiple_of(value_stride_n, ALIGNED)
-    key += tl.multiple_of(batch * key_stride_b + head * key_stride_h, ALIGNED)
-    value += tl.multiple_of(batch * value_stride_b + head * value_stride_h, ALIGNED)
+    key_stride_n *= ALIGNED
+    value_stride_n *= ALIGNED
+    key += (batch * key_stride_b + head * key_stride_h) * ALIGNED
+    value += (batch * value_stride_b + head * value_stride_h) * ALIGNED
 
     total = tl.zeros([KEYS, VALUES], tl.float32)
     normalizer = tl.zeros([KEYS], tl.float32)
