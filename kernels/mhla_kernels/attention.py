@@ -176,6 +176,7 @@ def _attend_triton(
     form: Form,
 ) -> Tensor:
     """The fused kernels: operands in one dtype, mixing in float32 with the scale in it, shared or per head."""
+    import mhla_kernels.triton_backend.ops  # noqa: F401  registers the operator; needs triton
     from mhla_kernels.triton_backend.tables import make_layout, token_rows
 
     dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16

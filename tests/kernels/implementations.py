@@ -36,7 +36,7 @@ def small_tiles() -> Iterator[None]:
     """Tiles of 16, so that small problems have many of them; pieces of 40 tokens."""
     tokens = {"rows": 16, "columns": 16, "slice": 16}
     patches = {
-        "attend_tiles": lambda dtype, x_width, out_width, whole, chip: config.AttendTiles(
+        "attend_tiles": lambda dtype, x_width, out_width, whole, parallel, chip: config.AttendTiles(
             **tokens, outputs=config.power_of_two(out_width) if whole else 16
         ),
         "pair_tiles": lambda dtype: config.AttendTiles(**tokens),

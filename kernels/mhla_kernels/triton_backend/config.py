@@ -53,13 +53,17 @@ class AttendTiles(Tiles):
     outputs: int = 0
 
 
-def attend_tiles(dtype: torch.dtype, x_width: int, out_width: int, whole: bool, chip: int) -> AttendTiles:
+def attend_tiles(
+    dtype: torch.dtype, x_width: int, out_width: int, whole: bool, parallel: bool, chip: int
+) -> AttendTiles:
     """For the attend kernel; ``whole`` when a program needs the full output width (the normalised gradient of q)."""
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
     if dtype == torch.bfloat16:
         outputs = out_width if whole else min(out_width, 128)
         rows = 64 if outputs <= 128 else 32
-        columns = 32 if whole or (chip != HOPPER and outputs <= 64) else rows
+        columns = 32 if whole or (parallel and outputs > 64) or (chip != HOPPER and outputs <= 64) else rows
+        if whole and parallel and outputs > 64:
+            rows = 32
         warps = 4 if outputs <= 64 else 8
         return AttendTiles(rows=rows, columns=columns, slice=min(x_width, 64), outputs=outputs, warps=warps, stages=2)
     outputs = out_width if whole else min(out_width, 64)

@@ -241,7 +241,7 @@ class Call:
         out = torch.empty(out_like.shape, dtype=out_like.dtype, device=out_like.device)
         chunked = mixed is not None
         whole = mode == attend.DQ.value and self.normalize
-        tiles = attend_tiles(x.dtype, x.shape[-1], out.shape[-1], whole, self.chip)
+        tiles = attend_tiles(x.dtype, x.shape[-1], out.shape[-1], whole, not chunked, self.chip)
         parts = triton.cdiv(out.shape[-1], tiles.outputs)
         (pieces, piece_size), in_piece, span = self.pieces, 1, 1
         if chunked:
