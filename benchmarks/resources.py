@@ -54,7 +54,11 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", t
 
 @dataclass(frozen=True)
 class Variant:
-    """One form of the operator with its options; ``terms`` of an exponential mixing, 0 for dense coefficients."""
+    """One form of the operator with its options.
+
+    ``terms`` of an exponential mixing, 0 for dense coefficients. ``unusual`` is what models seldom do, all at once: tokens
+    next to each other instead of features, one head, a key mask, packed sequences, no feature map.
+    """
 
     form: str
     causal: bool
@@ -63,11 +67,14 @@ class Variant:
     key_width: int
     value_width: int
     terms: int = 0
+    unusual: bool = False
     block_size: int = 64
 
     @property
     def spills_allowed(self) -> int:
         """Bytes a thread may spill."""
+        if self.unusual:
+            return SPILL_LIMIT
         return 0 if self.dtype == "bfloat16" and (self.key_width, self.value_width) in MODEL_WIDTHS else SPILL_LIMIT
 
 
@@ -135,19 +142,36 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     from mhla_kernels.triton_backend.rotary import launch_rotary
     from mhla_kernels.triton_backend.tables import make_layout, token_rows
 
-    tokens, heads, dtype = 4 * variant.block_size, 2, getattr(torch, variant.dtype)
+    tokens, heads, dtype = 4 * variant.block_size, 1 if variant.unusual else 2, getattr(torch, variant.dtype)
     widths = (variant.key_width, variant.key_width, variant.value_width)
     q, k, v = torch.zeros(2, tokens, heads, sum(widths), dtype=dtype).split(widths, -1)
-    layout = make_layout(tokens, q.device, variant.block_size, None, None)
+    mask = bounds = None
+    if variant.unusual:
+        q, k, v = (x.transpose(1, 3).contiguous().transpose(1, 3)[:1] for x in (q, k, v))
+        mask, bounds = torch.ones(1, tokens, dtype=torch.bool), torch.tensor([0, tokens])
+    layout = make_layout(tokens, q.device, variant.block_size, None, bounds)
     mixing = torch.zeros(1, variant.terms) if variant.terms else torch.zeros(1, 4, 4)
     decay = torch.zeros(1, variant.terms) if variant.terms else None
     rows = token_rows(layout) if variant.form == "parallel" else None
     call = Call(
-        q, k, v, mixing, decay, layout, rows, None, None, variant.causal, variant.normalize, True, 1e-6, variant.form
+        q,
+        k,
+        v,
+        mixing,
+        decay,
+        layout,
+        rows,
+        bounds,
+        mask,
+        variant.causal,
+        variant.normalize,
+        not variant.unusual,
+        1e-6,
+        variant.form,
     )
     with recording() as recorded, mock.patch.object(launch, "chip_of", return_value=chip):
         forward(call)
-        backward(call, torch.zeros(2, tokens, heads, variant.value_width, dtype=dtype), True)
+        backward(call, torch.zeros_like(v), True)
         angles = torch.zeros(tokens, variant.key_width // 2)
         for back in (False, True):
             launch_rotary(q, q, angles, angles, True, False, back)
@@ -173,7 +197,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         mode = ("out", "dq", "dv", "dk")[constants["MODE"]] if "MODE" in constants else ""
         label = (
             f"{variant.form} {'causal' if variant.causal else 'bidirectional'} "
-            f"{'normalized' if variant.normalize else 'plain'} {mode}"
+            f"{'normalized' if variant.normalize else 'plain'} {'unusual ' if variant.unusual else ''}{mode}"
         )
         found.append(
             Launch(
@@ -227,7 +251,7 @@ def _read_cubin(cubin: bytes) -> tuple[int, int]:
 
 
 def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
-    """Both forms, with and without causality and normaliser, in both dtypes; and exponential mixing."""
+    """Both forms, with and without causality and normaliser, in both dtypes; exponential mixing; and the unusual."""
     dense = [
         Variant(form, causal, normalize, dtype, *pair)
         for pair in widths
@@ -236,12 +260,22 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
         for causal in (False, True)
         for normalize in (False, True)
     ]
-    return dense + [
-        Variant("chunked", True, False, dtype, *pair, terms)
+    unusual = [
+        Variant(form, True, True, dtype, *pair, unusual=True)
         for pair in widths
         for dtype in ("bfloat16", "float32")
-        for terms in (4, 16)
+        for form in ("parallel", "chunked")
     ]
+    return (
+        dense
+        + unusual
+        + [
+            Variant("chunked", True, False, dtype, *pair, terms)
+            for pair in widths
+            for dtype in ("bfloat16", "float32")
+            for terms in (4, 16)
+        ]
+    )
 
 
 def measure(chosen: list[Variant], chips: list[int], console: Console, sample: int | None = None) -> list[Usage]:
