@@ -53,7 +53,8 @@ def mhla_attention(
         v: ``[B, N, H, Dv]``.
         mixing: coefficients m, ``[M, M]`` for all heads or ``[H, M, M]``; row i says how query block i weighs the
             blocks. Causal uses the top left corner of a larger m; bidirectional wants exactly M. Or an
-            :class:`ExponentialMixing`, for any number of blocks at a cost that is linear in it.
+            :class:`ExponentialMixing`, for any number of blocks at a cost that is linear in it (but for bidirectional
+            attention on Triton, which applies its matrix).
         block_size: tokens in a block; the last block may be short. Exactly one of this and ``block_offsets``.
         block_offsets: M + 1 integers, first token of each block and N at the end, for blocks of uneven size;
             bidirectional only. A tensor on an accelerator is read back; best a tuple.
