@@ -24,8 +24,10 @@ def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def may_cache(device: torch.device) -> bool:
-    """Whether tensors made now are real: not while torch traces with fake ones, which must not outlive the tracing."""
-    return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
+    """Whether tensors made now are real and stay so: not while torch traces with fake ones or captures a CUDA graph."""
+    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return False
+    return type(torch.empty(0, device=device)) is Tensor
 
 
 @dataclass(frozen=True)
