@@ -92,6 +92,7 @@ class Launch:
     spills_allowed: int
     dtype: str
     widths: str
+    unusual: bool
     label: str
 
 
@@ -102,6 +103,7 @@ class Usage:
     kernel: str
     dtype: str
     widths: str
+    unusual: bool
     label: str
     chip: int
     registers: int
@@ -211,6 +213,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
                 variant.spills_allowed,
                 variant.dtype,
                 f"{variant.key_width}/{variant.value_width}",
+                variant.unusual,
                 label.strip(),
             )
         )
@@ -228,6 +231,7 @@ def compile_launch(launch: Launch) -> Usage:
         kernel=launch.kernel,
         dtype=launch.dtype,
         widths=launch.widths,
+        unusual=launch.unusual,
         label=launch.label,
         chip=launch.chip,
         registers=registers,
@@ -295,13 +299,16 @@ def measure(chosen: list[Variant], chips: list[int], console: Console, sample: i
 
 
 def worst_of(usages: list[Usage]) -> list[dict[str, Any]]:
-    """The most registers, spills and shared memory by kernel, dtype, widths and chip, over all the ways it is launched."""
-    groups: dict[tuple[str, str, str, int], list[Usage]] = {}
+    """The most registers, spills and shared memory over all the ways a kernel is launched.
+
+    By kernel, dtype, widths and chip, the unusual launches apart.
+    """
+    groups: dict[tuple[str, str, str, bool, int], list[Usage]] = {}
     for usage in usages:
-        groups.setdefault((usage.kernel, usage.dtype, usage.widths, usage.chip), []).append(usage)
+        groups.setdefault((usage.kernel, usage.dtype, usage.widths, usage.unusual, usage.chip), []).append(usage)
     return [
         {
-            **dict(zip(("kernel", "dtype", "widths", "chip"), key, strict=True)),
+            **dict(zip(("kernel", "dtype", "widths", "unusual", "chip"), key, strict=True)),
             "launches": len(group),
             "registers": max(usage.registers for usage in group),
             "spill_bytes": max(usage.spill_bytes for usage in group),
@@ -320,7 +327,8 @@ def print_table(usages: list[Usage], console: Console) -> None:
     rows: dict[tuple[str, str, str], dict[int, str]] = {}
     for worst in worst_of(usages):
         text = f"{worst['registers']} / {worst['spill_bytes']} / {worst['shared_bytes'] / 1024:.0f}"
-        rows.setdefault((worst["kernel"], worst["dtype"], worst["widths"]), {})[worst["chip"]] = text
+        widths = worst["widths"] + (" unusual" if worst["unusual"] else "")
+        rows.setdefault((worst["kernel"], worst["dtype"], widths), {})[worst["chip"]] = text
     for key, by_chip in rows.items():
         table.add_row(*key, *(by_chip.get(chip, "") for chip in chips))
     console.print(table)
