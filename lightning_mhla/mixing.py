@@ -52,6 +52,11 @@ def uniform_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
     return weight / weight.sum(-1, keepdim=True)
 
 
+def _check_init(init: str) -> None:
+    if init not in ("locality", "uniform"):
+        raise ValueError(f"mixing_init={init!r} is not one of 'locality', 'uniform'")
+
+
 class MixingCoefficients(nn.Module):
     """Mixing coefficients of one layer, float32 whatever the precision of the model; what both kinds share."""
 
@@ -96,8 +101,7 @@ class DenseMixing(MixingCoefficients):
         trainable: bool = True,
     ) -> None:
         super().__init__()
-        if init not in ("locality", "uniform"):
-            raise ValueError(f"mixing_init={init!r} is not one of 'locality', 'uniform'")
+        _check_init(init)
         start = (locality_mixing if init == "locality" else uniform_mixing)(layout, causal)
         start = start.clamp(LOWER, UPPER).to(torch.get_default_device())
         self.weight = nn.Parameter(start if heads is None else start.repeat(heads, 1, 1), requires_grad=trainable)
@@ -142,8 +146,7 @@ class ExponentialCoefficients(MixingCoefficients):
         trainable: bool = True,
     ) -> None:
         super().__init__()
-        if init not in ("locality", "uniform"):
-            raise ValueError(f"mixing_init={init!r} is not one of 'locality', 'uniform'")
+        _check_init(init)
         if terms < 1:
             raise ValueError(f"mixing_terms={terms} must be positive")
         if layout.prefix_tokens:

@@ -1,7 +1,7 @@
 """Tile sizes: how many tokens, keys and values a program works on, from dtype and widths alone.
 
-Chosen so that ``make resources`` shows no spills for bfloat16 at the widths people use, and so that two programs or more
-fit on a multiprocessor; no length enters here, so none enters a compile key.
+Chosen so that ``make resources`` shows no spills for bfloat16 at the widths people use. No length enters a compile key,
+but for mixing, which has one kind of tiles for few blocks and one for many.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def power_of_two(number: int) -> int:
 
 
 HOPPER = 90
-"""The chip that tiles were tuned for first, as in ``sm_90``; others get smaller tiles where those spill."""
+"""The chip whose tiles are the largest that do not spill, as in ``sm_90``; others get smaller ones where those would."""
 
 
 def register_limit(chip: int, warps: int) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Putting the kernels together: a forward and a backward pass of either form, on plain tensors.
 
-Every buffer that a kernel fills is allocated empty: what is read was written.
+A buffer that a kernel fills whole is allocated empty; those that it adds to, or fills in part, are zeroed.
 """
 
 from __future__ import annotations

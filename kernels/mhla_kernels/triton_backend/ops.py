@@ -1,7 +1,7 @@
 """Registration with torch: the operator as ``torch.ops.mhla.attention``, with a fake kernel and an autograd formula.
 
 Plain tensors and numbers only, so that ``torch.compile``, ``torch.export`` and activation checkpointing see one opaque
-call. Arguments were checked by :func:`mhla_kernels.mhla_attention`.
+call. Arguments were checked by :func:`mhla_kernels.mhla_attention`, which also answers for empty ones.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ def attention(
     form: str,
 ) -> Tensor:
     """``[B, N, H, V]``, contiguous. See :class:`mhla_kernels.triton_backend.launch.Call` and its layout for the arguments."""
-    if v.numel() == 0 or q.numel() == 0:
-        return v.new_zeros(v.shape)
     call = _call(
         q,
         k,
@@ -92,10 +90,6 @@ def attention_backward(
     with_mixing: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, mixing and decay; the last two are empty where they were not asked for, or do not exist."""
-    if v.numel() == 0 or q.numel() == 0:
-        d_mixing = torch.zeros_like(mixing) if with_mixing else mixing.new_empty(0)
-        d_decay = mixing.new_empty(0) if decay is None or not with_mixing else torch.zeros_like(decay)
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), d_mixing, d_decay
     call = _call(
         q,
         k,
