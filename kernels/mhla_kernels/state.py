@@ -1,4 +1,4 @@
-"""Generation: the causal operator a few tokens at a time, with a state instead of the earlier keys and values.
+"""The state of generation: what takes the place of earlier keys and values, and how blocks are opened and closed in it.
 
 The open block is the one that the last token lies in. A row's state is its finished summaries (dense mixing) or R running
 sums of them (exponential mixing), the summary of the open block so far, and the mixture of the finished ones as the open
@@ -19,13 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from mhla_kernels.attention import mhla_attention, without_autocast
-from mhla_kernels.backend import Backend, Form, check_form_and_backend
-from mhla_kernels.blocks import BlockPartition, on_device
-from mhla_kernels.checks import Mixing, Problem, check_problem, mixing_size
-from mhla_kernels.chunked import Mixer, chunked
+from mhla_kernels.blocks import on_device
+from mhla_kernels.checks import Mixing, Problem
 from mhla_kernels.exponential import ExponentialMixing
-from mhla_kernels.features import FeatureMap, map_features
 
 Rows = slice | Tensor
 """Rows of a batch: all of them, or their indices."""
@@ -100,264 +96,22 @@ pytree.register_pytree_node(
 )
 
 
-def mhla_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Mixing,
-    *,
-    block_size: int,
-    lengths: Tensor | Sequence[int] | None = None,
-    state: MHLAState | None = None,
-    normalize: bool = True,
-    scale: float | None = None,
-    eps: float = 1e-6,
-    feature_map: FeatureMap = "identity",
-    form: Form = "auto",
-    backend: Backend = "auto",
-) -> tuple[Tensor, MHLAState]:
-    """The causal operator on the next tokens of every row, and the state after them.
-
-    Any number of tokens, any number of times: cutting a sequence anywhere gives the outputs of one causal pass.
-
-    Args:
-        q: ``[B, N, H, K]``, and likewise k and v, as for :func:`mhla_attention`.
-        k: ``[B, N, H, K]``.
-        v: ``[B, N, H, V]``.
-        mixing: as for causal attention; dense coefficients must be large enough for all tokens so far.
-        block_size: tokens in a block.
-        lengths: ``[B]``, how many of the N tokens of each row are real (the rows are padded at their right); None for all.
-            A tensor on an accelerator is read back.
-        state: what the last call gave; None at the start. It is not changed.
-        normalize: as for :func:`mhla_attention`, like the arguments after it. ``form`` and ``backend`` choose how a first
-            call (``state`` None) is computed.
-        scale: see there.
-        eps: see there.
-        feature_map: see there.
-        form: see there.
-        backend: see there.
-
-    Returns:
-        Outputs ``[B, N, H, V]``, zero for tokens that are not real, and the new state.
-
-    Raises:
-        ValueError: as :func:`mhla_attention`, and for lengths or a state that do not fit.
-    """
-    if q.dim() != 4:
-        raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to mhla_step")
-    batch, tokens = q.shape[:2]
-    counts = _counts(lengths, batch, tokens)
-    check_form_and_backend(form, backend)
-    before = state.lengths if state is not None else (0,) * batch
-    problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, before, counts)
-    if state is not None:
-        _check_state(state, q, v, mixing, block_size, problem)
-    mask = None
-    if any(count < tokens for count in counts):
-        mask = torch.arange(tokens, device=q.device) < on_device(counts, q.device)[:, None]
-
-    with without_autocast(q.device.type):
-        mixing = mixing.to(problem.accumulate)
-        mapped = _mapped(q, k, v, problem, feature_map, mask)
-        if state is None:
-            out = mhla_attention(
-                q, k, v, mixing, block_size=block_size, causal=True, normalize=normalize, scale=scale, eps=eps,
-                feature_map=feature_map, key_mask=mask, form=form, backend=backend,
-            )  # fmt: skip
-            start = _empty(q, v, mixing, block_size, problem)
-            blocks = _local_summaries(*mapped[1:], (0,) * batch, block_size)
-            return out, _close(start, blocks, counts, mixing, block_size)
-        moves = [count > 0 for count in counts]
-        if not any(moves):
-            return v.new_zeros(v.shape), state.select(range(batch))
-        start = _advance(state, mixing, block_size, moves)
-        # a full row that gets no token keeps its block open, and its outputs are not real
-        firsts = [_first_block(length, block_size, each) for length, each in zip(before, moves, strict=True)]
-        offsets = tuple(length - first * block_size for length, first in zip(before, firsts, strict=True))
-        q_blocks, k_blocks, v_blocks = (_place(x, offsets, block_size) for x in mapped)
-        mixer = _ContinuedMixer(mixing, start, firsts, v_blocks.shape[2], q.shape[-1] * v.shape[-1])
-        out = chunked(q_blocks, k_blocks, v_blocks, mixer, causal=True, scale=problem.scale, eps=eps)
-        blocks = _summaries(k_blocks, v_blocks)
-        blocks[:, :, 0] += start.open
-        after = _close(start, blocks, counts, mixing, block_size)
-        return _take_back(out, offsets, tokens, mask).to(problem.dtype), after
-
-
-def mhla_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Mixing,
-    state: MHLAState,
-    *,
-    block_size: int,
-    donate_state: bool = False,
-    normalize: bool = True,
-    scale: float | None = None,
-    eps: float = 1e-6,
-    feature_map: FeatureMap = "identity",
-) -> tuple[Tensor, MHLAState]:
-    """The causal operator on one more token of every row.
-
-    Time: O(K V), and where a block begins O(M K V) for dense or O(R K V) for exponential mixing.
-
-    Args:
-        q: ``[B, H, K]``.
-        k: ``[B, H, K]``.
-        v: ``[B, H, V]``.
-        mixing: as for :func:`mhla_prefill`.
-        state: what the last call gave. It stays as it was, unless donated.
-        block_size: tokens in a block.
-        donate_state: let the new state take over the memory of ``state``, which must not be used afterwards. Saves a copy of
-            the open block at every token, and of the finished ones at every block.
-        normalize: as for :func:`mhla_attention`, like the arguments after it.
-        scale: see there.
-        eps: see there.
-        feature_map: see there.
-
-    Returns:
-        Outputs ``[B, H, V]`` in the dtype of v, and the new state.
-
-    Raises:
-        ValueError: as :func:`mhla_prefill`.
-    """
-    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
-        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; more go to mhla_prefill")
-    batch = q.shape[0]
-    q, k, v = q[:, None], k[:, None], v[:, None]
-    problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, state.lengths, (1,) * batch)
-    _check_state(state, q, v, mixing, block_size, problem)
-    with without_autocast(q.device.type):
-        mixing = mixing.to(problem.accumulate)
-        q, k, v = (x[:, 0] for x in _mapped(q, k, v, problem, feature_map, None))
-        opened = _advance(state, mixing, block_size, (True,) * batch, donate_state)
-        token = torch.cat([(k[..., None] * v[..., None, :]).flatten(2), k], -1)
-        may_add = donate_state or opened is not state
-        total = opened.open.add_(token) if may_add else opened.open + token
-        seen = opened.mixture + _own(mixing, [length // block_size for length in state.lengths], q.device) * total
-        width = q.shape[-1] * v.shape[-1]
-        out = (q[..., None, :] @ seen[..., :width].unflatten(-1, (q.shape[-1], -1))).squeeze(-2)
-        total_weight = (q * seen[..., width:]).sum(-1, keepdim=True)
-        out = out * problem.scale if problem.scale is not None else out / (total_weight + eps)
-        lengths = tuple(length + 1 for length in state.lengths)
-        owns = opened.owns_finished and may_add  # else the state that was handed in goes on owning them
-        return out.to(problem.dtype), replace(opened, lengths=lengths, open=total, owns_finished=owns)
-
-
-def _counts(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:
-    if lengths is None:
-        return (tokens,) * batch
-    counts = tuple(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
-    if len(counts) != batch or any(not isinstance(c, int) or not 0 <= c <= tokens for c in counts):
-        raise ValueError(
-            f"lengths must be {batch} integers of 0 to N={tokens}, one for each row, got {list(counts)[:8]}"
-        )
-    return counts
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Mixing,
-    block_size: int,
-    normalize: bool,
-    scale: float | None,
-    eps: float,
-    feature_map: str,
-    before: tuple[int, ...],
-    counts: tuple[int, ...],
-) -> Problem:
-    """Check the call as if it were one pass, and that the mixing reaches to the last token."""
-    if len(before) != q.shape[0]:
-        raise ValueError(f"the state is of {len(before)} rows, but q has B={q.shape[0]}")
-    problem = check_problem(q, k, v, mixing, block_size, None, True, normalize, scale, eps, feature_map, None, None)
-    size = mixing_size(mixing)
-    longest = max((b + c for b, c in zip(before, counts, strict=True) if c), default=0)
-    if size is not None and longest > size * block_size:
-        raise ValueError(
-            f"{longest} tokens with block_size={block_size} make {-(-longest // block_size)} blocks, but mixing is for "
-            f"{size} at most: use at most {size * block_size} tokens, or a longer mixing (mhla_kernels.extend_mixing)"
-        )
-    return problem
-
-
-def _kind(q: Tensor, v: Tensor, mixing: Mixing, block_size: int) -> StateKind:
+def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int) -> StateKind:
+    """What a state for these tensors, ``[..., K]`` and ``[..., V]``, is of."""
     terms = mixing.terms if isinstance(mixing, ExponentialMixing) else None
     return StateKind(terms, block_size, q.shape[-1], v.shape[-1])
 
 
-def _check_state(state: MHLAState, q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: Problem) -> None:
-    kind = _kind(q, v, mixing, block_size)
-    if state.kind != kind:
-        raise ValueError(f"the state is of {state.kind}, but the call is with {kind}; a state goes on as it began")
-    if state.open.shape[1] != q.shape[2]:
-        raise ValueError(f"the state is of {state.open.shape[1]} heads, but q has H={q.shape[2]}")
-    if state.open.dtype != problem.accumulate:
-        raise ValueError(
-            f"the state is in {state.open.dtype}, but these tensors are summed in {problem.accumulate}; go on in the "
-            "precision that the state began with"
-        )
-
-
-def _mapped(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, feature_map: FeatureMap, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (x.to(problem.accumulate) for x in (q, k, v))
-    return map_features(q, k, v, feature_map, mask)
-
-
-def _empty(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: Problem) -> MHLAState:
+def empty_state(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: Problem) -> MHLAState:
     """The state before any token."""
     batch, _, heads, _ = q.shape
-    kind = _kind(q, v, mixing, block_size)
+    kind = kind_of(q, v, mixing, block_size)
     width = kind.key_width * (kind.value_width + 1)
     zeros = torch.zeros(batch, heads, width, dtype=problem.accumulate, device=q.device)
     return MHLAState((0,) * batch, zeros.new_zeros(batch, heads, kind.terms or 0, width), zeros, zeros.clone(), kind)
 
 
-def _first_block(length: int, block_size: int, moves: bool) -> int:
-    """The block that the next token of a row lies in; the open one of a row that gets none."""
-    return length // block_size if moves else max(length - 1, 0) // block_size
-
-
-def _summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
-    """``[B, H, M, W]``."""
-    return torch.cat([(k_BHMCK.transpose(-1, -2) @ v_BHMCV).flatten(3), k_BHMCK.sum(-2)], -1)
-
-
-def _local_summaries(k: Tensor, v: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
-    return _summaries(_place(k, offsets, block_size), _place(v, offsets, block_size))
-
-
-def _place(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
-    """``[B, N, H, D]`` in blocks ``[B, H, M, C, D]``, row b from slot ``offsets[b]`` of its first block on."""
-    batch, tokens, heads, width = x.shape
-    slots = max(offsets, default=0) + tokens
-    if len(set(offsets)) < 2:
-        x = F.pad(x, (0, 0, 0, 0, max(offsets, default=0), 0))
-    else:
-        place = on_device(offsets, x.device)[:, None] + torch.arange(tokens, device=x.device)
-        index = place[..., None, None].expand(batch, tokens, heads, width)
-        x = x.new_zeros(batch, slots, heads, width).scatter(1, index, x)
-    blocks = max(1, -(-slots // block_size))
-    size = block_size if blocks > 1 or max(offsets, default=0) else min(block_size, max(slots, 1))
-    return BlockPartition(slots, blocks, size).split(x)
-
-
-def _take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor | None) -> Tensor:
-    """The reverse of :func:`_place`, zero where ``mask`` hides."""
-    out = out.flatten(2, 3).transpose(1, 2)
-    if len(set(offsets)) == 1:
-        out = out[:, offsets[0] : offsets[0] + tokens]
-    else:
-        place = on_device(offsets, out.device)[:, None] + torch.arange(tokens, device=out.device)
-        out = out.gather(1, place[..., None, None].expand(-1, -1, *out.shape[2:]))
-    return out if mask is None else torch.where(mask[..., None, None], out, 0)
-
-
-def _groups(values: Sequence[int], chosen: Sequence[bool], device: torch.device) -> list[tuple[int, Rows]]:
+def groups_of_rows(values: Sequence[int], chosen: Sequence[bool], device: torch.device) -> list[tuple[int, Rows]]:
     """Each distinct value among the chosen rows, with the rows that have it."""
     distinct = sorted({value for value, each in zip(values, chosen, strict=True) if each})
     if len(distinct) == 1 and all(chosen):
@@ -368,7 +122,7 @@ def _groups(values: Sequence[int], chosen: Sequence[bool], device: torch.device)
     ]
 
 
-def _own(mixing: Mixing, blocks: Sequence[int], device: torch.device) -> Tensor:
+def own_coefficients(mixing: Mixing, blocks: Sequence[int], device: torch.device) -> Tensor:
     """m[i, i] for block i of each row: ``[B, H, 1]``, or 1 where B or H do not matter."""
     if isinstance(mixing, ExponentialMixing):
         return mixing.amplitude.sum(-1).reshape(1, -1, 1)
@@ -413,7 +167,7 @@ def _with_room(mixing: Mixing, finished: Tensor, blocks: int, owned: bool) -> Te
     return F.pad(finished, (0, 0, 0, room - finished.shape[2]))
 
 
-def _advance(
+def advance(
     state: MHLAState, mixing: Mixing, block_size: int, moves: Sequence[bool], donated: bool = False
 ) -> MHLAState:
     """Close the open block of every row that is full and about to get a token; a block of zeros is open then."""
@@ -423,7 +177,7 @@ def _advance(
     needed = max(length // block_size for length, each in zip(state.lengths, full, strict=True) if each)
     finished = _with_room(mixing, state.finished, needed, donated and state.owns_finished)
     opened, mixture = state.open if donated else state.open.clone(), state.mixture.clone()
-    for length, rows in _groups(state.lengths, full, opened.device):
+    for length, rows in groups_of_rows(state.lengths, full, opened.device):
         block = length // block_size
         _append(mixing, finished, rows, block - 1, opened[rows][:, :, None])
         mixture[rows] = _seen_from(mixing, finished[rows], block)
@@ -431,7 +185,7 @@ def _advance(
     return MHLAState(state.lengths, finished, opened, mixture, state.kind, owns_finished=True)
 
 
-def _close(
+def close(
     start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixing: Mixing, block_size: int
 ) -> MHLAState:
     """The state after ``counts`` more tokens, whose blocks' summaries (the open one's with what it held) are given."""
@@ -445,51 +199,10 @@ def _close(
     for before in sorted({length for length, each in zip(start.lengths, moved, strict=True) if each}):
         first = before // block_size
         inside = [each and length == before for each, length in zip(moved, start.lengths, strict=True)]
-        for block, rows in _groups(open_block, inside, opened.device):
+        for block, rows in groups_of_rows(open_block, inside, opened.device):
             done = block - first
             if done:
                 _append(mixing, finished, rows, first, summaries_BHMW[rows][:, :, :done])
                 mixture[rows] = _seen_from(mixing, finished[rows], block)
             opened[rows] = summaries_BHMW[rows][:, :, done]
     return MHLAState(lengths, finished, opened, mixture, start.kind, owns_finished=True)
-
-
-class _ContinuedMixer(Mixer):
-    """The mixer of blocks that go on from a state: earlier blocks count too, and the first block may have begun."""
-
-    def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:
-        groups = _groups(firsts, [True] * len(firsts), start.open.device)
-        own = torch.ones(
-            len(start.lengths), start.open.shape[1], blocks, dtype=start.open.dtype, device=start.open.device
-        )
-        for first, rows in groups:
-            if isinstance(mixing, ExponentialMixing):
-                own[rows] = mixing.amplitude.sum(-1).reshape(1, -1, 1)
-            else:
-                diagonal = mixing.diagonal(dim1=-2, dim2=-1)[..., first : first + blocks]
-                own[rows, :, : diagonal.shape[-1]] = diagonal.reshape(1, -1, diagonal.shape[-1])
-        super().__init__(mixing, own)
-        self.start, self.groups, self.key_value = start, groups, key_value
-
-    def __call__(self, summary: Tensor, causal: bool) -> Tensor:
-        """Mixed summaries of S ``[B, H, M, K, V]`` or of z ``[B, H, M, K]``."""
-        flat = summary.flatten(3).clone()
-        part = slice(0, self.key_value) if summary.dim() == 5 else slice(self.key_value, None)
-        flat[:, :, 0] += self.start.open[..., part]
-        mixed = torch.zeros_like(flat)
-        for first, rows in self.groups:
-            mixed[rows] = self._mix_group(flat[rows], self.start.finished[rows][..., part], first)
-        mixed[:, :, 0] += self.own[:, :, :1] * self.start.open[..., part]
-        return mixed.view(summary.shape)
-
-    def _mix_group(self, flat: Tensor, finished: Tensor, first: int) -> Tensor:
-        mixing, blocks = self.mixing, flat.shape[2]
-        if isinstance(mixing, ExponentialMixing):
-            age = torch.arange(1, blocks + 1, device=flat.device, dtype=flat.dtype)
-            decay, amplitude = (x.reshape(1, -1, 1, mixing.terms) for x in (mixing.decay, mixing.amplitude))
-            return mixing.mix(flat, causal=True) + (amplitude * (-decay * age[:, None]).exp()) @ finished
-        rows = mixing[..., first : first + blocks, :]
-        local = rows[..., first : first + blocks].tril(-1)
-        known = local.shape[-1]
-        mixed = local @ flat[:, :, :known] + rows[..., :first] @ finished[:, :, :first]
-        return F.pad(mixed, (0, 0, 0, blocks - known))
