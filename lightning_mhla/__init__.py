@@ -2,6 +2,7 @@
 
 from lightning_mhla.attention import MHLA, AttentionConfig
 from lightning_mhla.backbone import Backbone, Block
+from lightning_mhla.generation import GenerationCache
 from lightning_mhla.layout import BlockLayout
 
-__all__ = ["MHLA", "AttentionConfig", "Backbone", "Block", "BlockLayout"]
+__all__ = ["MHLA", "AttentionConfig", "Backbone", "Block", "BlockLayout", "GenerationCache"]

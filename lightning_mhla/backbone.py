@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from timm.layers import DropPath, Mlp, SwiGLU
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mhla.attention import AttentionConfig, build_attention, layout_for
+from lightning_mhla.attention import AttentionConfig, build_attention, layout_for, next_positions
+from lightning_mhla.attention.base import Rotary
+from lightning_mhla.generation import GenerationCache
 from lightning_mhla.layout import BlockLayout
+from lightning_mhla.positions import packed_positions
 
 NormKind = Literal["layernorm", "rmsnorm"]
 MlpKind = Literal["gelu", "swiglu"]
@@ -42,7 +45,10 @@ class Block(nn.Module):
             arXiv 2212.09748); None for none. The branches start switched off.
         context_dim: width of the tokens that cross-attention looks at; None for no cross-attention.
         causal: whether the self-attention is causal.
-        qkv_bias: whether the projections to queries, keys and values have a bias.
+        bias: whether the linear layers of attention and MLP have a bias.
+        key_value_heads: see :class:`lightning_mhla.attention.Attention`, like the two that follow.
+        key_width: see there.
+        value_width: see there.
     """
 
     def __init__(
@@ -59,14 +65,28 @@ class Block(nn.Module):
         condition_dim: int | None = None,
         context_dim: int | None = None,
         causal: bool = False,
-        qkv_bias: bool = True,
+        bias: bool = True,
+        key_value_heads: int | None = None,
+        key_width: int | None = None,
+        value_width: int | None = None,
     ) -> None:
         super().__init__()
         affine = condition_dim is None
         self.norm1 = make_norm(norm, dim, affine)
-        self.attn = build_attention(attention, dim, heads, layout, causal=causal, qkv_bias=qkv_bias, block_ordered=True)
+        self.attn = build_attention(
+            attention,
+            dim,
+            heads,
+            layout,
+            causal=causal,
+            bias=bias,
+            block_ordered=True,
+            key_value_heads=key_value_heads,
+            key_width=key_width,
+            value_width=value_width,
+        )
         self.norm2 = make_norm(norm, dim, affine)
-        self.mlp = (Mlp if mlp == "gelu" else SwiGLU)(dim, int(dim * mlp_ratio))
+        self.mlp = (Mlp if mlp == "gelu" else SwiGLU)(dim, round(dim * mlp_ratio), bias=bias)
         self.drop_path = DropPath(drop_path)
         self.norm_context: nn.Module | None = None
         self.cross: nn.MultiheadAttention | None = None
@@ -82,6 +102,8 @@ class Block(nn.Module):
         context: Tensor | None = None,
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
+        rotary: Rotary | None = None,
+        cu_seqlens: Sequence[int] | None = None,
     ) -> Tensor:
         """Tokens ``[B, N, dim]`` in block order to the same shape.
 
@@ -91,16 +113,26 @@ class Block(nn.Module):
             context: ``[B, L, context_dim]``, with ``context_dim``.
             key_mask: ``[B, N]`` bool, False tokens are not attended to.
             context_mask: ``[B, L]`` bool, likewise for the context.
+            rotary: see :meth:`lightning_mhla.attention.Attention.forward`.
+            cu_seqlens: see there.
         """
         if self.modulation is None:
-            x = x + self.drop_path(self.attn(self.norm1(x), key_mask))
+            x = x + self.drop_path(self.attn(self.norm1(x), key_mask, rotary, cu_seqlens))
             x = self._look_at(x, context, context_mask)
             return x + self.drop_path(self.mlp(self.norm2(x)))
         assert condition is not None, "a block with condition_dim needs a condition"
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=-1)
-        x = x + self.drop_path(gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1, key_mask))
+        x = x + self.drop_path(gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1, key_mask, rotary, cu_seqlens))
         x = self._look_at(x, context, context_mask)
         return x + self.drop_path(gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
+
+    def next_tokens(self, x: Tensor, state: Any, counts: Sequence[int], rotary: Rotary | None) -> tuple[Tensor, Any]:
+        """The next tokens ``[B, N, dim]`` of every row, and the state after them; see :meth:`Attention.next_tokens`."""
+        assert self.modulation is None
+        assert self.cross is None
+        out, state = self.attn.next_tokens(self.norm1(x), state, counts, rotary)
+        x = x + out
+        return x + self.mlp(self.norm2(x)), state
 
     def _look_at(self, x: Tensor, context: Tensor | None, context_mask: Tensor | None) -> Tensor:
         if self.cross is None or self.norm_context is None:
@@ -129,11 +161,14 @@ class Backbone(nn.Module):
         condition_dim: see :class:`Block`.
         context_dim: see :class:`Block`.
         causal: see :class:`Block`.
-        qkv_bias: see :class:`Block`.
+        bias: see :class:`Block`.
+        key_value_heads: see :class:`Block`.
+        key_width: see :class:`Block`.
+        value_width: see :class:`Block`.
     """
 
-    order: Tensor
-    inverse: Tensor
+    order: Tensor | None
+    inverse: Tensor | None
 
     def __init__(
         self,
@@ -152,14 +187,16 @@ class Backbone(nn.Module):
         condition_dim: int | None = None,
         context_dim: int | None = None,
         causal: bool = False,
-        qkv_bias: bool = True,
+        bias: bool = True,
+        key_value_heads: int | None = None,
+        key_width: int | None = None,
+        value_width: int | None = None,
     ) -> None:
         super().__init__()
         configs = [attention] * depth if isinstance(attention, AttentionConfig) else list(attention)
         if len(configs) != depth:
             raise ValueError(f"attention lists {len(configs)} layers, but depth={depth}")
         self.layout = layout_for(configs, grid, prefix_tokens)
-        self.moves = not self.layout.is_raster
         self.checkpointing = checkpointing
         self.blocks = nn.ModuleList(
             Block(
@@ -174,13 +211,17 @@ class Backbone(nn.Module):
                 condition_dim=condition_dim,
                 context_dim=context_dim,
                 causal=causal,
-                qkv_bias=qkv_bias,
+                bias=bias,
+                key_value_heads=key_value_heads,
+                key_width=key_width,
+                value_width=value_width,
             )
             for index, config in enumerate(configs)
         )
         self.norm = make_norm(norm, dim, affine=condition_dim is None)
-        self.register_buffer("order", self.layout.order, persistent=False)
-        self.register_buffer("inverse", self.layout.inverse, persistent=False)
+        moves = not self.layout.is_raster
+        self.register_buffer("order", self.layout.order if moves else None, persistent=False)
+        self.register_buffer("inverse", self.layout.inverse if moves else None, persistent=False)
         self.apply(_init_linear)
         for name, parameter in self.named_parameters():
             if ".modulation." in name:
@@ -193,18 +234,71 @@ class Backbone(nn.Module):
         context: Tensor | None = None,
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
+        cu_seqlens: Sequence[int] | None = None,
     ) -> Tensor:
         """Tokens ``[B, N, dim]`` in raster order, prefix first, to the same; arguments as for :class:`Block`."""
-        if self.moves:
+        if self.order is not None:
             x = x.index_select(1, self.order)
             key_mask = key_mask if key_mask is None else key_mask.index_select(1, self.order)
-        for block in self.blocks:
+        if cu_seqlens is not None:
+            places = packed_positions(torch.as_tensor(cu_seqlens, device=x.device), x.shape[1])
+        else:
+            places = torch.arange(x.shape[1], device=x.device)
+        angles = self._angles(places)
+        for block in self.layers:
+            options = (
+                condition,
+                context,
+                key_mask,
+                context_mask,
+                angles.get(block.attn.config.rotary_base),
+                cu_seqlens,
+            )
             if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, condition, context, key_mask, context_mask, use_reentrant=False)
+                x = checkpoint(block, x, *options, use_reentrant=False)
             else:
-                x = block(x, condition, context, key_mask, context_mask)
+                x = block(x, *options)
         x = self.norm(x)
-        return x.index_select(1, self.inverse) if self.moves else x
+        return x if self.inverse is None else x.index_select(1, self.inverse)
+
+    def next_tokens(self, x: Tensor, cache: GenerationCache, counts: Sequence[int]) -> Tensor:
+        """Causal: the next tokens ``[B, N, dim]`` of every row to the same shape; ``cache`` goes on with them.
+
+        Args:
+            x: tokens; whatever a row has beyond its count is padding at its right.
+            cache: states so far, changed in place.
+            counts: how many of the N tokens of each row are real.
+        """
+        angles = self._angles(next_positions(cache.lengths, x))
+        for index, block in enumerate(self.layers):
+            rotary = angles.get(block.attn.config.rotary_base)
+            x, cache.layers[index] = block.next_tokens(x, cache.layers[index], counts, rotary)
+        cache.advance(counts)
+        return self.norm(x)
+
+    @property
+    def layers(self) -> list[Block]:
+        """The blocks, first to last."""
+        return cast(list[Block], list(self.blocks))
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of the longest sequence; None for sequences of any length."""
+        limits = [block.attn.max_tokens for block in self.layers]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def extend(self, tokens: int) -> None:
+        """Let a causal backbone take sequences of ``tokens`` tokens; what it does on shorter ones stays the same."""
+        if tokens <= self.layout.num_tokens:
+            return
+        for block in self.layers:
+            block.attn.extend(tokens)
+        self.layout = self.layers[0].attn.layout
+
+    def _angles(self, positions: Tensor) -> dict[float, Rotary]:
+        """Rotary angles of the layers, by their base; layers without rotary take none of them."""
+        using = {block.attn.config.rotary_base: block.attn for block in self.layers if block.attn.config.rotary}
+        return {base: layer.angles(positions) for base, layer in using.items()}
 
 
 def _init_linear(module: nn.Module) -> None:

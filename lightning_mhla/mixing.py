@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from mhla_kernels import ExponentialMixing
+from mhla_kernels import ExponentialMixing, extend_mixing
 from torch import Tensor, nn
 
 from lightning_mhla.layout import BlockLayout
@@ -72,6 +72,10 @@ class MixingCoefficients(nn.Module):
         """Bring every coefficient back into its bounds; the gradient does not see this, so it can grow again."""
         raise NotImplementedError
 
+    def extend(self, blocks: int) -> None:
+        """Reach to ``blocks`` blocks of a causal sequence; known coefficients stay as they are."""
+        raise NotImplementedError
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixingCoefficients:
         def keep_dtype(x: Tensor) -> Tensor:
             moved = fn(x)
@@ -118,6 +122,11 @@ class DenseMixing(MixingCoefficients):
     def clip_(self) -> None:
         """See :class:`MixingCoefficients`."""
         self.weight.clamp_(LOWER, UPPER)
+
+    def extend(self, blocks: int) -> None:
+        """See :class:`MixingCoefficients` and :func:`mhla_kernels.extend_mixing`."""
+        if blocks > self.weight.shape[-1]:
+            self.weight = nn.Parameter(extend_mixing(self.weight.detach(), blocks), self.weight.requires_grad)
 
 
 class ExponentialCoefficients(MixingCoefficients):
@@ -177,6 +186,10 @@ class ExponentialCoefficients(MixingCoefficients):
         """See :class:`MixingCoefficients`."""
         self.amplitude.clamp_(LOWER, UPPER)
         self.decay.clamp_(LOWER, LARGEST_DECAY)
+
+    def extend(self, blocks: int) -> None:
+        """See :class:`MixingCoefficients`; only the size of :meth:`matrix` changes."""
+        self.blocks = blocks
 
 
 def clip_mixing(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Attention kinds behind one interface; a new kind is a new file with one class, imported here."""
 
-from lightning_mhla.attention.base import Attention, AttentionConfig, build_attention, layout_for
+from lightning_mhla.attention.base import Attention, AttentionConfig, build_attention, layout_for, next_positions
 from lightning_mhla.attention.linear import LinearAttention
 from lightning_mhla.attention.mhla import MHLA
 from lightning_mhla.attention.softmax import SoftmaxAttention
@@ -13,4 +13,5 @@ __all__ = [
     "SoftmaxAttention",
     "build_attention",
     "layout_for",
+    "next_positions",
 ]

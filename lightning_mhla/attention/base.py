@@ -8,12 +8,17 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, Literal
 
 import torch
+from mhla_kernels import rotary_features
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mhla.layout import BlockLayout
+from lightning_mhla.positions import packed_positions, rotary_angles
 
 FeatureMap = Literal["relu", "elu", "softplus", "identity"]
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosine and sine of rotary angles, ``[N, Dk / 2]`` or ``[B, N, Dk / 2]``."""
 
 
 @dataclass
@@ -33,6 +38,9 @@ class AttentionConfig:
         normalize: whether the weights of a query are divided by their sum (mhla, linear).
         feature_map: applied to queries and keys (mhla, linear). relu and elu are relu(x) + 1e-6 and elu(x) + 1.
         lepe: width of the depthwise convolution of the values that is added to the output, odd; 0 for none.
+        rotary: whether queries and keys are turned by their position, after the feature map; sequences. It makes features
+            signed, so mhla and linear need normalize off.
+        rotary_base: of the geometric series of rotary frequencies.
         gate: whether the output is multiplied by SiLU of a projection of the input.
         output_norm: whether each head's output passes an RMSNorm; null for exactly where normalize is off.
     """
@@ -48,6 +56,8 @@ class AttentionConfig:
     normalize: bool = True
     feature_map: FeatureMap = "relu"
     lepe: int = 0
+    rotary: bool = False
+    rotary_base: float = 10_000.0
     gate: bool = False
     output_norm: bool | None = None
 
@@ -62,13 +72,17 @@ class AttentionConfig:
             raise ValueError(f"lepe={self.lepe} must be an odd width, or 0 for none")
         if self.normalize and self.feature_map == "identity" and self.kind != "softmax":
             raise ValueError("normalize wants nonnegative queries and keys; feature_map 'identity' does not give them")
+        if self.normalize and self.rotary and self.kind != "softmax":
+            raise ValueError(
+                "normalize wants nonnegative queries and keys, and rotary turns them; set normalize: false"
+            )
 
 
 class Attention(nn.Module):
     """Self-attention over the tokens of a layout: projections, an operator, and the modules around it.
 
     A kind derives from this class, gives its name (``class Mine(Attention, kind="mine")``) and implements
-    :meth:`attend` and :meth:`weights`.
+    :meth:`attend` and :meth:`weights`, and :meth:`continue_from` if it can generate.
 
     Args:
         dim: width of the tokens.
@@ -78,7 +92,7 @@ class Attention(nn.Module):
         key_value_heads: number of key and value heads, a divisor of ``heads``; None for as many.
         key_width: width of a key, ``dim // heads`` if None.
         value_width: width of a value, ``dim // heads`` if None.
-        qkv_bias: whether the projections to queries, keys and values have a bias.
+        bias: whether the projections have a bias.
         causal: whether token t attends to tokens ``j <= t`` only; 1-D grids.
         block_ordered: tokens come and go in the layout's block order (the backbone sees to it) instead of raster order.
     """
@@ -86,8 +100,9 @@ class Attention(nn.Module):
     kinds: ClassVar[dict[str, type[Attention]]] = {}
     uses_blocks: ClassVar[bool] = False
     uses_linear_options: ClassVar[bool] = True
-    order: Tensor
-    inverse: Tensor
+    repeats_heads: ClassVar[bool] = True
+    order: Tensor | None
+    inverse: Tensor | None
 
     def __init_subclass__(cls, kind: str, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -103,7 +118,7 @@ class Attention(nn.Module):
         key_value_heads: int | None = None,
         key_width: int | None = None,
         value_width: int | None = None,
-        qkv_bias: bool = True,
+        bias: bool = True,
         causal: bool = False,
         block_ordered: bool = False,
     ) -> None:
@@ -117,64 +132,163 @@ class Attention(nn.Module):
             raise ValueError(f"causal attention needs a 1-D grid without prefix tokens, not {layout}")
         if causal and config.lepe:
             raise ValueError("lepe looks at later tokens too; leave it out of causal attention")
+        if config.rotary and (len(layout.grid) != 1 or layout.prefix_tokens):
+            raise ValueError(f"rotary positions are those of a 1-D grid without prefix tokens, not of {layout}")
         self.layout, self.config, self.causal, self.block_ordered = layout, config, causal, block_ordered
         self.moves = not (block_ordered or layout.is_raster)
         self.heads, self.key_value_heads = heads, key_value_heads
         self.key_width, self.value_width = key_width or dim // heads, value_width or dim // heads
         self.sections = [heads * self.key_width, key_value_heads * self.key_width, key_value_heads * self.value_width]
         inner = heads * self.value_width
-        self.qkv = nn.Linear(dim, sum(self.sections), bias=qkv_bias)
-        self.proj = nn.Linear(inner, dim)
-        self.gate = nn.Linear(dim, inner) if config.gate else None
+        self.qkv = nn.Linear(dim, sum(self.sections), bias=bias)
+        self.proj = nn.Linear(inner, dim, bias=bias)
+        self.gate = nn.Linear(dim, inner, bias=bias) if config.gate else None
         norm = config.output_norm if config.output_norm is not None else not config.normalize
         self.norm = nn.RMSNorm(self.value_width) if norm and self.uses_linear_options else None
         self.lepe = LocalPositionalEncoding(layout, inner, config.lepe) if config.lepe else None
-        self.register_buffer("order", layout.order, persistent=False)
-        self.register_buffer("inverse", layout.inverse, persistent=False)
+        self.register_buffer("order", layout.order if self.moves else None, persistent=False)
+        self.register_buffer("inverse", layout.inverse if self.moves else None, persistent=False)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """The operator, tokens in block order: q, k ``[B, N, H, Dk]`` (not mapped), v ``[B, N, H, Dv]`` to v's shape."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        rotary: Rotary | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The operator, tokens in block order.
+
+        Args:
+            q: ``[B, N, H, Dk]``, not mapped.
+            k: ``[B, N, H, Dk]``, likewise. Fewer heads where the kind does not want them repeated (``repeats_heads``).
+            v: ``[B, N, H, Dv]``, likewise.
+            key_mask: ``[B, N]`` bool, or None.
+            rotary: angles that q and k turn by, None for none. A kind that does not know positions leaves it out.
+            cu_seqlens: see :meth:`forward`. A kind that does not pack sequences leaves it out.
+
+        Returns:
+            ``[B, N, H, Dv]``.
+        """
         raise NotImplementedError
 
-    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rotary: Rotary | None = None) -> Tensor:
         """Attention matrix ``[B, H, N, N]`` that :meth:`attend` applies, for analysis."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def continue_from(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, counts: Sequence[int], rotary: Rotary | None = None
+    ) -> tuple[Tensor, Any]:
+        """Causal attention of the next tokens of every row, and the state after them; arguments as for :meth:`attend`.
+
+        Args:
+            q: ``[B, N, H, Dk]``, and so on.
+            k: see :meth:`attend`.
+            v: see :meth:`attend`.
+            state: of the tokens so far, which is taken over and must not be used again; None for none. It has
+                ``lengths``, tokens so far in each row, ``bytes`` and ``select(rows)``.
+            counts: how many of the N tokens of each row are real; the others are at its right.
+            rotary: see :meth:`attend`.
+        """
+        raise NotImplementedError(f"attention kind of {type(self).__name__} cannot generate")
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of the longest sequence; None for sequences of any length."""
+        return None if self.causal else self.layout.num_tokens
+
+    def extend(self, tokens: int) -> None:
+        """Let a causal layer take sequences of ``tokens`` tokens; what it does on shorter ones stays the same."""
+        assert self.causal
+        self.layout = BlockLayout((tokens,), block_size=self.layout.block_size or tokens)
+
+    def forward(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None = None,
+        rotary: Rotary | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Tensor:
         """Tokens ``[B, N, dim]`` to the same shape.
 
         Args:
             x: tokens, in raster order unless ``block_ordered``.
             key_mask: ``[B, N]`` bool, in the same order; False tokens are not seen, whatever they hold, and get zeros.
+            rotary: cosine and sine of the angles that ``config.rotary`` turns by, in the same order; None for those of
+                tokens counted from 0 (see :func:`lightning_mhla.positions.rotary_angles`).
+            cu_seqlens: causal: first token of each of the sequences that are packed in the one row (B = 1), and N.
         """
         x, key_mask = self._enter(x, key_mask)
         x = hide_rows(x, key_mask)
         q, k, v = self._project(x)
-        out = self.attend(q, k, v, key_mask)
-        if self.norm is not None:
-            out = self.norm(out)
-        out = out.flatten(2)
-        if self.lepe is not None:
-            out = out + self.lepe(v.flatten(2), key_mask)
-        if self.gate is not None:
-            out = out * F.silu(self.gate(x))
-        out = hide_rows(self.proj(out), key_mask)
-        return out.index_select(1, self.inverse) if self.moves else out
+        given = {"rotary": self._rotary(rotary, x, cu_seqlens), "cu_seqlens": cu_seqlens}
+        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        out = self.attend(q, *self._repeated(k, v), key_mask, **options)
+        out = hide_rows(self._finish(out, x, v, key_mask), key_mask)
+        return out.index_select(1, self.inverse) if self.inverse is not None else out
+
+    def next_tokens(
+        self, x: Tensor, state: Any, counts: Sequence[int], rotary: Rotary | None = None
+    ) -> tuple[Tensor, Any]:
+        """The next tokens ``[B, N, dim]`` of every row, causal, to the same shape, and the state after them.
+
+        Args:
+            x: tokens; whatever a row has beyond its count is padding at its right.
+            state: as for :meth:`continue_from`, like the rest.
+            counts: see there.
+            rotary: angles of these tokens, None for those that follow the state's.
+        """
+        if not self.causal:
+            raise ValueError("only causal attention goes on token by token; build the layer with causal=True")
+        q, k, v = self._project(x)
+        if rotary is None and self.config.rotary:
+            rotary = self.angles(next_positions(() if state is None else state.lengths, x))
+        out, state = self.continue_from(q, *self._repeated(k, v), state, counts, rotary)
+        return self._finish(out, x, v, None), state
 
     def attention_matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Attention weights ``[B, H, N, N]`` for tokens ``[B, N, dim]``; rows and columns in the order of ``x``."""
         x, key_mask = self._enter(x, key_mask)
-        q, k, _ = self._project(hide_rows(x, key_mask))
-        weights = self.weights(q, k, key_mask)
-        if not self.moves:
+        q, k, v = self._project(hide_rows(x, key_mask))
+        k, _ = self._repeated(k, v)
+        rotary = self._rotary(None, x, None)
+        weights = self.weights(q, k, key_mask, **({} if rotary is None else {"rotary": rotary}))
+        if self.inverse is None:
             return weights
         return weights.index_select(2, self.inverse).index_select(3, self.inverse)
 
+    def angles(self, positions: Tensor) -> Rotary:
+        """Rotary angles of this layer for tokens at ``positions`` ``[N]`` or ``[B, N]``."""
+        return rotary_angles(positions, self.key_width, self.config.rotary_base)
+
+    def _rotary(self, given: Rotary | None, x: Tensor, cu_seqlens: Sequence[int] | None) -> Rotary | None:
+        if given is not None or not self.config.rotary:
+            return given if self.config.rotary else None
+        if cu_seqlens is not None:
+            return self.angles(packed_positions(torch.as_tensor(cu_seqlens, device=x.device), x.shape[1]))
+        return self.angles(torch.arange(x.shape[1], device=x.device))
+
+    def _finish(self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        if self.norm is not None:
+            out = self.norm(out)
+        out = out.flatten(2)
+        if self.lepe is not None:
+            out = out + self.lepe(self._repeated(v, v)[1].flatten(2), key_mask)
+        if self.gate is not None:
+            out = out * F.silu(self.gate(x))
+        return self.proj(out)
+
     def _enter(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        tokens = self.layout.num_tokens
-        if x.shape[1] != tokens and not (self.causal and x.shape[1] < tokens):
+        tokens, limit = self.layout.num_tokens, self.max_tokens
+        if not self.causal and x.shape[1] != tokens:
             raise ValueError(f"{x.shape[1]} tokens for a layout of {tokens} ({self.layout})")
-        if not self.moves:
+        if limit is not None and x.shape[1] > limit:
+            raise ValueError(
+                f"{x.shape[1]} tokens are more than the {limit} of the layer's mixing coefficients; extend the model "
+                f"(its method extend), or train with mixing: exponential, which takes any length"
+            )
+        if self.order is None:
             return x, key_mask
         return x.index_select(1, self.order), key_mask if key_mask is None else key_mask.index_select(1, self.order)
 
@@ -182,11 +296,14 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).split(self.sections, dim=-1)
         q = q.unflatten(-1, (self.heads, self.key_width))
         k = k.unflatten(-1, (self.key_value_heads, self.key_width))
-        v = v.unflatten(-1, (self.key_value_heads, self.value_width))
+        return q, k, v.unflatten(-1, (self.key_value_heads, self.value_width))
+
+    def _repeated(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values for every query head, where the kind wants them so."""
         repeats = self.heads // self.key_value_heads
-        if repeats > 1:
-            k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
-        return q, k, v
+        if repeats == 1 or not self.repeats_heads:
+            return k, v
+        return k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
 
 
 class LocalPositionalEncoding(nn.Module):
@@ -238,13 +355,29 @@ def build_attention(config: AttentionConfig, dim: int, heads: int, layout: Block
     return Attention.kinds[config.kind](dim, heads, layout, config, **options)
 
 
-def map_features(q: Tensor, k: Tensor, feature_map: FeatureMap) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
-    """Queries and keys after the feature map, and what of it is left to the operator (relu costs nothing there)."""
+def map_features(
+    q: Tensor, k: Tensor, feature_map: FeatureMap, rotary: Rotary | None = None
+) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
+    """Queries and keys after feature map and rotary, and what is left to the operator (relu costs nothing there)."""
+    rest: Literal["identity", "relu"] = "identity"
     if feature_map == "elu":
-        return F.elu(q) + 1, F.elu(k) + 1, "identity"
-    if feature_map == "softplus":
-        return F.softplus(q), F.softplus(k), "identity"
-    return q, k, feature_map
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+    elif feature_map == "softplus":
+        q, k = F.softplus(q), F.softplus(k)
+    else:
+        rest = feature_map
+    if rotary is None:
+        return q, k, rest
+    q, k = (rotary_features(x, *rotary, feature_map=rest) for x in (q, k))
+    return q, k, "identity"
+
+
+def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
+    """Positions of the next tokens ``[B, N, dim]`` after rows of ``lengths``: ``[N]``, or ``[B, N]`` where they differ."""
+    place = torch.arange(x.shape[1], device=x.device)
+    if len(set(lengths)) < 2:
+        return place + max(lengths, default=0)
+    return place + torch.tensor(lengths, device=x.device)[:, None]
 
 
 def hide_rows(out: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from mhla_kernels import attention_matrix, mhla_attention
+from mhla_kernels import (
+    ExponentialMixing,
+    MHLAState,
+    attention_matrix,
+    mhla_attention,
+    mhla_prefill,
+    mhla_step,
+)
 from torch import Tensor
 
-from lightning_mhla.attention.base import Attention, AttentionConfig, map_features
+from lightning_mhla.attention.base import Attention, AttentionConfig, Rotary, map_features
 from lightning_mhla.layout import BlockLayout
 from lightning_mhla.mixing import DenseMixing, ExponentialCoefficients, MixingCoefficients
 
@@ -51,17 +59,66 @@ class MHLA(Attention, kind="mhla"):
         else:
             self.mixing = DenseMixing(layout, **options)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    @property
+    def max_tokens(self) -> int | None:
+        """See :attr:`Attention.max_tokens`: dense coefficients end with their blocks."""
+        if not self.causal:
+            return self.layout.num_tokens
+        return self.layout.num_blocks * int(self.blocks["block_size"]) if isinstance(self.mixing, DenseMixing) else None
+
+    def extend(self, tokens: int) -> None:
+        """See :meth:`Attention.extend`; dense coefficients are continued by :func:`mhla_kernels.extend_mixing`."""
+        super().extend(tokens)
+        self.mixing.extend(self.layout.num_blocks)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        rotary: Rotary | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Tensor:
         """See :meth:`Attention.attend`."""
-        q, k, options = self._operands(q, k)
-        return mhla_attention(q, k, v, self.mixing(), key_mask=key_mask, **options)
+        q, k, options = self._operands(q, k, rotary)
+        mixing, causal = self.mixing(), self.causal
+        return mhla_attention(q, k, v, mixing, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens, **options)
 
-    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rotary: Rotary | None = None) -> Tensor:
         """See :meth:`Attention.weights`."""
-        q, k, options = self._operands(q, k)
-        return attention_matrix(q, k, self.mixing(), key_mask=key_mask, **options)
+        q, k, options = self._operands(q, k, rotary)
+        return attention_matrix(q, k, self.mixing(), causal=self.causal, key_mask=key_mask, **options)
 
-    def _operands(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        q, k, feature_map = map_features(q, k, self.config.feature_map)
-        options = {"causal": self.causal, "normalize": self.config.normalize, "feature_map": feature_map}
-        return q, k, options | self.blocks
+    def continue_from(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: MHLAState | None,
+        counts: Sequence[int],
+        rotary: Rotary | None = None,
+    ) -> tuple[Tensor, MHLAState]:
+        """See :meth:`Attention.continue_from`."""
+        q, k, options = self._operands(q, k, rotary)
+        return continue_linear(q, k, v, self.mixing(), state, counts, options)
+
+    def _operands(self, q: Tensor, k: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        q, k, feature_map = map_features(q, k, self.config.feature_map, rotary)
+        return q, k, {"normalize": self.config.normalize, "feature_map": feature_map, **self.blocks}
+
+
+def continue_linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Tensor | ExponentialMixing,
+    state: MHLAState | None,
+    counts: Sequence[int],
+    options: dict[str, Any],
+) -> tuple[Tensor, MHLAState]:
+    """The operator's next tokens, one or many; arguments as for :meth:`Attention.continue_from`."""
+    if state is not None and q.shape[1] == 1 and all(counts):
+        out, state = mhla_step(q[:, 0], k[:, 0], v[:, 0], mixing, state, donate_state=True, **options)
+        return out[:, None], state
+    return mhla_prefill(q, k, v, mixing, lengths=counts, state=state, **options)

@@ -2,41 +2,146 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
 import torch
+from mhla_kernels import rotary_features
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_mhla.attention.base import Attention, hide_rows
+from lightning_mhla.attention.base import Attention, Rotary, hide_rows
+
+
+@dataclass(frozen=True)
+class KeyValueState:
+    """Keys and values of all tokens so far.
+
+    Attributes:
+        lengths: tokens so far in each row.
+        keys: ``[B, capacity, H, Dk]``, turned by their positions.
+        values: ``[B, capacity, H, Dv]``.
+    """
+
+    lengths: tuple[int, ...]
+    keys: Tensor
+    values: Tensor
+
+    def select(self, rows: Tensor) -> KeyValueState:
+        """The state of other rows, ``rows`` being indices."""
+        lengths = tuple(self.lengths[row] for row in rows.tolist())
+        index = rows.to(self.keys.device)
+        return KeyValueState(lengths, self.keys.index_select(0, index), self.values.index_select(0, index))
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the keys and values, spare room included."""
+        return sum(x.numel() * x.element_size() for x in (self.keys, self.values))
+
+    def append(self, keys: Tensor, values: Tensor, counts: Sequence[int]) -> KeyValueState:
+        """The state with ``counts`` more tokens in each row; room is doubled where it ends, and written in place."""
+        after = tuple(before + count for before, count in zip(self.lengths, counts, strict=True))
+        room = self.keys.shape[1]
+        if max(after) > room:
+            more = max(max(after), 2 * room if room else 0) - room
+            grown = KeyValueState(self.lengths, *(F.pad(x, (0, 0, 0, 0, 0, more)) for x in (self.keys, self.values)))
+            return grown.append(keys, values, counts)
+        if len(set(self.lengths)) == 1 and len(set(counts)) == 1:
+            place = slice(self.lengths[0], after[0])
+            self.keys[:, place], self.values[:, place] = keys[:, : counts[0]], values[:, : counts[0]]
+        else:
+            for row, (before, count) in enumerate(zip(self.lengths, counts, strict=True)):
+                place = slice(before, before + count)
+                self.keys[row, place], self.values[row, place] = keys[row, :count], values[row, :count]
+        return KeyValueState(after, self.keys, self.values)
 
 
 class SoftmaxAttention(Attention, kind="softmax"):
     """``softmax(q k^T / sqrt(Dk)) v`` through torch's fused kernels; arguments as for :class:`Attention`."""
 
     uses_linear_options = False
+    repeats_heads = False
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See :meth:`Attention.attend`."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        rotary: Rotary | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Tensor:
+        """See :meth:`Attention.attend`; packed sequences are attended to one by one (``cu_seqlens`` is read back)."""
+        q, k = _turned(q, k, rotary)
+        if cu_seqlens is not None:
+            bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+            parts = [slice(start, end) for start, end in pairwise(bounds) if end > start]
+            outs = [self._scaled(*(x[:, part] for x in (q, k, v)), is_causal=self.causal) for part in parts]
+            return torch.cat(outs, 1)
         mask = self._visible(q, key_mask)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None)
-        return hide_rows(out.transpose(1, 2), key_mask)
+        out = self._scaled(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None)
+        return hide_rows(out, key_mask)
 
-    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+    def continue_from(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: KeyValueState | None,
+        counts: Sequence[int],
+        rotary: Rotary | None = None,
+    ) -> tuple[Tensor, KeyValueState]:
+        """See :meth:`Attention.continue_from`."""
+        q, k = _turned(q, k, rotary)
+        batch, tokens = q.shape[:2]
+        if state is None:
+            state = KeyValueState(
+                (0,) * batch, k.new_empty(batch, 0, *k.shape[2:]), v.new_empty(batch, 0, *v.shape[2:])
+            )
+        before, state = state.lengths, state.append(k, v, counts)
+        longest = max(state.lengths)
+        keys, values = state.keys[:, :longest], state.values[:, :longest]
+        if len(set(state.lengths)) == 1 and (tokens == 1 or not any(before)):
+            return self._scaled(q, keys, values, is_causal=tokens > 1), state
+        place = torch.arange(longest, device=q.device)
+        last = torch.tensor(before, device=q.device)[:, None] + torch.arange(tokens, device=q.device)
+        visible = place <= last[..., None]
+        return self._scaled(q, keys, values, attn_mask=visible[:, None]), state
+
+    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rotary: Rotary | None = None) -> Tensor:
         """See :meth:`Attention.weights`."""
+        q, k = _turned(q, k, rotary)
+        k = k.repeat_interleave(self.heads // self.key_value_heads, 2)
         q, k = q.float().transpose(1, 2), k.float().transpose(1, 2)
         scores = q @ k.transpose(-1, -2) * self.key_width**-0.5
-        mask = self._visible(q, key_mask)
+        mask = self._visible(q.transpose(1, 2), key_mask)
         if mask is None and self.causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
         return hide_rows(scores.softmax(-1).transpose(1, 2), key_mask).transpose(1, 2)
 
+    def _scaled(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """``[B, N, H, Dv]``; keys and values may have fewer heads."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = self.heads != self.key_value_heads
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options).transpose(1, 2)
+
     def _visible(self, q: Tensor, key_mask: Tensor | None) -> Tensor | None:
         """``[B, 1, N, N]`` mask when keys are hidden; hidden queries see themselves, so that no row is empty."""
         if key_mask is None:
             return None
-        tokens = q.shape[-2]
+        tokens = q.shape[1]
         own = torch.eye(tokens, dtype=torch.bool, device=q.device)
         visible = key_mask[:, None, None, :] | own
         return visible.tril() if self.causal else visible
+
+
+def _turned(q: Tensor, k: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned by their positions."""
+    if rotary is None:
+        return q, k
+    turned = [rotary_features(x, *rotary, feature_map="identity") for x in (q, k)]
+    return turned[0], turned[1]

@@ -1,0 +1,44 @@
+"""What a model keeps between calls while it generates: the state of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GenerationCache:
+    """States of all layers of a :class:`lightning_mhla.Backbone`, changed in place as tokens arrive.
+
+    A state of mhla and linear attention has a size of its own; keys and values of softmax attention grow with the tokens.
+
+    Attributes:
+        layers: the state of each layer; None before any token.
+        lengths: tokens so far in each row.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.layers: list[Any] = [None] * depth
+        self.lengths: tuple[int, ...] = ()
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Note that every row got ``counts`` more tokens."""
+        before = self.lengths or (0,) * len(counts)
+        self.lengths = tuple(old + count for old, count in zip(before, counts, strict=True))
+
+    def select(self, rows: Tensor | Sequence[int]) -> None:
+        """Keep other rows, for example the beams that go on: ``rows`` are indices, repeats allowed."""
+        chosen = rows if isinstance(rows, Tensor) else torch.tensor(list(rows))
+        self.layers = [None if state is None else state.select(chosen) for state in self.layers]
+        self.lengths = tuple(self.lengths[row] for row in chosen.tolist())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """:meth:`select`, under the name by which transformers' beam search calls it."""
+        self.select(beam_idx)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all states."""
+        return sum(state.bytes for state in self.layers if state is not None)
