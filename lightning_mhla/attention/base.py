@@ -193,6 +193,15 @@ class Attention(nn.Module):
         """
         raise NotImplementedError(f"attention kind of {type(self).__name__} cannot generate")
 
+    def operator_flops(self, tokens: int) -> float:
+        """Floating-point operations of :meth:`attend` on one sequence of ``tokens``: two for each multiply-add."""
+        raise NotImplementedError(f"the operations of {type(self).__name__} are not counted")
+
+    def flops(self, tokens: int) -> float:
+        """Floating-point operations of the forward pass on one sequence of ``tokens``, projections included."""
+        projections = [self.qkv, self.proj, *([] if self.gate is None else [self.gate])]
+        return 2.0 * tokens * sum(each.weight.numel() for each in projections) + self.operator_flops(tokens)
+
     @property
     def max_tokens(self) -> int | None:
         """Tokens of the longest sequence; None for sequences of any length."""
@@ -370,6 +379,20 @@ def map_features(
         return q, k, rest
     q, k = (rotary_features(x, *rotary, feature_map=rest) for x in (q, k))
     return q, k, "identity"
+
+
+def summary_flops(layer: Attention, tokens: int, chunk: float | None, mixed: float) -> float:
+    """Operations of attention by summaries: making and reading them, mixing, and the causal products inside a block.
+
+    Args:
+        layer: for its widths.
+        tokens: of the sequence.
+        chunk: tokens of a causal block; None for bidirectional attention.
+        mixed: summaries that are added up for others, in all.
+    """
+    summary = layer.key_width * layer.value_width
+    inside = 0.0 if chunk is None else (chunk + 1) / 2 * (layer.key_width + layer.value_width)
+    return 2.0 * layer.heads * (tokens * (2 * summary + inside) + mixed * summary)
 
 
 def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:

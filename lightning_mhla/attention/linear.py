@@ -8,7 +8,7 @@ from typing import Any
 from mhla_kernels import ExponentialMixing, MHLAState, attention_matrix, mhla_attention
 from torch import Tensor
 
-from lightning_mhla.attention.base import Attention, Rotary, map_features
+from lightning_mhla.attention.base import Attention, Rotary, map_features, summary_flops
 from lightning_mhla.attention.mhla import continue_linear
 
 CHUNK = 64
@@ -48,6 +48,10 @@ class LinearAttention(Attention, kind="linear"):
         """See :meth:`Attention.continue_from`."""
         q, k, options = self._operands(q, k, rotary)
         return continue_linear(q, k, v, options.pop("mixing"), state, counts, options)
+
+    def operator_flops(self, tokens: int) -> float:
+        """See :meth:`Attention.operator_flops`."""
+        return summary_flops(self, tokens, CHUNK if self.causal else None, 0.0)
 
     def _operands(self, q: Tensor, k: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
         q, k, feature_map = map_features(q, k, self.config.feature_map, rotary)

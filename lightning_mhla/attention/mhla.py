@@ -15,7 +15,7 @@ from mhla_kernels import (
 )
 from torch import Tensor
 
-from lightning_mhla.attention.base import Attention, AttentionConfig, Rotary, map_features
+from lightning_mhla.attention.base import Attention, AttentionConfig, Rotary, map_features, summary_flops
 from lightning_mhla.layout import BlockLayout
 from lightning_mhla.mixing import DenseMixing, ExponentialCoefficients, MixingCoefficients
 
@@ -102,6 +102,16 @@ class MHLA(Attention, kind="mhla"):
         """See :meth:`Attention.continue_from`."""
         q, k, options = self._operands(q, k, rotary)
         return continue_linear(q, k, v, self.mixing(), state, counts, options)
+
+    def operator_flops(self, tokens: int) -> float:
+        """See :meth:`Attention.operator_flops`; of the chunked form."""
+        size = self.layout.num_tokens / self.layout.num_blocks
+        blocks = tokens / size
+        if isinstance(self.mixing, ExponentialCoefficients):
+            mixed = 2 * self.mixing.amplitude.shape[-1] * blocks
+        else:
+            mixed = blocks * (blocks - 1) / 2 if self.causal else blocks**2
+        return summary_flops(self, tokens, size if self.causal else None, mixed)
 
     def _operands(self, q: Tensor, k: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
         q, k, feature_map = map_features(q, k, self.config.feature_map, rotary)

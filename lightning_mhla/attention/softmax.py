@@ -123,6 +123,11 @@ class SoftmaxAttention(Attention, kind="softmax"):
             scores = scores.masked_fill(~mask, -torch.inf)
         return hide_rows(scores.softmax(-1).transpose(1, 2), key_mask).transpose(1, 2)
 
+    def operator_flops(self, tokens: int) -> float:
+        """See :meth:`Attention.operator_flops`; causal: half the square."""
+        pairs = tokens * (tokens + 1) / 2 if self.causal else tokens**2
+        return 2.0 * self.heads * pairs * (self.key_width + self.value_width)
+
     def _scaled(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """``[B, N, H, Dv]``; keys and values may have fewer heads."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -1,11 +1,15 @@
-"""Where the files of a run go."""
+"""Where the files of a run go, and what every process has to say gathered for them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+Row = TypeVar("Row")
 
 
 def run_folder(trainer: Trainer) -> Path:
@@ -19,3 +23,12 @@ def checkpoint_folder(trainer: Trainer) -> Path:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath:
             return Path(callback.dirpath)
     return run_folder(trainer) / "checkpoints"
+
+
+def gather_rows(trainer: Trainer, rows: list[Row]) -> list[Row]:
+    """The rows of all processes, on every process (call it on every rank)."""
+    if trainer.world_size == 1:
+        return rows
+    parts: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(parts, rows)
+    return [row for part in parts for row in part]

@@ -234,13 +234,20 @@ class ShardReader:
         has = [name for name, at in zip(table.extensions, table.offsets[row], strict=True) if at >= 0]
         raise BrokenSampleError(f"{self.describe(index)} has no .{' or .'.join(wanted)}, only {has}")
 
-    def read(self, index: int, extension: str) -> bytes:
-        """The bytes of one member that the sample has."""
+    def size(self, index: int, extension: str) -> int:
+        """Bytes of one member that the sample has."""
         shard, row = self._find(index)
         table = self.tables[shard]
-        column = table.extensions.index(extension)
-        size = int(table.sizes[row, column])
-        data = os.pread(self._file(shard), size, int(table.offsets[row, column]))
+        return int(table.sizes[row, table.extensions.index(extension)])
+
+    def read(self, index: int, extension: str, start: int = 0, count: int | None = None) -> bytes:
+        """The bytes of one member that the sample has: all, or ``count`` of them from ``start`` on."""
+        shard, row = self._find(index)
+        table = self.tables[shard]
+        rest = max(0, self.size(index, extension) - start)
+        size = rest if count is None else min(count, rest)
+        offset = int(table.offsets[row, table.extensions.index(extension)])
+        data = os.pread(self._file(shard), size, offset + start)
         if len(data) < size:
             raise BrokenSampleError(f"{self.describe(index)}: .{extension} is cut short, {len(data)} of {size} bytes")
         return data

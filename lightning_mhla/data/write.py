@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,28 +39,39 @@ def write_shards(
     Raises:
         ValueError: when the folder holds shards of another list of items, which would be mixed with these.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _check_manifest(folder / f"{prefix}-manifest.json", items, per_shard)
+    digest = hashlib.sha256(repr(list(items)).encode()).hexdigest()
+    check_manifest(folder / f"{prefix}-manifest.json", {"samples": len(items), "per_shard": per_shard, "items": digest})
     starts = range(0, len(items), per_shard)
     paths = [folder / f"{prefix}-{number:04d}.tar" for number in range(len(starts))]
     for start, path in track(list(zip(starts, paths, strict=True)), f"writing {prefix} shards"):
         if path.exists():
             continue
-        aside = path.with_name(path.name + ".part")
-        with aside.open("wb") as stream, wds.TarWriter(stream, mtime=0) as writer:
+        with shard_writer(path) as writer:
             for number in range(start, min(start + per_shard, len(items))):
                 writer.write({"__key__": f"{number:08d}", **encode(items[number])})
-        aside.replace(path)
     return paths
 
 
-def _check_manifest(path: Path, items: Sequence[Any], per_shard: int) -> None:
-    """Write down what the shards of a prefix hold, or compare it with what an earlier call wrote down."""
-    digest = hashlib.sha256(repr(list(items)).encode()).hexdigest()
-    manifest = {"samples": len(items), "per_shard": per_shard, "items": digest}
-    if path.exists() and json.loads(path.read_text()) != manifest:
+@contextmanager
+def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
+    """Writes a shard that gets its name when it is complete."""
+    aside = path.with_name(path.name + ".part")
+    with aside.open("wb") as stream, wds.TarWriter(stream, mtime=0) as writer:
+        yield writer
+    aside.replace(path)
+
+
+def check_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Write down what the shards of a prefix hold, or compare it with what an earlier call wrote down.
+
+    Raises:
+        ValueError: when they differ, so that shards of two lists would be mixed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and (before := json.loads(path.read_text())) != manifest:
+        differing = ", ".join(key for key in manifest if before.get(key) != manifest[key]) or "other entries"
         raise ValueError(
-            f"{path.parent} holds shards of another list of samples or another number in each ({path.name} says so); "
-            "choose another folder or prefix, or delete them"
+            f"{path.parent} holds shards of another list of samples or made otherwise ({path.name}: {differing}); choose "
+            "another folder or prefix, or delete them"
         )
     path.write_text(json.dumps(manifest) + "\n")

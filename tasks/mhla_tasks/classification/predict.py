@@ -7,11 +7,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_mhla.callbacks.folder import run_folder
+from lightning_mhla.callbacks.folder import gather_rows, run_folder
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class PredictionTable(Callback):
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather the rows of all processes and write them on the first."""
-        rows, path = self._gathered(trainer), run_folder(trainer) / "predictions.csv"
+        rows, path = gather_rows(trainer, self._rows), run_folder(trainer) / "predictions.csv"
         self._rows = []
         if not trainer.is_global_zero:
             return
@@ -52,10 +51,3 @@ class PredictionTable(Callback):
                 best = self.class_names[max(range(len(probability)), key=probability.__getitem__)]
                 writer.writerow([paths[index], best, *(f"{p:.6f}" for p in probability)])
         log.info("%d predictions written to %s", len(rows), path)
-
-    def _gathered(self, trainer: Trainer) -> list[tuple[int, list[float]]]:
-        if trainer.world_size == 1:
-            return self._rows
-        parts: list[Any] = [None] * trainer.world_size
-        torch.distributed.all_gather_object(parts, self._rows)
-        return [row for part in parts for row in part]

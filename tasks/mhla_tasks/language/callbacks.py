@@ -1,0 +1,116 @@
+"""What a person wants to see while a language model trains: its speed, and what it writes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.utilities.throughput import Throughput, get_available_flops
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_mhla.callbacks.folder import run_folder
+from lightning_mhla.data.sampling import kept_random_state, seed_step
+
+log = logging.getLogger(__name__)
+
+
+class TokenThroughput(Callback):
+    """Logs ``train/tokens_per_second`` over all processes, and ``train/mfu`` where the device's peak is known.
+
+    Model FLOPs utilisation is :attr:`LanguageModel.flops_per_token` times the tokens per second of a process over the peak
+    of its device in the precision of the run (Lightning knows that of the usual GPUs).
+
+    Args:
+        window: optimiser batches that the speed is averaged over.
+        peak_flops: peak of one device, FLOP/s; null for what Lightning knows.
+    """
+
+    def __init__(self, window: int = 50, peak_flops: float | None = None) -> None:
+        self.window, self.peak_flops = window, peak_flops
+        self._meter: Throughput | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        half = str(trainer.precision).startswith(("bf16", "16"))
+        peak = self.peak_flops
+        if peak is None and trainer.strategy.root_device.type == "cuda":
+            peak = get_available_flops(trainer.strategy.root_device, torch.bfloat16 if half else torch.float32)
+        self._meter = Throughput(available_flops=peak, world_size=trainer.world_size, window_size=self.window)
+        self._restart()
+
+    def _restart(self) -> None:
+        assert self._meter is not None
+        self._meter.reset()
+        self._start, self._batches, self._samples, self._tokens = time.perf_counter(), 0, 0, 0
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave validation out."""
+        if self._meter is not None and not trainer.sanity_checking:
+            self._restart()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count, and log now and then."""
+        assert self._meter is not None
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set when the trainer is made
+        tokens = batch["tokens"][:, 1:].numel()
+        self._batches, self._samples, self._tokens = (
+            self._batches + 1,
+            self._samples + len(batch["tokens"]),
+            self._tokens + tokens,
+        )
+        if not every or (batch_idx + 1) % every:
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        self._meter.update(
+            time=time.perf_counter() - self._start,
+            batches=self._batches,
+            samples=self._samples,
+            lengths=self._tokens,
+            flops=round(tokens * float(pl_module.flops_per_token) * every),  # type: ignore[arg-type]
+        )
+        rates = self._meter.compute()
+        per_device = rates.get("device/items_per_sec")
+        if per_device is not None:
+            pl_module.log("train/tokens_per_second", float(per_device) * trainer.world_size, prog_bar=True)
+        if "device/mfu" in rates:
+            pl_module.log("train/mfu", float(rates["device/mfu"]))
+
+
+class TextSamples(Callback):
+    """Continues some prompts at each validation, under the weights that validation uses.
+
+    Texts go to ``samples.md`` in the log folder, and to TensorBoard.
+
+    Args:
+        prompts: what is continued.
+        seed: of sampling, the same at each validation.
+    """
+
+    def __init__(self, prompts: list[str], seed: int = 0) -> None:
+        if not prompts or not all(prompts):
+            raise ValueError(f"prompts={prompts} must be texts that are not empty")
+        self.prompts, self.seed = prompts, seed
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue the prompts on the first process."""
+        folder = run_folder(trainer)
+        if trainer.sanity_checking or trainer.state.fn != "fit" or trainer.world_size > 1:
+            return
+        with kept_random_state():
+            seed_step(self.seed, 0, 0)
+            texts = pl_module.continue_prompts(self.prompts)  # type: ignore[operator]
+        fence = "````"
+        rows = [f"{fence}\n{prompt}{text}\n{fence}" for prompt, text in zip(self.prompts, texts, strict=True)]
+        page = f"## step {trainer.global_step}\n\n" + "\n\n".join(rows) + "\n\n"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "samples.md").open("a") as stream:
+            stream.write(page)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("samples", page, trainer.global_step)

@@ -1,0 +1,92 @@
+"""The model's configuration, as transformers keeps it in ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from lightning_mhla import AttentionConfig
+
+
+class MHLAConfig(PreTrainedConfig):
+    """A causal language model with mhla, linear or softmax attention, or several of them.
+
+    Names that transformers' tools look for (``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``,
+    ``num_key_value_heads``, ``intermediate_size``, ``max_position_embeddings``) are read and written too.
+
+    Args:
+        vocab_size: tokens of the vocabulary.
+        dim: width of the model.
+        depth: layers.
+        heads: attention heads.
+        key_value_heads: heads of keys and values, a divisor of ``heads``; None for as many.
+        key_width: width of a key; None for ``dim / heads``.
+        value_width: width of a value; None for ``dim / heads``.
+        mlp_width: inner width of the SwiGLU.
+        context: tokens that the model is trained on at once; dense mixing ends there (see ``MHLAForCausalLM.extend``).
+        attention: options of :class:`lightning_mhla.AttentionConfig`, as a dict; a list of them for each layer.
+        tie_word_embeddings: whether input and output embeddings are one matrix.
+        initializer_range: standard deviation of the weights at the start.
+        bos_token_id: token before a text, or None.
+        eos_token_id: token after a text.
+        pad_token_id: token that fills up rows, never looked at.
+    """
+
+    model_type = "mhla"
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "dim",
+        "num_hidden_layers": "depth",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "key_value_heads",
+        "intermediate_size": "mlp_width",
+        "max_position_embeddings": "context",
+    }
+
+    vocab_size: int = 32_000
+    dim: int = 1024
+    depth: int = 24
+    heads: int = 4
+    key_value_heads: int | None = None
+    key_width: int | None = None
+    value_width: int | None = None
+    mlp_width: int = 2816
+    context: int = 2048
+    attention: Any = None
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **options: Any) -> None:
+        self.attention = plain_attention(self.attention or default_attention())
+        super().__post_init__(**options)
+
+    def layer_attention(self) -> list[AttentionConfig]:
+        """The attention of each layer.
+
+        Raises:
+            ValueError: when a list has another length than ``depth``, or an option is wrong.
+        """
+        given = self.attention if isinstance(self.attention, list) else [self.attention] * self.depth
+        if len(given) != self.depth:
+            raise ValueError(f"attention lists {len(given)} layers, but depth={self.depth}")
+        return [AttentionConfig(**options) for options in given]
+
+
+def default_attention() -> AttentionConfig:
+    """The attention of the paper's language model: blocks of 64, rotary after relu, output gate, no normaliser."""
+    return AttentionConfig(kind="mhla", block_size=64, normalize=False, rotary=True, gate=True)
+
+
+def plain_attention(attention: Any) -> dict[str, Any] | list[dict[str, Any]]:
+    """Attention options as plain data, for ``config.json`` and checkpoints."""
+    if isinstance(attention, AttentionConfig):
+        return asdict(attention)
+    if isinstance(attention, Sequence):
+        return [asdict(each) if isinstance(each, AttentionConfig) else dict(each) for each in attention]
+    return dict(attention)

@@ -1,0 +1,277 @@
+"""The causal language model: transformers' interface on the shared backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from lightning_mhla import Backbone, GenerationCache
+from mhla_tasks.language.config import MHLAConfig
+from mhla_tasks.language.loss import IGNORED, linear_cross_entropy
+
+
+@dataclass
+class LanguageModelOutput(ModelOutput):
+    """What :class:`MHLAForCausalLM` gives.
+
+    Attributes:
+        loss: mean cross-entropy in nats per token, with labels.
+        logits: ``[B, N, V]``; None with labels, so that those of a whole batch are never stored.
+        cache_params: the state after these tokens, with ``use_cache``.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache_params: GenerationCache | None = None
+
+
+class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
+    """Language model with mhla, linear or softmax attention; generates with a state in place of a key-value cache.
+
+    Rows of a batch may be padded at their left or right, or anywhere: ``attention_mask`` says what is real, and every row
+    is moved to its first real token inside, so that it gives what it gives alone.
+    """
+
+    config_class = MHLAConfig
+    base_model_prefix = "backbone"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = False
+    _is_stateful = True
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["mixing"]
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
+    config: MHLAConfig
+
+    def __init__(self, config: MHLAConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.backbone = Backbone(
+            config.dim,
+            config.depth,
+            config.heads,
+            (config.context,),
+            config.layer_attention(),
+            norm="rmsnorm",
+            mlp="swiglu",
+            mlp_ratio=config.mlp_width / config.dim,
+            causal=True,
+            bias=False,
+            key_value_heads=config.key_value_heads,
+            key_width=config.key_width,
+            value_width=config.value_width,
+        )
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding of tokens."""
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding of tokens."""
+        assert isinstance(value, nn.Embedding)
+        self.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head."""
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the head."""
+        assert isinstance(new_embeddings, nn.Linear)
+        self.head = new_embeddings
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # transformers would put in a cache of keys and values
+
+    def extend(self, tokens: int) -> None:
+        """Take sequences of ``tokens`` tokens; dense mixing is continued by :func:`mhla_kernels.extend_mixing`."""
+        self.backbone.extend(tokens)
+        self.config.context = max(tokens, self.config.context)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        cache_params: GenerationCache | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+    ) -> LanguageModelOutput | tuple[Any, ...]:
+        """Logits of the next token, or the loss where there are labels.
+
+        Args:
+            input_ids: ``[B, N]`` int64. With ``cache_params``, the tokens that follow.
+            attention_mask: ``[B, N]``, or ``[B, total]`` whose last N columns count: 0 marks padding. None for no padding.
+            inputs_embeds: ``[B, N, dim]`` in place of ``input_ids``.
+            labels: ``[B, N]``, the tokens themselves (they are shifted inside); -100 does not count.
+            shift_labels: ``[B, N]``, what each token should be followed by, in place of ``labels``.
+            cache_params: state of earlier tokens; it goes on in place.
+            use_cache: whether a state is made and given back.
+            cu_seqlens: ``[S + 1]``: sequences packed into the one row (B = 1), first token of each and N at the end.
+            logits_to_keep: give the logits of so many last tokens of the row; 0 for all.
+            return_dict: False for a tuple.
+
+        Raises:
+            ValueError: for an empty prompt, an unknown token, or more tokens than the mixing reaches to.
+        """
+        x = self._embed(input_ids, inputs_embeds)
+        real, order = _real_tokens(attention_mask, x)
+        if order is not None:
+            x = _rows(x, order)
+        keeps_state = cache_params is not None or (use_cache and labels is None and shift_labels is None)
+        if keeps_state:
+            if cu_seqlens is not None:
+                raise ValueError(
+                    "packed sequences (cu_seqlens) have no common state; leave cu_seqlens or use_cache out"
+                )
+            cache = cache_params if cache_params is not None else GenerationCache(self.config.depth)
+            counts = tuple(real.sum(1).tolist()) if order is not None else (x.shape[1],) * x.shape[0]
+            _check_counts(cache, counts)
+            hidden = self.backbone.next_tokens(x, cache, counts)
+        else:
+            cache = None
+            if order is not None:
+                _check_counts(None, tuple(real.sum(1).tolist()))
+            hidden = self.backbone(x, cu_seqlens=cu_seqlens)
+        if order is not None:
+            hidden = _rows(hidden, order.argsort(1))
+        loss = logits = None
+        if labels is not None or shift_labels is not None:
+            targets = _shifted(labels) if shift_labels is None else shift_labels
+            if attention_mask is not None and shift_labels is None:
+                targets = _hide_padding(targets, real)
+            loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten())
+        else:
+            logits = self.head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        output = LanguageModelOutput(loss=loss, logits=logits, cache_params=cache)
+        return output.to_tuple() if return_dict is False else output
+
+    def hidden_states(self, input_ids: Tensor, cu_seqlens: Sequence[int] | None = None) -> Tensor:
+        """What goes into the head: ``[B, N]`` tokens to ``[B, N, dim]``."""
+        return self.backbone(self._embed(input_ids, None), cu_seqlens=cu_seqlens)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        cache_params: GenerationCache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = True,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """The prompt first, then one token at a time with the state; without ``use_cache`` always everything."""
+        common = {"attention_mask": attention_mask, "use_cache": use_cache, "logits_to_keep": 1}
+        if cache_params is not None:
+            return {"input_ids": input_ids[:, -1:], "cache_params": cache_params, **common}
+        if inputs_embeds is not None and input_ids.shape[1] == 0:
+            return {"inputs_embeds": inputs_embeds, **common}
+        return {"input_ids": input_ids, **common}
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
+        """See transformers. Prompts are checked before anything is computed, and padded rows come back padded left.
+
+        Raises:
+            ValueError: for an empty prompt, an unknown token, or more tokens than the mixing reaches to.
+        """
+        prompt = inputs if inputs is not None else options.get("input_ids")
+        if prompt is not None:
+            _check_tokens(prompt, self.config.vocab_size)
+            self._check_length(prompt.shape[1], options)
+            mask = options.get("attention_mask")
+            if mask is not None and not bool(mask[:, -1].all()):
+                order = mask.bool().to(torch.int8).argsort(dim=1, stable=True)
+                prompt, options["attention_mask"] = prompt.gather(1, order), mask.gather(1, order)
+            options.pop("input_ids", None)
+        return super().generate(prompt, *args, **options)
+
+    def _check_length(self, prompt: int, options: dict[str, Any]) -> None:
+        limit = self.backbone.max_tokens
+        if limit is None:
+            return
+        config = options.get("generation_config") or self.generation_config
+        new = options.get("max_new_tokens") or (None if options.get("max_length") else config.max_new_tokens)
+        total = prompt + new if new else max(options.get("max_length") or config.max_length or 0, prompt + 1)
+        if total - 1 > limit:  # nothing follows the last token
+            raise ValueError(
+                f"a prompt of {prompt} tokens and {total - prompt} new ones are more than the {limit} that the mixing "
+                f"coefficients reach to; shorten them, or call model.extend({total}) first"
+            )
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        assert input_ids is not None
+        if input_ids.device.type == "cpu":  # elsewhere the check would wait for the device; generate() does it there
+            _check_tokens(input_ids, self.config.vocab_size)
+        return self.embedding(input_ids)
+
+
+def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
+    if tokens.dim() != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"the prompt is empty: tokens have shape {list(tokens.shape)}; give at least one token")
+    least, most = (int(x) for x in tokens.aminmax())
+    if least < 0 or most >= vocabulary:
+        wrong = least if least < 0 else most
+        raise ValueError(
+            f"token {wrong} is not in the vocabulary of {vocabulary}; the text was encoded with the tokenizer of another "
+            "model"
+        )
+
+
+def _check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
+    lengths = cache.lengths if cache is not None and cache.lengths else (0,) * len(counts)
+    if len(lengths) != len(counts):
+        raise ValueError(f"the state is of {len(lengths)} rows, but there are {len(counts)}")
+    empty = [row for row, (before, count) in enumerate(zip(lengths, counts, strict=True)) if before + count == 0]
+    if empty:
+        raise ValueError(f"the prompt of row {empty[0]} is empty: its attention_mask is 0 everywhere")
+
+
+def _real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """``[B, N]`` bool, and the order that puts each row's real tokens first; None where nothing moves."""
+    if attention_mask is None:
+        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device), None
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != x.shape[0] or attention_mask.shape[1] < x.shape[1]:
+        raise ValueError(f"attention_mask {list(attention_mask.shape)} does not fit tokens {list(x.shape[:2])}")
+    real = attention_mask[:, -x.shape[1] :].bool()
+    if bool(real.all()):
+        return real, None
+    return real, (~real).to(torch.int8).argsort(dim=1, stable=True)
+
+
+def _rows(x: Tensor, order: Tensor) -> Tensor:
+    return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _shifted(labels: Tensor | None) -> Tensor:
+    assert labels is not None
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def _hide_padding(targets: Tensor, real: Tensor) -> Tensor:
+    """Targets that follow a real token, and are one."""
+    following = nn.functional.pad(real[:, 1:], (0, 1), value=False)
+    return targets.masked_fill(~(real & following), IGNORED)
+
+
+AutoConfig.register("mhla", MHLAConfig)
+AutoModelForCausalLM.register(MHLAConfig, MHLAForCausalLM)

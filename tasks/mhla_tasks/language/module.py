@@ -1,0 +1,286 @@
+"""Training, validation and continuation of prompts for a language model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning import Callback
+from torch import Tensor, nn
+from torchmetrics import SumMetric
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.hyperparameters import keep_plain
+from lightning_mhla.module import TrainingModule
+from lightning_mhla.optim import OptimizerConfig
+from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
+from mhla_tasks.language.loss import token_losses
+from mhla_tasks.language.model import MHLAForCausalLM
+from mhla_tasks.language.prompts import ContinuationFile
+from mhla_tasks.language.tokenizer import pack_tokenizer, unpack_tokenizer
+
+Stage = Literal["val", "test"]
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How prompts are continued.
+
+    Args:
+        max_new_tokens: tokens of a continuation, at most.
+        temperature: of sampling; 0 takes the likeliest token each time.
+        top_k: sample among so many likeliest tokens; 0 for all.
+        top_p: sample among the likeliest tokens of so much probability together.
+        beams: follow so many continuations at once, temperature 0 only.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    beams: int = 1
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.max_new_tokens < 1 or self.beams < 1:
+            raise ValueError(f"{self}: temperature must not be negative, max_new_tokens and beams at least 1")
+        if self.beams > 1 and self.temperature:
+            raise ValueError(f"beams={self.beams} follow the likeliest tokens; set temperature: 0")
+
+    def for_generate(self) -> dict[str, Any]:
+        """Arguments of transformers' ``generate``."""
+        common = {"max_new_tokens": self.max_new_tokens, "num_beams": self.beams}
+        if not self.temperature:
+            return {**common, "do_sample": False}
+        sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {**common, "do_sample": True, **sampling}
+
+
+class LanguageModel(TrainingModule):
+    """A causal language model trained to predict the next token.
+
+    Args:
+        attention: which attention; see each key.
+        layer_kinds: kinds of the layers where they differ, repeated to the depth: [mhla, mhla, softmax] gives every third
+            layer softmax; null for attention.kind everywhere.
+        vocab_size: tokens of the vocabulary, at least those of the tokenizer.
+        dim: width of the model.
+        depth: number of layers.
+        heads: attention heads.
+        key_value_heads: heads of keys and values, a divisor of heads; null for as many.
+        key_width: width of a key; null for dim / heads.
+        value_width: width of a value; null for dim / heads.
+        mlp_width: inner width of the SwiGLU.
+        context: tokens of a training sample.
+        tie_embeddings: whether input and output embeddings are one matrix.
+        initializer_range: standard deviation of the weights at the start.
+        checkpointing: recompute layers in the backward pass, to save memory.
+        optimizer: AdamW and its schedule.
+        ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
+        generation: how predict continues prompts.
+    """
+
+    network: MHLAForCausalLM
+
+    def __init__(
+        self,
+        attention: AttentionConfig = default_attention(),  # noqa: B008  an immutable choice of options
+        layer_kinds: list[str] | None = None,
+        vocab_size: int = 32_000,
+        dim: int = 1024,
+        depth: int = 24,
+        heads: int = 4,
+        key_value_heads: int | None = None,
+        key_width: int | None = None,
+        value_width: int | None = None,
+        mlp_width: int = 2816,
+        context: int = 2048,
+        tie_embeddings: bool = True,
+        initializer_range: float = 0.02,
+        checkpointing: bool = False,
+        optimizer: OptimizerConfig = OptimizerConfig(),
+        ema_decay: float | None = None,
+        generation: GenerationOptions = GenerationOptions(),
+    ) -> None:
+        optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
+        self_generation = GenerationOptions(**generation) if isinstance(generation, dict) else generation
+        super().__init__(optimizer, ema_decay)
+        self.save_hyperparameters()
+        keep_plain(self)
+        self.generation = self_generation
+        self.context = context
+        self.network = MHLAForCausalLM(
+            MHLAConfig(
+                vocab_size=vocab_size,
+                dim=dim,
+                depth=depth,
+                heads=heads,
+                key_value_heads=key_value_heads,
+                key_width=key_width,
+                value_width=value_width,
+                mlp_width=mlp_width,
+                context=context,
+                attention=_for_layers(attention, layer_kinds, depth),
+                tie_word_embeddings=tie_embeddings,
+                initializer_range=initializer_range,
+            )
+        )
+        self.network.backbone.checkpointing = checkpointing
+        self.tokenizer: Any = None
+        self.sums = nn.ModuleDict({f"{stage}_{name}": SumMetric() for stage in ("val", "test") for name in SUMS})
+
+    def layers(self) -> list[nn.Module]:
+        """See :meth:`TrainingModule.layers`."""
+        return list(self.network.backbone.blocks)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Also the file of continuations."""
+        return [ContinuationFile()] if self.trainer.state.fn == "predict" else super().configure_callbacks()
+
+    def setup(self, stage: str) -> None:
+        """Take over the data's tokenizer.
+
+        Raises:
+            ValueError: when it does not fit the model.
+        """
+        tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
+        if tokenizer is not None:
+            self.use_tokenizer(tokenizer)
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """The tokenizer that belongs to the model; checkpoints keep it.
+
+        Raises:
+            ValueError: when it has more tokens than the model.
+        """
+        config = self.network.config
+        if len(tokenizer) > config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size={config.vocab_size}; set "
+                f"--model.init_args.vocab_size={len(tokenizer)} or use the model's own tokenizer"
+            )
+        self.tokenizer = tokenizer
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, getattr(tokenizer, name))
+            setattr(self.network.generation_config, name, getattr(tokenizer, name))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits ``[B, N, vocab_size]`` of tokens ``[B, N]``."""
+        return self.network(input_ids).logits
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Where packed documents begin, as numbers of the CPU, so that nothing waits for the device."""
+        if isinstance(batch, dict) and "starts" in batch:
+            starts = batch.pop("starts").clone()
+            starts[:, 0] = True
+            batch["cu_seqlens"] = (*starts.flatten().nonzero()[:, 0].tolist(), starts.numel())
+        return batch
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Cross-entropy of the next token."""
+        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        bounds = batch.get("cu_seqlens")
+        if bounds is not None:
+            inputs, targets = inputs.reshape(1, -1), targets.reshape(1, -1)
+        loss = self.network(inputs, shift_labels=targets, cu_seqlens=bounds).loss
+        if not torch.isfinite(loss.detach()) and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"the loss is {float(loss)} at step {self.trainer.global_step}; lower the learning rate, warm up longer "
+                "or clip gradients (trainer.gradient_clip_val)"
+            )
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch["tokens"]))
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Update the validation sums."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Update the test sums."""
+        self._evaluate(batch, "test")
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the validation metrics."""
+        self._log_sums("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the test metrics."""
+        self._log_sums("test")
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[tuple[int, str, str]]:
+        """Index, prompt and continuation of every prompt that counts."""
+        rows = [row for row, valid in enumerate(batch["valid"].tolist()) if valid]
+        prompts = [batch["prompt"][row] for row in rows]
+        texts = self.continue_prompts(prompts) if prompts else []
+        return list(zip((int(batch["index"][row]) for row in rows), prompts, texts, strict=True))
+
+    def continue_prompts(self, prompts: list[str]) -> list[str]:
+        """What the model writes after each prompt, as ``generation`` says.
+
+        Raises:
+            ValueError: when the model has no tokenizer, or a prompt is empty or too long.
+        """
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer; name the data it was trained on (--data), or train it anew")
+        self.tokenizer.padding_side = "left"
+        encoded = self.tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        encoded = encoded.to(self.network.embedding.weight.device)
+        tokens = self.network.generate(**encoded, **self.generation.for_generate())
+        return self.tokenizer.batch_decode(tokens[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of training on one token: forward, and twice that for backward (PaLM, arXiv 2204.02311, appendix B)."""
+        layers = self.network.backbone.layers
+        matrices = sum(p.numel() for layer in layers for p in layer.mlp.parameters() if p.dim() == 2)
+        matrices += self.network.head.weight.numel()
+        attention = sum(layer.attn.flops(self.context) for layer in layers) / self.context
+        return 3 * (2.0 * matrices + attention)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the tokenizer, as text."""
+        if self.tokenizer is not None:
+            checkpoint["tokenizer"] = pack_tokenizer(self.tokenizer)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """See :meth:`TrainingModule.on_load_checkpoint`; also take the tokenizer back."""
+        super().on_load_checkpoint(checkpoint)
+        if self.tokenizer is None and "tokenizer" in checkpoint:
+            self.use_tokenizer(unpack_tokenizer(checkpoint["tokenizer"]))
+
+    def _evaluate(self, batch: dict[str, Any], stage: Stage) -> None:
+        tokens, valid = batch["tokens"], batch["valid"]
+        bounds = batch.get("cu_seqlens")
+        inputs = tokens[:, :-1] if bounds is None else tokens[:, :-1].reshape(1, -1)
+        hidden = self.network.hidden_states(inputs, bounds).flatten(0, 1)
+        losses = token_losses(hidden, self.network.head.weight, tokens[:, 1:].flatten())
+        losses = losses.view(len(tokens), -1)[valid]
+        sums = {"nats": losses.double().sum(), "tokens": losses.numel(), "bytes": batch["bytes"][valid].sum()}
+        for name, value in {**sums, "samples": valid.sum()}.items():
+            self.sums[f"{stage}_{name}"].update(value)
+
+    def _log_sums(self, stage: Stage) -> None:
+        metrics = {name: self.sums[f"{stage}_{name}"] for name in SUMS}
+        nats, tokens, size, samples = (float(metric.compute()) for metric in metrics.values())
+        for metric in metrics.values():
+            metric.reset()
+        loss = nats / tokens
+        values = {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), "samples": samples}
+        if size:
+            values["bits_per_byte"] = nats / math.log(2) / size
+        for name, value in values.items():
+            self.log(f"{stage}/{name}", value, prog_bar=name == "bits_per_byte", rank_zero_only=True)
+
+
+SUMS = ("nats", "tokens", "bytes", "samples")
+
+
+def _for_layers(attention: Any, kinds: list[str] | None, depth: int) -> Any:
+    if kinds is None:
+        return plain_attention(attention)
+    if not kinds or depth % len(kinds):
+        raise ValueError(f"layer_kinds={kinds} is repeated to the depth, so its length must divide depth={depth}")
+    options = plain_attention(attention)
+    assert isinstance(options, dict)
+    return [{**options, "kind": kind} for kind in kinds * (depth // len(kinds))]

@@ -1,0 +1,77 @@
+"""Prompts from a file, and their continuations into another."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+
+from lightning_mhla.callbacks.folder import gather_rows, run_folder
+
+log = logging.getLogger(__name__)
+
+
+class PromptFile:
+    """Prompts as a source: one a line, or ``.jsonl`` with a ``prompt`` in each row; empty lines are left out.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        ValueError: when it holds no prompt, or a row that is none.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is no file; give one with a prompt in each line")
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        self.prompts = [_prompt(path, line) for line in lines] if path.suffix == ".jsonl" else lines
+        if not self.prompts:
+            raise ValueError(f"{path} holds no prompt")
+        self.shard_sizes: Sequence[int] = [len(self.prompts)]
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``prompt`` and ``index``."""
+        return {"prompt": self.prompts[index], "index": index}
+
+
+def _prompt(path: Path, line: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f'{path}: {line[:60]!r} is no {{"prompt": "..."}}') from error
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f"{path}: {line[:60]!r} has an empty prompt")
+    return prompt
+
+
+class ContinuationFile(Callback):
+    """Writes ``continuations.jsonl`` into the log folder: ``prompt`` and ``continuation``, in the order of the prompts."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, str, str]] = []
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: list[tuple[int, str, str]], *_: Any
+    ) -> None:
+        """Keep the rows of this process."""
+        self._rows += outputs
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gather the rows of all processes and write them on the first."""
+        rows, path = gather_rows(trainer, self._rows), run_folder(trainer) / "continuations.jsonl"
+        self._rows = []
+        if not trainer.is_global_zero:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as stream:
+            for _, prompt, continuation in sorted(rows):
+                stream.write(json.dumps({"prompt": prompt, "continuation": continuation}, ensure_ascii=False) + "\n")
+        log.info("%d continuations written to %s", len(rows), path)

@@ -1,0 +1,253 @@
+"""Turn text into token shards, tokenised once, for training of any length.
+
+    python -m mhla_tasks.language.shards shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
+    python -m mhla_tasks.language.shards shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
+
+Sources are text files (one document each), folders of them, .jsonl and .parquet files (one document for each row of
+--column), or hub:NAME[:CONFIG[:SPLIT]], which is streamed. All cores tokenise. A shard gets its name when it is complete:
+calling again after a stop goes on where it was. The tokenizer is kept in the folder's tokenizer/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_mhla.data import BrokenSampleError, ShardReader
+from lightning_mhla.data.write import check_manifest, shard_writer
+from mhla_tasks.language.stdlib import encode_document
+from mhla_tasks.language.tokenizer import load_tokenizer, pack_tokenizer
+
+TOKENS, STARTS = "tokens.npy", "starts.npy"
+ROWS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
+    """Every document of all sources, in order.
+
+    Raises:
+        FileNotFoundError: when a source is not there.
+        ValueError: when a table has no such column.
+    """
+    for source in sources:
+        if source.startswith("hub:"):
+            name, config, split = (source[4:].split(":") + ["", ""])[:3]
+            yield from _rows(source, column, path=name, name=config or None, split=split or "train")
+            continue
+        for path in _files(Path(source)):
+            if path.suffix in ROWS:
+                yield from _rows(str(path), column, path=ROWS[path.suffix], data_files=str(path), split="train")
+            else:
+                yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    found = sorted(each for each in path.rglob("*") if each.is_file() and not each.name.startswith("."))
+    if not found:
+        raise FileNotFoundError(f"{path} is no file, and no folder that holds files")
+    return found
+
+
+def _rows(source: str, column: str, **options: Any) -> Iterator[str]:
+    from datasets import load_dataset
+
+    for row in load_dataset(streaming=True, **options):
+        if column not in row:
+            raise ValueError(f"{source} has no column {column!r}, only {sorted(row)}; choose one with --column")
+        yield row[column]
+
+
+def text_runs(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
+    """Documents in groups of about ``characters`` characters, none left out."""
+    group: list[str] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += len(document)
+        if size >= characters:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def write_token_shards(
+    target: Path,
+    sources: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    prefix: str = "train",
+    column: str = "text",
+    run_characters: int = 4_000_000,
+    runs_per_shard: int = 16,
+    skip: int = 0,
+    limit: int | None = None,
+) -> list[Path]:
+    """Write ``target/prefix-00000.tar`` and so on: samples of many documents, ``KEY.tokens.npy`` and ``KEY.starts.npy``.
+
+    Args:
+        target: made if missing.
+        sources: see :func:`read_documents`.
+        tokenizer: at most 2^32 tokens.
+        prefix: of the file names.
+        column: of tables.
+        run_characters: characters of a sample.
+        runs_per_shard: samples in a shard.
+        skip: leave out so many documents at the start.
+        limit: take so many documents at most.
+
+    Returns:
+        Paths of all shards.
+
+    Raises:
+        ValueError: when the folder holds shards of this prefix made from something else, or there is no text.
+    """
+    files = pack_tokenizer(tokenizer)
+    digest = hashlib.sha256(files.get("tokenizer.json", repr(sorted(files.items()))).encode()).hexdigest()
+    options = {"sources": list(sources), "column": column, "skip": skip, "limit": limit}
+    sizes = {"run_characters": run_characters, "runs_per_shard": runs_per_shard}
+    check_manifest(target / f"{prefix}-manifest.json", {**options, **sizes, "tokenizer": digest})
+    tokenizer.save_pretrained(target / "tokenizer")
+    dtype = np.uint16 if len(tokenizer) <= 65_536 else np.uint32
+    documents = itertools.islice(read_documents(sources, column), skip, None if limit is None else skip + limit)
+    runs = text_runs(documents, run_characters)
+    paths: list[Path] = []
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
+    with Progress(*columns) as progress:
+        bar = progress.add_task(f"writing {prefix} shards", total=None)
+        for number in itertools.count():
+            shard = list(itertools.islice(runs, runs_per_shard))
+            if not shard:
+                break
+            path = target / f"{prefix}-{number:05d}.tar"
+            paths.append(path)
+            if not path.exists():
+                with shard_writer(path) as writer:
+                    for place, texts in enumerate(shard):
+                        key = f"{number * runs_per_shard + place:08d}"
+                        writer.write({"__key__": key, **_encode(texts, tokenizer, dtype)})
+                        progress.advance(bar)
+            else:
+                progress.advance(bar, len(shard))
+    if not paths:
+        raise ValueError(f"{', '.join(sources)} gave no document")
+    return paths
+
+
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, dtype: Any) -> dict[str, bytes]:
+    encoded = [encode_document(ids, tokenizer) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    starts = np.cumsum([0, *map(len, encoded[:-1])], dtype=np.int64)
+    return {TOKENS: _npy(np.concatenate(encoded).astype(dtype)), STARTS: _npy(starts)}
+
+
+def _npy(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array, allow_pickle=False)
+    return stream.getvalue()
+
+
+class ShardRuns:
+    """The samples of token shards as runs, of which only what is asked for is read; see ``sources.TokenRuns``.
+
+    Raises:
+        BrokenSampleError: when a sample holds no tokens that can be read, naming shard and sample.
+    """
+
+    def __init__(self, reader: ShardReader) -> None:
+        self.reader = reader
+        self.run_shards = reader.shard_sizes
+        self._heads = [self._head(run) for run in range(len(reader))]
+        self.lengths = [
+            (reader.size(run, TOKENS) - offset) // dtype.itemsize for run, (offset, dtype) in enumerate(self._heads)
+        ]
+        self._starts: dict[int, np.ndarray] = {}
+
+    def _head(self, run: int) -> tuple[int, np.dtype]:
+        """Where the tokens of a run begin in its member, and their type."""
+        self.reader.extension(run, (TOKENS,))
+        self.reader.extension(run, (STARTS,))
+        stream = io.BytesIO(self.reader.read(run, TOKENS, 0, 256))
+        try:
+            np.lib.format.read_magic(stream)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+        except (ValueError, EOFError) as error:
+            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is no array of numpy ({error})") from error
+        if len(shape) != 1 or dtype.kind != "u":
+            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is {dtype} {shape}, not unsigned integers [n]")
+        if stream.tell() + shape[0] * dtype.itemsize != self.reader.size(run, TOKENS):
+            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is cut short of its {shape[0]} tokens")
+        return stream.tell(), dtype
+
+    def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """See ``sources.TokenRuns``."""
+        offset, dtype = self._heads[run]
+        data = self.reader.read(run, TOKENS, offset + start * dtype.itemsize, count * dtype.itemsize)
+        tokens = np.frombuffer(data, dtype)
+        first = np.zeros(len(tokens), dtype=bool)
+        starts = self._document_starts(run)
+        low, high = np.searchsorted(starts, [start, start + count])
+        first[starts[low:high] - start] = True
+        return tokens, first
+
+    def _document_starts(self, run: int) -> np.ndarray:
+        if run not in self._starts:
+            if len(self._starts) >= 64:
+                self._starts.clear()
+            try:
+                self._starts[run] = np.load(io.BytesIO(self.reader.read(run, STARTS)), allow_pickle=False)
+            except (ValueError, EOFError) as error:
+                raise BrokenSampleError(f"{self.describe(run)}: .{STARTS} is no array of numpy ({error})") from error
+        return self._starts[run]
+
+    def describe(self, run: int) -> str:
+        """See ``sources.TokenRuns``."""
+        return self.reader.describe(run)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mhla_tasks.language.shards",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", type=Path, help="folder for the shards")
+    parser.add_argument(
+        "sources", nargs="+", help="text, .jsonl and .parquet files, folders, hub:NAME[:CONFIG[:SPLIT]]"
+    )
+    parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer, or a model on the hub")
+    parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
+    parser.add_argument("--column", default="text", help="of tables (default: text)")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many documents at the start (default: 0)")
+    parser.add_argument("--limit", type=int, help="take so many documents at most (default: all)")
+    parser.add_argument(
+        "--run-characters", type=int, default=4_000_000, help="characters of a sample (default: 4000000)"
+    )
+    parser.add_argument("--runs-per-shard", type=int, default=16, help="samples in a shard (default: 16)")
+    args = parser.parse_args()
+    try:
+        tokenizer = load_tokenizer(args.tokenizer)
+        paths = write_token_shards(
+            args.target, args.sources, tokenizer, args.prefix, args.column, args.run_characters, args.runs_per_shard,
+            args.skip, args.limit,
+        )  # fmt: skip
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    runs = ShardRuns(ShardReader(paths))
+    Console().print(f"{sum(runs.lengths):,} tokens in {len(paths)} shards: {paths[0]} ..")
+
+
+if __name__ == "__main__":
+    main()

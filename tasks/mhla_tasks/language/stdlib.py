@@ -1,0 +1,107 @@
+"""The text that every Python brings along: the source of its standard library."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lightning_mhla.data.shards import default_cache
+from mhla_tasks.language.tokenizer import load_tokenizer, train_tokenizer
+
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data"}
+"""Folders that are not the library itself, or hold tables of data."""
+
+HELD_OUT = 20
+"""One file in so many is kept for validation, chosen by the hash of its name."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StdlibText:
+    """The standard library in tokens.
+
+    Attributes:
+        tokenizer: trained on the training files.
+        tokens: of ``train`` and ``validate``, ``[n]`` uint16.
+        starts: first token of each file, likewise.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    tokens: dict[str, np.ndarray]
+    starts: dict[str, np.ndarray]
+
+
+def stdlib_files() -> list[Path]:
+    """Source files of the standard library, in alphabetical order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = (path for path in root.rglob("*.py") if not LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
+    return sorted(path for path in files if not path.relative_to(root).parts[0].startswith("config-"))
+
+
+@cache
+def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
+    """The text in tokens of a vocabulary of ``vocab_size``, trained on it; kept in the cache folder.
+
+    Args:
+        vocab_size: of the byte-level BPE, at most 65,536.
+        cache_dir: None for the user's cache.
+
+    Raises:
+        ValueError: for a vocabulary that is too small or too large.
+        FileNotFoundError: when this Python has no source files.
+    """
+    if not 258 <= vocab_size <= 65_536:
+        raise ValueError(f"vocab_size={vocab_size} must be 258 (256 bytes and two special tokens) to 65536")
+    files = stdlib_files()
+    if not files:
+        raise FileNotFoundError(f"no .py files in {sysconfig.get_path('stdlib')}; choose another data set")
+    texts = {path: path.read_text(encoding="utf-8", errors="replace") for path in files}
+    state = repr((vocab_size, sys.version, [(path.name, len(text)) for path, text in texts.items()]))
+    folder = (cache_dir or default_cache()) / f"stdlib-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    if not (folder / "tokens.npz").exists():
+        _prepare(texts, vocab_size, folder)
+    with np.load(folder / "tokens.npz", allow_pickle=False) as kept:
+        tokens = {stage: kept[f"{stage}_tokens"] for stage in ("train", "validate")}
+        starts = {stage: kept[f"{stage}_starts"] for stage in ("train", "validate")}
+    return StdlibText(load_tokenizer(folder), tokens, starts)
+
+
+def _prepare(texts: dict[Path, str], vocab_size: int, folder: Path) -> None:
+    held_out = {path for path in texts if hashlib.sha256(path.name.encode()).digest()[0] % HELD_OUT == 0}
+    stages = {
+        "train": [text for path, text in texts.items() if path not in held_out],
+        "validate": [text for path, text in texts.items() if path in held_out],
+    }
+    log.info("training a tokenizer of %d tokens on %d files of Python", vocab_size, len(stages["train"]))
+    tokenizer = train_tokenizer(stages["train"], vocab_size)
+    arrays = {}
+    for stage, documents in stages.items():
+        encoded = [
+            encode_document(ids, tokenizer) for ids in tokenizer(documents, add_special_tokens=False)["input_ids"]
+        ]
+        arrays[f"{stage}_tokens"] = np.concatenate(encoded).astype(np.uint16)
+        arrays[f"{stage}_starts"] = np.cumsum([0, *map(len, encoded[:-1])])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    aside = folder / f"tokens.{os.getpid()}.part.npz"
+    np.savez(aside, **arrays)
+    aside.replace(folder / "tokens.npz")
+
+
+def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """A document's tokens between the special tokens that begin and end it (one sign for both goes before it)."""
+    end = tokenizer.eos_token_id
+    begin = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if begin is None:
+        raise ValueError("the tokenizer has neither a bos nor an eos token, so documents could not be told apart")
+    return np.array([begin, *ids, *([] if end in (None, begin) else [end])], dtype=np.int64)
