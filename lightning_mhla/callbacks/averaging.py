@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -36,3 +38,25 @@ class ExponentialMovingAverage(EMAWeightAveraging):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*overrides the configure_model.*")
             super().setup(trainer, pl_module, stage)
+
+    @contextmanager
+    def average_weights(self, pl_module: LightningModule) -> Iterator[None]:
+        """Inside, the module has the averaged weights; afterwards its own again."""
+        self._swap_models(pl_module)
+        try:
+            yield
+        finally:
+            self._swap_models(pl_module)
+
+
+@contextmanager
+def evaluation_weights(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
+    """Inside, the module is in evaluation mode and has the averaged weights, if the run keeps an average."""
+    average = next((each for each in trainer.callbacks if isinstance(each, ExponentialMovingAverage)), None)  # type: ignore[attr-defined]
+    training = pl_module.training
+    pl_module.eval()
+    try:
+        with average.average_weights(pl_module) if average is not None else nullcontext():
+            yield
+    finally:
+        pl_module.train(training)

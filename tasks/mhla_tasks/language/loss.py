@@ -96,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / counted
 
     @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         to_hidden, to_weight = ctx.saved_tensors
         hidden = None if to_hidden is None else to_hidden * grad[0].to(to_hidden.dtype)
         weight = None if to_weight is None else to_weight * grad[0].to(to_weight.dtype)

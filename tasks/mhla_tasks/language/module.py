@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning import Callback
@@ -258,13 +258,15 @@ class LanguageModel(TrainingModule):
         losses = losses.view(len(tokens), -1)[valid]
         sums = {"nats": losses.double().sum(), "tokens": losses.numel(), "bytes": batch["bytes"][valid].sum()}
         for name, value in {**sums, "samples": valid.sum()}.items():
-            self.sums[f"{stage}_{name}"].update(value)
+            self._sum(stage, name).update(value)
+
+    def _sum(self, stage: Stage, name: str) -> SumMetric:
+        return cast(SumMetric, self.sums[f"{stage}_{name}"])
 
     def _log_sums(self, stage: Stage) -> None:
-        metrics = {name: self.sums[f"{stage}_{name}"] for name in SUMS}
-        nats, tokens, size, samples = (float(metric.compute()) for metric in metrics.values())
-        for metric in metrics.values():
-            metric.reset()
+        nats, tokens, size, samples = (float(self._sum(stage, name).compute()) for name in SUMS)
+        for name in SUMS:
+            self._sum(stage, name).reset()
         loss = nats / tokens
         values = {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), "samples": samples}
         if size:

@@ -42,7 +42,7 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
     """
     for source in sources:
         if source.startswith("hub:"):
-            name, config, split = (source[4:].split(":") + ["", ""])[:3]
+            name, config, split = [*source[4:].split(":"), "", ""][:3]
             yield from _rows(source, column, path=name, name=config or None, split=split or "train")
             continue
         for path in _files(Path(source)):
@@ -167,9 +167,9 @@ class ShardRuns:
 
     def __init__(self, reader: ShardReader) -> None:
         self.reader = reader
-        self.run_shards = reader.shard_sizes
+        self.run_shards: Sequence[int] = reader.shard_sizes
         self._heads = [self._head(run) for run in range(len(reader))]
-        self.lengths = [
+        self.lengths: Sequence[int] = [
             (reader.size(run, TOKENS) - offset) // dtype.itemsize for run, (offset, dtype) in enumerate(self._heads)
         ]
         self._starts: dict[int, np.ndarray] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,7 +45,8 @@ class ArrayRuns:
         self.tokens, self.name = tokens, name
         self.first = np.zeros(len(tokens), dtype=bool)
         self.first[starts] = True
-        self.lengths, self.run_shards = [len(tokens)], [1]
+        self.lengths: Sequence[int] = [len(tokens)]
+        self.run_shards: Sequence[int] = [1]
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """See :class:`TokenRuns`."""
@@ -71,7 +73,7 @@ class TokenWindows:
         windows = [max(0, length - 1) // context for length in runs.lengths]
         self.ends = np.cumsum(windows)
         bounds = np.cumsum([0, *runs.run_shards])
-        self.shard_sizes: Sequence[int] = [sum(windows[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        self.shard_sizes: Sequence[int] = [sum(windows[a:b]) for a, b in pairwise(bounds)]
 
     def __len__(self) -> int:
         """Number of windows."""

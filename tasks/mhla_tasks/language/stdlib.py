@@ -10,6 +10,7 @@ import sysconfig
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -84,7 +85,7 @@ def _prepare(texts: dict[Path, str], vocab_size: int, folder: Path) -> None:
     }
     log.info("training a tokenizer of %d tokens on %d files of Python", vocab_size, len(stages["train"]))
     tokenizer = train_tokenizer(stages["train"], vocab_size)
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for stage, documents in stages.items():
         encoded = [
             encode_document(ids, tokenizer) for ids in tokenizer(documents, add_special_tokens=False)["input_ids"]

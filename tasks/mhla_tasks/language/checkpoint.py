@@ -1,0 +1,143 @@
+"""Models from checkpoints of training and from exported folders, and the export itself.
+
+    python -m mhla_tasks.language.checkpoint runs/stdlib/version_0/checkpoints/last.ckpt exported
+
+writes a folder that ``AutoModelForCausalLM.from_pretrained("exported", trust_remote_code=True)`` loads wherever
+lightning-mhla is installed: weights in safetensors, configuration, tokenizer, and a module of one line that names the
+model's class. The weights are the moving average where the checkpoint has one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from mhla_tasks.language.model import MHLAForCausalLM
+from mhla_tasks.language.module import LanguageModel
+from mhla_tasks.language.tokenizer import load_tokenizer
+
+REMOTE = "modeling_mhla"
+MODULE = '''"""The classes of this model come with the package lightning-mhla."""
+
+from mhla_tasks.language import MHLAConfig, MHLAForCausalLM
+
+__all__ = ["MHLAConfig", "MHLAForCausalLM"]
+'''
+
+
+def load_checkpoint(path: str | Path, live: bool = False) -> LanguageModel:
+    """The language model of a checkpoint that training wrote, without running any code from it.
+
+    Args:
+        path: file.
+        live: the weights as they were trained, where the checkpoint also has their moving average.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        ValueError: when it holds no language model, or cannot be read safely.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(
+            f"{path} is a sharded checkpoint; make one file of it first: "
+            f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; give a checkpoint of training, or an exported folder")
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is no checkpoint that can be read safely ({str(error).splitlines()[0]})") from error
+    options = dict(content.get("hyper_parameters") or {}) if isinstance(content, dict) else {}
+    if not str(options.get("_class_path", "")).endswith(LanguageModel.__name__):
+        raise ValueError(f"{path} is no checkpoint of {LanguageModel.__module__}.{LanguageModel.__name__}")
+    model = LanguageModel(**{name: value for name, value in options.items() if not name.startswith("_")})
+    weights = content.get("current_model_state", content["state_dict"]) if live else content["state_dict"]
+    model.on_load_checkpoint(content)
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[MHLAForCausalLM, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a checkpoint of training, an exported folder, or a name on the hub.
+
+    Args:
+        path: where the model is.
+        tokenizer: folder of the tokenizer or a model on the hub, in place of the model's own.
+
+    Raises:
+        FileNotFoundError: when there is no such model or no tokenizer with it.
+        ValueError: when it is no language model of this package.
+    """
+    own: Any = None
+    if Path(path).is_dir() and (Path(path) / "config.json").exists():
+        model = AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False)
+    elif Path(path).exists() or Path(path).suffix == ".ckpt":
+        module = load_checkpoint(path)
+        model, own = module.network, module.tokenizer
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False)
+        except OSError as error:
+            raise FileNotFoundError(f"{path} is no checkpoint, no exported folder and no model on the hub") from error
+    if not isinstance(model, MHLAForCausalLM):
+        raise ValueError(f"{path} is a {type(model).__name__}; this package loads {MHLAForCausalLM.__name__}")
+    if tokenizer is not None or own is None:
+        own = load_tokenizer(tokenizer or path)
+    return model.eval(), own
+
+
+def export(model: LanguageModel, folder: Path) -> None:
+    """Write model and tokenizer as transformers keeps them.
+
+    Raises:
+        ValueError: when the model has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ValueError("the checkpoint keeps no tokenizer, and a model without one cannot be scored; name it")
+    model.network.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {
+        "AutoConfig": f"{REMOTE}.MHLAConfig",
+        "AutoModelForCausalLM": f"{REMOTE}.MHLAForCausalLM",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / f"{REMOTE}.py").write_text(MODULE)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mhla_tasks.language.checkpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path, help="file that training wrote")
+    parser.add_argument("folder", type=Path, help="where the model goes")
+    parser.add_argument("--tokenizer", help="folder or name on the hub, in place of the checkpoint's own")
+    parser.add_argument("--live", action="store_true", help="the weights as trained, not their moving average")
+    parser.add_argument("--context", type=int, help="extend the model to so many tokens first")
+    args = parser.parse_args()
+    try:
+        model = load_checkpoint(args.checkpoint, args.live)
+        if args.tokenizer:
+            model.use_tokenizer(load_tokenizer(args.tokenizer))
+        if args.context:
+            model.network.extend(args.context)
+        export(model, args.folder)
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    Console(soft_wrap=True).print(f"{args.folder}: {', '.join(sorted(path.name for path in args.folder.iterdir()))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""lm-evaluation-harness during training."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from rich.console import Console
+from rich.table import Table
+
+from lightning_mhla.callbacks.averaging import evaluation_weights
+from lightning_mhla.callbacks.folder import run_folder
+from lightning_mhla.data.sampling import kept_random_state
+
+log = logging.getLogger(__name__)
+
+
+class LMEval(Callback):
+    """Scores the model on tasks of lm-evaluation-harness and logs every metric as ``lm_eval/TASK/METRIC``.
+
+    Runs over all processes, under the averaged weights if there are any, with lm-eval's progress bars, and writes what
+    lm-eval says to ``lm_eval/stepNNNNNNN.json`` in the log folder. Prompts that are too long are cut in the middle;
+    ``lm_eval/TASK/prompts_cut`` is their share.
+
+    Args:
+        tasks: tasks, groups or tags: mmlu, longbench, wikitext, lambada_openai, piqa, ...
+        every_n_steps: optimiser steps between two evaluations; null for none on the way.
+        at_end: whether the last weights are scored.
+        num_fewshot: examples in a prompt; null for what each task says.
+        limit: documents of each task, to try things out; null for all.
+        batch_size: of each process.
+        max_length: longest prompt and answer in tokens; null for the model's context.
+        cut: middle or left, where prompts that are too long lose tokens.
+        data_dir: folder with local copies of the tasks' data; null for the hub.
+        include_path: folder with tasks of your own.
+    """
+
+    def __init__(
+        self,
+        tasks: list[str],
+        every_n_steps: int | None = None,
+        at_end: bool = True,
+        num_fewshot: int | None = None,
+        limit: int | None = None,
+        batch_size: int = 8,
+        max_length: int | None = None,
+        cut: Literal["middle", "left"] = "middle",
+        data_dir: str | None = None,
+        include_path: str | None = None,
+    ) -> None:
+        if not tasks:
+            raise ValueError("tasks is empty; name at least one, mmlu for example")
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps} must be positive, or null for none on the way")
+        self.tasks, self.every_n_steps, self.at_end = tasks, every_n_steps, at_end
+        self.options = {"num_fewshot": num_fewshot, "limit": limit, "batch_size": batch_size}
+        self.max_length, self.cut = max_length, cut
+        self.data_dir, self.include_path = data_dir, include_path
+        self.scores: dict[str, float] = {}
+        self._evaluated = -1
+        self._manager: Any = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out now, not hours later, whether the tasks and their data are there.
+
+        Raises:
+            ValueError: for a task that there is not, or a strategy that shards the weights.
+            FileNotFoundError: for data that is not there.
+        """
+        if isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy):
+            raise ValueError(
+                f"LMEval needs whole weights on every process, and {type(trainer.strategy).__name__} shards them; use ddp, "
+                "or score the checkpoint with mhla-lm-eval"
+            )
+        self._load_tasks()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Score the weights after every so many steps; only now the average has the last one in it."""
+        step = trainer.global_step
+        if self.every_n_steps and step and step % self.every_n_steps == 0 and step != self._evaluated:
+            self.evaluate(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Score the last weights."""
+        if self.at_end and trainer.global_step != self._evaluated:
+            self.evaluate(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step of the last evaluation."""
+        return {"evaluated": self._evaluated}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do not score the same weights twice."""
+        self._evaluated = state_dict["evaluated"]
+
+    @torch.no_grad()
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Score the weights that validation uses, on every process, and log on the first."""
+        from lm_eval import simple_evaluate
+
+        from mhla_tasks.language.evaluation.lm import MHLALM
+        from mhla_tasks.language.evaluation.tasks import local_data
+
+        self._evaluated = trainer.global_step
+        self._load_tasks()
+        with kept_random_state(), evaluation_weights(trainer, pl_module), local_data(self.data_dir):
+            model = MHLALM(
+                pl_module.network,
+                pl_module.tokenizer,
+                max_length=self.max_length,
+                cut=self.cut,
+                batch_size=self.options["batch_size"],
+            )
+            results = simple_evaluate(
+                model,
+                tasks=list(self.tasks),
+                task_manager=self._manager,
+                num_fewshot=self.options["num_fewshot"],
+                limit=self.options["limit"],
+                bootstrap_iters=0,
+                log_samples=False,
+            )
+        shares = model.cut_shares()
+        if results is not None:
+            self._log(trainer, dict(results), shares)
+
+    def _load_tasks(self) -> None:
+        from lm_eval.tasks import TaskManager
+
+        from mhla_tasks.language.evaluation.tasks import check_tasks, local_data
+
+        if self._manager is None:
+            manager = TaskManager(include_path=self.include_path)
+            check_tasks(self.tasks, manager.all_tasks)
+            with kept_random_state(), local_data(self.data_dir):
+                manager.load(list(self.tasks))
+            self._manager = manager
+
+    def _log(self, trainer: Trainer, results: dict[str, Any], shares: Mapping[str, float]) -> None:
+        self.scores = flat_scores({**results["results"], **results.get("groups", {})})
+        self.scores |= {f"{task}/prompts_cut": share for task, share in shares.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics({f"lm_eval/{name}": value for name, value in self.scores.items()}, trainer.global_step)
+        folder = run_folder(trainer) / "lm_eval"
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = {"step": trainer.global_step, "scores": self.scores, "versions": results.get("versions", {})}
+        kept["num_fewshot"] = results.get("n-shot", {})
+        (folder / f"step{trainer.global_step:07d}.json").write_text(json.dumps(kept, indent=2, default=str) + "\n")
+        table = Table("task", "metric", "value", title=f"lm-evaluation-harness, step {trainer.global_step}")
+        for name, value in self.scores.items():
+            table.add_row(*name.split("/", 1), f"{value:.4f}")
+        Console().print(table)
+
+
+def flat_scores(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """``TASK/METRIC`` to value, of what lm-eval gives; filters other than none follow the metric's name."""
+    flat = {}
+    for task, metrics in results.items():
+        for key, value in metrics.items():
+            metric, _, kind = key.partition(",")
+            if isinstance(value, int | float) and not metric.endswith("_stderr") and kind:
+                flat[f"{task}/{metric}" + ("" if kind == "none" else f"_{kind}")] = float(value)
+    return flat

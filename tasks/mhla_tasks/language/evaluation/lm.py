@@ -1,0 +1,173 @@
+"""The model as lm-evaluation-harness sees it: model type ``mhla``."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any, Literal
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from mhla_tasks.language.checkpoint import load_model
+
+log = logging.getLogger(__name__)
+
+
+@register_model("mhla")
+class MHLALM(HFLM):
+    """lm-eval's own Hugging Face model, on checkpoints of training as well, with long prompts cut in their middle.
+
+    Works on every process that ``torch.distributed`` knows: each takes a share of the requests.
+
+    Args:
+        pretrained: a checkpoint of training, an exported folder, a name on the hub, or a model.
+        tokenizer: a folder, a name on the hub or a tokenizer; None for the model's own.
+        device: for a model that is loaded; None for the GPU if there is one.
+        dtype: of the weights of a model that is loaded.
+        max_length: longest prompt and answer in tokens; None for the model's context. Dense mixing is extended to it.
+        cut: where prompts that are too long lose tokens: ``"middle"`` (as LongBench's authors do, arXiv 2308.14508) or
+            ``"left"`` (as lm-eval does).
+        options: of lm-eval's HFLM, such as batch_size.
+
+    Raises:
+        FileNotFoundError: when there is no such model or tokenizer.
+        ValueError: for an option that there is not.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | PreTrainedModel,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        device: str | None = None,
+        dtype: str = "float32",
+        max_length: int | str | None = None,
+        cut: Literal["middle", "left"] = "middle",
+        **options: Any,
+    ) -> None:
+        if cut not in ("middle", "left"):
+            raise ValueError(f"cut={cut!r} is not one of 'middle', 'left'")
+        if not isinstance(pretrained, PreTrainedModel):
+            name = tokenizer if isinstance(tokenizer, str) or tokenizer is None else None
+            pretrained, own = load_model(pretrained, name)
+            tokenizer = own if not isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer
+            where = device if device not in (None, "cuda") else "cuda" if torch.cuda.is_available() else "cpu"
+            weights = torch.float32 if dtype in (None, "auto") else getattr(torch, str(dtype), None)
+            if not isinstance(weights, torch.dtype):
+                raise ValueError(f"dtype={dtype!r} is not one of float32, bfloat16, float16")
+            pretrained = pretrained.to(device=where, dtype=weights)
+        length = None if max_length is None else int(max_length)
+        if length is not None:
+            pretrained.extend(length)
+        for unused in ("trust_remote_code", "parallelize"):
+            options.pop(unused, None)
+        super().__init__(pretrained=pretrained, tokenizer=tokenizer, max_length=length, backend="causal", **options)
+        self.cut = cut
+        self.prompts: Counter[str] = Counter()
+        self.prompts_cut: Counter[str] = Counter()
+        self._shortened: set[str] = set()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """One tensor of all processes."""
+        if self.world_size <= 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        torch.distributed.all_gather(parts, tensor)
+        return torch.stack(parts) if tensor.dim() == 0 else torch.cat(parts)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.world_size > 1:
+            torch.distributed.barrier()
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """See lm-eval."""
+        return self._counted(requests, super().loglikelihood(requests, disable_tqdm=disable_tqdm))
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """See lm-eval."""
+        return self._counted(requests, super().generate_until(requests, disable_tqdm=disable_tqdm))
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and mask of a batch; see lm-eval. Prompts of more than ``left_truncate_len`` tokens are cut."""
+        if self.cut == "left":
+            ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
+            self._note(strings, mask.sum(1).tolist(), left_truncate_len)
+            return super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+        ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
+        self._note(strings, mask.sum(1).tolist(), left_truncate_len)
+        if left_truncate_len is None or ids.shape[1] <= left_truncate_len:
+            return ids, mask
+        rows = [cut_middle(row[real.bool()].tolist(), left_truncate_len) for row, real in zip(ids, mask, strict=True)]
+        width = max(map(len, rows))
+        ids, mask = ids.new_full((len(rows), width), self.tokenizer.pad_token_id), mask.new_zeros(len(rows), width)
+        for place, row in enumerate(rows):
+            at = slice(width - len(row), None) if padding_side == "left" else slice(0, len(row))
+            ids[place, at], mask[place, at] = ids.new_tensor(row), 1
+        return ids, mask
+
+    def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **options: Any) -> list[tuple[float, bool]]:
+        room = self.max_length + 1
+        shortened = []
+        for key, context, continuation in requests:
+            left = room - len(continuation)
+            if key is not None:
+                self._note([key[0]], [len(context)], left)
+            cut = self.cut == "middle" and len(context) > left > 0
+            shortened.append((key, cut_middle(context, left) if cut else context, continuation))
+        return super()._loglikelihood_tokens(shortened, *args, **options)
+
+    def _note(self, strings: list[str], lengths: list[int], limit: int | None) -> None:
+        if limit is not None:
+            self._shortened |= {text for text, length in zip(strings, lengths, strict=True) if length > limit}
+
+    def _counted(self, requests: list[Instance], answers: list[Any]) -> list[Any]:
+        for request in requests:
+            self.prompts[str(request.task_name)] += 1
+            self.prompts_cut[str(request.task_name)] += request.args[0] in self._shortened
+        return answers
+
+    def cut_shares(self) -> dict[str, float]:
+        """Share of the prompts of each task that were cut, over all processes (call it on every process)."""
+        counts = [(dict(self.prompts), dict(self.prompts_cut))]
+        if self.world_size > 1:
+            everyone: list[Any] = [None] * self.world_size
+            torch.distributed.all_gather_object(everyone, counts[0])
+            counts = everyone
+        prompts: Counter[str] = Counter()
+        cut: Counter[str] = Counter()
+        for each, each_cut in counts:
+            prompts.update(each)
+            cut.update(each_cut)
+        return {task: cut[task] / number for task, number in sorted(prompts.items())}
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes about the model; also the share of cut prompts."""
+        prompts = sum(self.prompts.values())
+        return {
+            "model_num_parameters": self.model.num_parameters(),
+            "model_dtype": str(self.model.dtype),
+            "prompts_cut": {
+                task: self.prompts_cut[task] / number for task, number in sorted(self.prompts.items()) if prompts
+            },
+        }
+
+
+def cut_middle(tokens: list[int], length: int) -> list[int]:
+    """The first and the last tokens, ``length`` in all."""
+    if len(tokens) <= length:
+        return tokens
+    head = length // 2
+    return tokens[:head] + tokens[len(tokens) - (length - head) :]

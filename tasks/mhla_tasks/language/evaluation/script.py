@@ -1,0 +1,52 @@
+"""lm-eval's command with the model type ``mhla`` registered.
+
+    mhla-lm-eval --model_args pretrained=last.ckpt --tasks mmlu,longbench --data_dir copies --batch_size 8
+
+Everything is lm-eval's own but ``--model``, which is mhla unless given, and ``--data_dir``, a folder with local copies of
+the tasks' data (see :mod:`mhla_tasks.language.evaluation.tasks`).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from lm_eval.__main__ import cli_evaluate
+
+import mhla_tasks.language.evaluation.lm  # noqa: F401  registers the model type
+from mhla_tasks.language.evaluation.tasks import local_data
+
+
+def main() -> None:
+    """Run the command line."""
+    words, folder = _without_data_dir(sys.argv[1:])
+    if words and words[0] in ("-h", "--help"):
+        sys.stdout.write(f"{__doc__}\n")
+    runs = not words or words[0] not in ("ls", "validate", "-h", "--help")
+    if runs and not any(word == "--model" or word.startswith("--model=") or word == "-M" for word in words):
+        words += ["--model", "mhla"]
+    sys.argv[1:] = words
+    try:
+        with local_data(folder):
+            cli_evaluate()
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+def _without_data_dir(words: list[str]) -> tuple[list[str], str | None]:
+    rest: list[str] = []
+    folder = None
+    following = iter(words)
+    for word in following:
+        if word == "--data_dir":
+            folder = next(following, None)
+            if folder is None:
+                sys.exit("error: --data_dir needs a folder")
+        elif word.startswith("--data_dir="):
+            folder = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return rest, folder
+
+
+if __name__ == "__main__":
+    main()
