@@ -10,6 +10,7 @@ model's class. The weights are the moving average where the checkpoint has one.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import pickle
 import sys
@@ -56,10 +57,12 @@ def load_checkpoint(path: str | Path, live: bool = False) -> LanguageModel:
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(f"{path} is no checkpoint that can be read safely ({str(error).splitlines()[0]})") from error
-    options = dict(content.get("hyper_parameters") or {}) if isinstance(content, dict) else {}
-    if not str(options.get("_class_path", "")).endswith(LanguageModel.__name__):
+    memory = (content.get("hyper_parameters") if isinstance(content, dict) else None) or {}
+    options = {name: value for name, value in memory.items() if not name.startswith("_")}
+    known = set(inspect.signature(LanguageModel).parameters)
+    if "vocab_size" not in options or not set(options) <= known:
         raise ValueError(f"{path} is no checkpoint of {LanguageModel.__module__}.{LanguageModel.__name__}")
-    model = LanguageModel(**{name: value for name, value in options.items() if not name.startswith("_")})
+    model = LanguageModel(**options)
     weights = content.get("current_model_state", content["state_dict"]) if live else content["state_dict"]
     model.on_load_checkpoint(content)
     model.load_state_dict(weights)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardReader, find_shards
 from mhla_tasks.language.prompts import PromptFile
 from mhla_tasks.language.shards import ShardRuns
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
-from mhla_tasks.language.stdlib import load_stdlib
+from mhla_tasks.language.stdlib import encode_document, load_stdlib
+from mhla_tasks.language.stream import PackedRows, RowPosition, StreamLoader
 from mhla_tasks.language.tokenizer import load_tokenizer, token_bytes
 
 
@@ -48,9 +52,17 @@ class TextData(ResumableDataModule):
         """Samples of ``"train"`` or ``"validate"``."""
         raise NotImplementedError
 
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Where packed documents begin, as numbers of the CPU, so that nothing waits for the device."""
+        if isinstance(batch, dict) and "starts" in batch:
+            starts = batch.pop("starts").clone()
+            starts[:, 0] = True
+            batch["cu_seqlens"] = (*starts.flatten().nonzero()[:, 0].tolist(), starts.numel())
+        return batch
+
 
 class PythonSource(TextData):
-    """The standard library of the running Python: 10 MB of real text that is always there.
+    """The standard library of the running Python: 9 MB of real text that is always there.
 
     Args:
         batch_size: samples of a batch over all processes together.
@@ -94,6 +106,133 @@ class PythonSource(TextData):
         text = load_stdlib(self.vocab_size, self.cache)
         runs = ArrayRuns(text.tokens[stage], text.starts[stage], "the standard library")
         return TokenWindows(runs, self.context, token_bytes(text.tokenizer), self.separate_documents)
+
+
+class HubText(TextData):
+    """Text of a data set on the hub, or of local files, tokenised while it streams in.
+
+    Nothing is stored; to train for more than a trial, or again, make token shards of it. A run goes on with the very next
+    token after a stop, once the documents before it are read past.
+
+    Args:
+        tokenizer: a model on the hub, or a folder.
+        path: name of the data set, or json, parquet or text with data_files.
+        name: configuration of the data set.
+        split: of the data set.
+        data_files: local files or URLs, for json, parquet and text.
+        column: that holds the text.
+        batch_size: samples of a batch over all processes together.
+        context: tokens of a sample.
+        separate_documents: whether tokens see their own document only.
+        steps_per_epoch: batches that are called an epoch.
+        shuffle_buffer: documents that are shuffled together; 0 for the order of the data set.
+        val_documents: documents at the start that are kept for validation.
+        num_workers: 1 reads and tokenises in a process of its own.
+        seed: of the shuffle; null takes seed_everything.
+        prompts: file for predict: one prompt a line, or .jsonl with a "prompt" in each.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        path: str = "HuggingFaceFW/fineweb-edu",
+        name: str | None = None,
+        split: str = "train",
+        data_files: str | list[str] | None = None,
+        column: str = "text",
+        batch_size: int = 128,
+        context: int = 2048,
+        separate_documents: bool = False,
+        steps_per_epoch: int = 1000,
+        shuffle_buffer: int = 10_000,
+        val_documents: int = 500,
+        num_workers: int = 1,
+        seed: int | None = None,
+        prompts: str | None = None,
+    ) -> None:
+        super().__init__(
+            context, separate_documents, prompts, batch_size=batch_size, num_workers=num_workers, seed=seed
+        )
+        self.save_hyperparameters(ignore=["prompts"])
+        self.tokenizer_name, self.column = tokenizer, column
+        self.data_set = {"path": path, "name": name, "split": split, "data_files": data_files}
+        self.steps_per_epoch, self.shuffle_buffer, self.val_documents = steps_per_epoch, shuffle_buffer, val_documents
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._stream: StreamLoader | None = None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """See :class:`TextData`."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.tokenizer_name)
+        return self._tokenizer
+
+    def windows(self, stage: str) -> TokenWindows:
+        """See :class:`TextData`: the documents at the start."""
+        texts = [row[self.column] for row in self._open().take(self.val_documents)]
+        if not texts:
+            raise ValueError(f"the data set gave none of val_documents={self.val_documents} documents to validate on")
+        encoded = [self._encode(text) for text in texts]
+        starts = np.cumsum([0, *map(len, encoded[:-1])])
+        runs = ArrayRuns(np.concatenate(encoded), starts, "the first documents of the data set")
+        return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
+
+    def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
+        """Packed batches that go on where the trainer's batch count stands."""
+        share = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}
+        rank, world = share.get("rank", 0), share.get("num_replicas", 1)
+        if self.batch_size % world:
+            raise ValueError(f"batch_size={self.batch_size} must be a multiple of the {world} processes")
+        each = self.batch_size // world
+        rows = range(rank * each, (rank + 1) * each)
+        table = token_bytes(self.tokenizer)
+
+        def make(positions: Sequence[RowPosition]) -> PackedRows:
+            return PackedRows(
+                self._documents, self._encode, positions, rows, self.context, table, self.separate_documents
+            )
+
+        self._stream = StreamLoader(make, self.batch_size, rows, self.steps_per_epoch, self.num_workers, self.trainer)
+        if self._trained_with is not None:
+            self._stream.load_state_dict(self._trained_with)
+        return self._stream
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where every row stands, for the checkpoint."""
+        return {} if self._stream is None else self._stream.state_dict()
+
+    def _open(self) -> Any:
+        from datasets import load_dataset
+
+        given = {key: value for key, value in self.data_set.items() if value is not None}
+        try:
+            data = load_dataset(**given, streaming=True)
+        except Exception as error:
+            raise FileNotFoundError(
+                f"the data set {given} cannot be had ({type(error).__name__}: {str(error).splitlines()[0]}); check its "
+                "name and the network, or give local files: path: json and data_files"
+            ) from error
+        features: dict[str, Any] = next(iter(data), {})
+        if self.column not in features:
+            raise ValueError(f"the data set has no column {self.column!r}, only {sorted(features)}; set column")
+        return data
+
+    def _documents(self) -> Iterator[str]:
+        """All documents over and over, each time in another order; the same whenever it is called."""
+        data = self._open().skip(self.val_documents)
+        for epoch in itertools.count():
+            shuffled = (
+                data.shuffle(seed=self.seed + epoch, buffer_size=self.shuffle_buffer) if self.shuffle_buffer else data
+            )
+            none = True
+            for row in shuffled:
+                none = False
+                yield row[self.column]
+            if none:
+                raise ValueError(f"the data set has no more than val_documents={self.val_documents} documents")
+
+    def _encode(self, text: str) -> np.ndarray:
+        return encode_document(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer)
 
 
 class TokenShards(TextData):

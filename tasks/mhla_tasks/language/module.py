@@ -169,14 +169,6 @@ class LanguageModel(TrainingModule):
         """Logits ``[B, N, vocab_size]`` of tokens ``[B, N]``."""
         return self.network(input_ids).logits
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Where packed documents begin, as numbers of the CPU, so that nothing waits for the device."""
-        if isinstance(batch, dict) and "starts" in batch:
-            starts = batch.pop("starts").clone()
-            starts[:, 0] = True
-            batch["cu_seqlens"] = (*starts.flatten().nonzero()[:, 0].tolist(), starts.numel())
-        return batch
-
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Cross-entropy of the next token."""
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]

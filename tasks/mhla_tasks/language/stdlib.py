@@ -18,7 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from lightning_mhla.data.shards import default_cache
 from mhla_tasks.language.tokenizer import load_tokenizer, train_tokenizer
 
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data"}
+LEFT_OUT = {
+    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data", "encodings",
+}  # fmt: skip
 """Folders that are not the library itself, or hold tables of data."""
 
 HELD_OUT = 20

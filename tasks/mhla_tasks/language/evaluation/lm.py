@@ -55,7 +55,9 @@ class MHLALM(HFLM):
             name = tokenizer if isinstance(tokenizer, str) or tokenizer is None else None
             pretrained, own = load_model(pretrained, name)
             tokenizer = own if not isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer
-            where = "cpu" if not torch.cuda.is_available() and (device or "cuda").startswith("cuda") else device or "cuda"
+            where = (
+                "cpu" if not torch.cuda.is_available() and (device or "cuda").startswith("cuda") else device or "cuda"
+            )
             weights = torch.float32 if dtype in (None, "auto") else getattr(torch, str(dtype), None)
             if not isinstance(weights, torch.dtype):
                 raise ValueError(f"dtype={dtype!r} is not one of float32, bfloat16, float16")

@@ -1,0 +1,223 @@
+"""Text as samples: nothing lost, nothing twice, whatever the number of processes and wherever a run stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning import Callback, Trainer
+from mhla_tasks.language import HubText, PythonSource, TokenShards
+from mhla_tasks.language.shards import ShardRuns, read_documents, write_token_shards
+from mhla_tasks.language.sources import ArrayRuns, TokenWindows
+from mhla_tasks.language.stdlib import encode_document, stdlib_files
+from mhla_tasks.language.stream import PackedRows, RowPosition
+from mhla_tasks.language.tokenizer import load_tokenizer, pack_tokenizer, token_bytes, unpack_tokenizer
+from small import SENTENCES, small_model
+
+from lightning_mhla.data import BrokenSampleError, ShardReader
+from lightning_mhla.optim import OptimizerConfig
+
+TEXTS = [f"{sentence} Number {number}: {'x' * (number % 7)}é" for number, sentence in enumerate(SENTENCES * 8)]
+
+
+def test_bytes_of_tokens_add_up_to_the_text(tokenizer: Any) -> None:
+    table = token_bytes(tokenizer)
+    for text in TEXTS:
+        assert table[tokenizer(text)["input_ids"]].sum() == len(text.encode())
+    assert table[tokenizer.eos_token_id] == 0
+
+
+def test_tokenizer_as_text_and_back(tokenizer: Any, tmp_path: Path) -> None:
+    again = unpack_tokenizer(pack_tokenizer(tokenizer))
+    assert again(TEXTS)["input_ids"] == tokenizer(TEXTS)["input_ids"]
+    assert (again.eos_token_id, again.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    with pytest.raises(FileNotFoundError, match="is no folder with a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_windows_hold_every_token_once_as_a_target() -> None:
+    tokens, starts = np.arange(1000) % 97, np.array([0, 40, 500])
+    windows = TokenWindows(ArrayRuns(tokens, starts, "text"), 64, np.ones(97, dtype=np.int64), separate_documents=True)
+    samples = [windows[i] for i in range(len(windows))]
+    targets = torch.cat([sample["tokens"][1:] for sample in samples])
+    assert targets.tolist() == tokens[1 : 1 + len(targets)].tolist()
+    assert len(windows) == 999 // 64
+    assert torch.cat([sample["starts"] for sample in samples]).nonzero()[:, 0].tolist() == [0, 40, 500]
+    small = TokenWindows(ArrayRuns(tokens, starts, "text"), 64, np.ones(50, dtype=np.int64), separate_documents=False)
+    with pytest.raises(BrokenSampleError, match="text: token 96 is not in the tokenizer's vocabulary of 50"):
+        small[1]
+
+
+def test_standard_library_is_split_by_file_and_cached(tmp_path: Path) -> None:
+    data = PythonSource(vocab_size=300, cache_dir=str(tmp_path), context=128)
+    files = stdlib_files()
+    assert len(files) > 100
+    train, held_out = data.windows("train"), data.windows("validate")
+    assert len(train) > 10 * len(held_out) > 0
+    text = data.tokenizer.decode(held_out[0]["tokens"][1:])
+    assert sum(text[:60] in path.read_text(errors="replace") for path in files) >= 1
+    assert (tmp_path / next(tmp_path.iterdir()).name / "tokens.npz").exists()
+    with pytest.raises(ValueError, match="vocab_size=20 must be 258"):
+        PythonSource(vocab_size=20).windows("train")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[str]:
+    """The texts in a text file each, a jsonl file and a parquet file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(TEXTS[:10]):
+        (tmp_path / "texts" / f"{number:02d}.txt").write_text(text)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text, "id": 1}) + "\n" for text in TEXTS[10:25]))
+    pq.write_table(pa.table({"text": TEXTS[25:]}), tmp_path / "rows.parquet")
+    return [str(tmp_path / name) for name in ("texts", "rows.jsonl", "rows.parquet")]
+
+
+def write(target: Path, sources: list[str], tokenizer: Any, **options: Any) -> list[Path]:
+    return write_token_shards(target, sources, tokenizer, run_characters=300, runs_per_shard=3, **options)
+
+
+def test_shards_hold_every_document_in_order(sources: list[str], tokenizer: Any, tmp_path: Path) -> None:
+    assert list(read_documents(sources, "text")) == TEXTS
+    runs = ShardRuns(ShardReader(write(tmp_path / "out", sources, tokenizer)))
+    read = [runs.read(run, 0, length) for run, length in enumerate(runs.lengths)]
+    tokens, first = (np.concatenate(parts) for parts in zip(*read, strict=True))
+    documents = np.split(tokens, first.nonzero()[0][1:])
+    assert [document.tolist() for document in documents] == [
+        encode_document(tokenizer(text)["input_ids"], tokenizer).tolist() for text in TEXTS
+    ]
+    part = runs.read(1, 5, 20)
+    assert part[0].tolist() == read[1][0][5:25].tolist()
+    assert part[1].tolist() == read[1][1][5:25].tolist()
+
+
+def test_shards_go_on_after_a_stop(
+    sources: list[str], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = write(tmp_path / "whole", sources, tokenizer)
+    from mhla_tasks.language import shards
+
+    encode, calls = shards._encode, []
+
+    def dies(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return encode(*args)
+
+    monkeypatch.setattr(shards, "_encode", dies)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "out", sources, tokenizer)
+    assert [path.name for path in sorted((tmp_path / "out").glob("*.tar"))] == [whole[0].name]
+    again = write(tmp_path / "out", sources, tokenizer)
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in whole]
+    with pytest.raises(ValueError, match=r"made otherwise .*: skip"):
+        write(tmp_path / "out", sources, tokenizer, skip=3)
+
+
+def test_token_shards_refuse_what_is_broken(sources: list[str], tokenizer: Any, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    paths = write(target, sources, tokenizer)
+    data = TokenShards(str(target), str(target), context=16)
+    assert data.tokenizer(TEXTS[0])["input_ids"] == tokenizer(TEXTS[0])["input_ids"]
+    assert len(data.windows("train")) > 10
+
+    content = paths[0].read_bytes()
+    paths[0].write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"train-00000\.tar: (cut short|not a whole tar)"):
+        data.windows("train")
+    place = content.index(b"NUMPY", content.index(b"tokens.npy"))
+    paths[0].write_bytes(content[:place] + b"NUMPI" + content[place + 5 :])
+    with pytest.raises(BrokenSampleError, match=r"train-00000.*\.tokens\.npy is no array of numpy"):
+        data.windows("train")
+    paths[0].write_bytes(content)
+    for path in (target / "tokenizer").iterdir():
+        path.unlink()
+    (target / "tokenizer").rmdir()
+    with pytest.raises(FileNotFoundError, match="tokenizer of the shards is unknown; name it with"):
+        _ = TokenShards(str(target), str(target)).tokenizer
+
+
+def rows_of(positions: list[RowPosition], rows: range, count: int, tokenizer: Any) -> list[dict[str, torch.Tensor]]:
+    def documents() -> Iterator[str]:
+        while True:
+            yield from TEXTS
+
+    def encode(text: str) -> np.ndarray:
+        return encode_document(tokenizer(text)["input_ids"], tokenizer)
+
+    packed = iter(PackedRows(documents, encode, positions, rows, 32, token_bytes(tokenizer), separate_documents=True))
+    return [next(packed) for _ in range(count)]
+
+
+def test_a_stream_is_the_same_on_any_number_of_processes_and_after_a_stop(tokenizer: Any) -> None:
+    start = [RowPosition(row, 0) for row in range(4)]
+    whole = rows_of(start, range(4), 12, tokenizer)
+    halves = [rows_of(start, rows, 12, tokenizer) for rows in (range(2), range(2, 4))]
+    for batch, first, second in zip(whole, *halves, strict=True):
+        for key in batch:
+            assert torch.equal(batch[key], torch.cat([first[key], second[key]])), key
+    for stop in (1, 5, 8):
+        stood = [RowPosition(*row) for row in whole[stop - 1]["position"].tolist()]
+        for batch, again in zip(whole[stop:], rows_of(stood, range(4), 12 - stop, tokenizer), strict=True):
+            assert torch.equal(batch["tokens"], again["tokens"])
+            assert torch.equal(batch["starts"], again["starts"])
+    targets = torch.cat([batch["tokens"][0, 1:] for batch in whole])
+    row = np.concatenate([encode_document(tokenizer(text)["input_ids"], tokenizer) for text in (TEXTS * 9)[::4]])
+    assert targets.tolist() == row[1 : 1 + len(targets)].tolist()
+
+
+class Tokens(Callback):
+    """What a run trained on."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch["tokens"].flatten().tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_streamed_runs_go_on_with_the_very_next_token(
+    workers: int, sources: list[str], tokenizer: Any, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+
+    def fit(steps: int, checkpoint: Path | None = None) -> tuple[list[list[int]], dict[str, torch.Tensor], Trainer]:
+        data = HubText(
+            str(tmp_path / "tokenizer"), path="json", data_files=sources[1], batch_size=2, context=24, steps_per_epoch=4,
+            shuffle_buffer=6, val_documents=3, num_workers=workers, seed=1,
+        )  # fmt: skip
+        seen = Tokens()
+        trainer = Trainer(
+            max_steps=steps, accelerator="cpu", callbacks=[seen], default_root_dir=tmp_path, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+        )  # fmt: skip
+        model = small_model(context=24, optimizer=OptimizerConfig(schedule="constant"))
+        trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
+        return seen.seen, model.state_dict(), trainer
+
+    wanted, weights, _ = fit(10)
+    for stop in (3, 4, 6):
+        before, _, trainer = fit(stop)
+        trainer.save_checkpoint(tmp_path / f"{stop}.ckpt")
+        after, resumed, _ = fit(10, tmp_path / f"{stop}.ckpt")
+        assert before + after == wanted
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, resumed[name]), name
+
+
+def test_streams_refuse(sources: list[str], tokenizer: Any, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    where = str(tmp_path / "tokenizer")
+    with pytest.raises(ValueError, match=r"no column 'content', only \['id', 'text'\]"):
+        HubText(where, path="json", data_files=sources[1], column="content").windows("validate")
+    with pytest.raises(FileNotFoundError, match="cannot be had"):
+        HubText(where, path="json", data_files=str(tmp_path / "none.jsonl")).windows("validate")

@@ -1,0 +1,174 @@
+"""lm-evaluation-harness three ways: its own command on an exported folder, our command on a checkpoint, the callback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from mhla_tasks.language.checkpoint import export, load_checkpoint, load_model
+from mhla_tasks.language.evaluation.callback import LMEval
+from mhla_tasks.language.evaluation.lm import MHLALM, cut_middle
+from mhla_tasks.language.evaluation.script import main
+from mhla_tasks.language.evaluation.tasks import local_data
+from small import SENTENCES, small_model
+from torch.utils.data import DataLoader
+
+from lightning_mhla.optim import OptimizerConfig
+
+TASKS = ["mmlu_abstract_algebra", "mmlu_anatomy", "longbench_2wikimqa", "longbench_trec"]
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def trained(tokenizer: Any, task_data: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A model that has learned one answer, its checkpoint with a weight average, and what the callback said of it."""
+    folder = tmp_path_factory.mktemp("trained")
+    texts = [f"{SENTENCES[i % 5]}\n\nQuestion: who wrote letter {i % 4}?\nAnswer: Maria\n" for i in range(80)]
+    tokens = torch.tensor([token for ids in tokenizer(texts)["input_ids"] for token in ids])
+    rows = [{"tokens": row} for row in tokens.unfold(0, 65, 64)]
+    optimizer = OptimizerConfig(lr=1e-2, schedule="constant")
+    model = small_model(optimizer=optimizer, ema_decay=0.9, initializer_range=0.02)
+    model.use_tokenizer(tokenizer)
+    callback = LMEval(TASKS, every_n_steps=STEPS // 2, batch_size=2, data_dir=str(task_data))
+    trainer = Trainer(
+        max_steps=STEPS, accelerator="cpu", callbacks=[callback], logger=TensorBoardLogger(folder, name="run"),
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(model.train(), DataLoader(rows, batch_size=8, shuffle=True))
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return SimpleNamespace(folder=folder, checkpoint=folder / "last.ckpt", scores=callback.scores)
+
+
+def results_in(folder: Path) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """Scores of each task, and every sample."""
+    (scores,) = folder.rglob("results_*.json")
+    samples = {}
+    for path in folder.rglob("samples_*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        samples[path.name.removeprefix("samples_").rsplit("_", 1)[0]] = sorted(rows, key=lambda row: row["doc_id"])
+    return json.loads(scores.read_text()), samples
+
+
+@pytest.mark.timeout(600)
+def test_three_ways_to_the_same_numbers(
+    trained: SimpleNamespace, task_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(load_checkpoint(trained.checkpoint), tmp_path / "exported")
+    common = ["--tasks", ",".join(TASKS), "--batch_size", "2", "--log_samples"]
+    arguments = f"pretrained={tmp_path / 'exported'},trust_remote_code=True,dtype=float32"
+    stock = [Path(sys.executable).with_name("lm_eval"), "--model", "hf", "--model_args", arguments, "--device", "cpu"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(
+        [*stock, *common, "--output_path", tmp_path / "stock"], cwd=task_data, env=environment, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    theirs, their_samples = results_in(tmp_path / "stock")
+
+    ours_at = ["--model_args", f"pretrained={trained.checkpoint}", "--data_dir", str(task_data)]
+    monkeypatch.setattr(sys, "argv", ["mhla-lm-eval", *ours_at, *common, "--output_path", str(tmp_path / "ours")])
+    main()
+    ours, our_samples = results_in(tmp_path / "ours")
+
+    cut = ours["config"]["prompts_cut"]
+    assert cut == {"longbench_2wikimqa": 0, "longbench_trec": 0.5, "mmlu_abstract_algebra": 0, "mmlu_anatomy": 0}
+    assert ours["results"]["longbench_2wikimqa"]["qa_f1_score,none"] > 0
+    for task, share in cut.items():
+        for metric, value in ours["results"][task].items():
+            name = f"{task}/{metric.removesuffix(',none')}"
+            if isinstance(value, float) and "stderr" not in metric:
+                assert value == pytest.approx(trained.scores[name], rel=1e-6), name
+                if not share:
+                    assert value == pytest.approx(theirs["results"][task][metric], rel=1e-6), name
+        assert trained.scores[f"{task}/prompts_cut"] == share
+        for our, their in zip(our_samples[task], their_samples[task], strict=True):
+            if task == "longbench_trec" and our["doc_id"] >= 2:
+                continue
+            for found, wanted in zip(our["resps"], their["resps"], strict=True):
+                if isinstance(found[0], str):
+                    assert found == wanted
+                else:
+                    assert float(found[0][0]) == pytest.approx(float(wanted[0][0]), rel=1e-4)
+
+
+def test_callback_logs_every_metric_at_every_step(trained: SimpleNamespace) -> None:
+    files = sorted(trained.folder.rglob("lm_eval/step*.json"))
+    assert [path.name for path in files] == [f"step{STEPS // 2:07d}.json", f"step{STEPS:07d}.json"]
+    assert json.loads(files[-1].read_text())["scores"] == trained.scores
+    assert {name.split("/")[0] for name in trained.scores} == set(TASKS)
+
+
+def test_log_likelihood_does_not_depend_on_the_batch(exported: Path) -> None:
+    model, tokenizer = load_model(exported)
+    requests = [((text, "x"), tokenizer(text)["input_ids"], tokenizer(" old town")["input_ids"]) for text in SENTENCES]
+    together = MHLALM(model, tokenizer, batch_size=5)._loglikelihood_tokens(requests, disable_tqdm=True)
+    alone = MHLALM(model, tokenizer, batch_size=1)._loglikelihood_tokens(requests, disable_tqdm=True)
+    for (a, a_greedy), (b, b_greedy) in zip(together, alone, strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+        assert a_greedy == b_greedy
+
+
+def test_prompts_are_cut_in_the_middle_as_longbench_does(exported: Path) -> None:
+    assert cut_middle(list(range(10)), 4) == [0, 1, 8, 9]
+    assert cut_middle(list(range(10)), 5) == [0, 1, 7, 8, 9]
+    assert cut_middle([1, 2], 5) == [1, 2]
+    model, tokenizer = load_model(exported)
+    lm = MHLALM(model, tokenizer, max_length=64)
+    texts = ["A prime number", "The river " * 60 + "end"]
+    ids, mask = lm.tok_batch_encode(texts, left_truncate_len=20)
+    whole = tokenizer(texts[1])["input_ids"]
+    assert ids[1].tolist() == whole[:10] + whole[-10:]
+    assert ids[0][mask[0].bool()].tolist() == tokenizer(texts[0])["input_ids"]
+    left, _ = MHLALM(model, tokenizer, max_length=64, cut="left").tok_batch_encode(texts, left_truncate_len=20)
+    assert left[1].tolist() == whole[-20:]
+
+
+def test_checkpoints_and_folders_hold_the_average(trained: SimpleNamespace, tmp_path: Path) -> None:
+    average, live = load_checkpoint(trained.checkpoint), load_checkpoint(trained.checkpoint, live=True)
+    assert not torch.equal(average.network.embedding.weight, live.network.embedding.weight)
+    export(average, tmp_path)
+    model, tokenizer = load_model(tmp_path)
+    ids = tokenizer(SENTENCES[0], return_tensors="pt")["input_ids"]
+    assert torch.equal(model(ids).logits, average.network(ids).logits)
+    assert tokenizer(SENTENCES)["input_ids"] == average.tokenizer(SENTENCES)["input_ids"]
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, ("echo executed",)
+
+    torch.save({"state_dict": {}, "hyper_parameters": Evil()}, tmp_path / "evil.ckpt")
+    with pytest.raises(ValueError, match="no checkpoint that can be read safely"):
+        load_model(tmp_path / "evil.ckpt")
+    (tmp_path / "short.ckpt").write_bytes(b"PK\x03\x04 cut short")
+    with pytest.raises(ValueError, match="no checkpoint that can be read safely"):
+        load_model(tmp_path / "short.ckpt")
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"no checkpoint of .*LanguageModel"):
+        load_model(tmp_path / "other.ckpt")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_model(tmp_path / "none.ckpt")
+
+
+def test_tasks_that_are_not_there(task_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    fit = SimpleNamespace(strategy=None)
+    with pytest.raises(ValueError, match=r"no task 'mmlu_anatomi'; did you mean mmlu_anatomy"):
+        LMEval(["mmlu_anatomi"], data_dir=str(task_data)).on_fit_start(fit, None)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match=rf"data set cais/mmlu is not at {tmp_path}/cais/mmlu"):
+        LMEval(["mmlu_anatomy"], data_dir=str(tmp_path)).on_fit_start(fit, None)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="is no folder"), local_data(tmp_path / "none"):
+        pass
+    with pytest.raises(ValueError, match="tasks is empty"):
+        LMEval([])
