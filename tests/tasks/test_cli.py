@@ -10,17 +10,22 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lm_eval.tasks import TaskManager
 from mhla_tasks.classification import ImageClassifier
 from mhla_tasks.cli import SuiteCLI, main
+from mhla_tasks.language import LanguageModel
 from PIL import Image
 
+from lightning_mhla import AttentionConfig
 from lightning_mhla.data.digits import load_digits
+from lightning_mhla.optim import OptimizerConfig
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs/classification/digits.yaml"
 CONFIGS = sorted((ROOT / "configs").glob("*/*.yaml"))
-EXPERIMENTS = [path for path in CONFIGS if path.parent.name != "trainer"]
 OVERLAYS = [path for path in CONFIGS if path.parent.name == "trainer"]
+EVALUATIONS = [path for path in CONFIGS if path.parent.name == "eval"]
+EXPERIMENTS = [path for path in CONFIGS if path not in (*OVERLAYS, *EVALUATIONS)]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -151,6 +156,34 @@ def test_overlays_go_over_every_experiment_and_set_no_lists(monkeypatch: pytest.
         config = parse(monkeypatch, "fit", "--config", str(experiment), "--config", str(path)).config.fit
         assert config.trainer.callbacks
         assert config.trainer.strategy != "auto"
+
+
+@pytest.mark.parametrize("path", EVALUATIONS, ids=lambda path: path.stem)
+def test_evaluations_add_themselves_to_a_language_model(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    experiment = str(ROOT / "configs/language/stdlib.yaml")
+    alone = parse(monkeypatch, "fit", "--config", experiment).config.fit.trainer.callbacks
+    added = parse(monkeypatch, "fit", "--config", experiment, "--config", str(path)).config.fit.trainer.callbacks
+    assert [each.class_path for each in added[:-1]] == [each.class_path for each in alone]
+    assert added[-1].class_path == "mhla_tasks.language.evaluation.LMEval"
+    known = set(TaskManager().all_tasks)
+    assert set(added[-1].init_args.tasks) <= known
+
+
+def test_the_language_models_of_the_paper_differ_in_attention_alone() -> None:
+    folder = ROOT / "configs/language"
+    files = {kind: (folder / f"{kind}_340m_fineweb.yaml").read_text() for kind in ("mhla", "linear", "softmax")}
+    configs = {}
+    for kind, text in files.items():
+        config = yaml.safe_load(text)
+        assert config["model"]["init_args"]["attention"].pop("kind") == kind
+        assert config["trainer"]["logger"][0]["init_args"].pop("name") == f"{kind}_340m_fineweb"
+        configs[kind] = config
+    assert configs["mhla"] == configs["linear"] == configs["softmax"]
+    with torch.device("meta"):
+        options = {**configs["mhla"]["model"]["init_args"], "optimizer": OptimizerConfig()}
+        model = LanguageModel(**{**options, "attention": AttentionConfig(kind="mhla", **options["attention"])})
+    assert sum(p.numel() for p in model.network.parameters()) / 1e6 == pytest.approx(341, abs=1)
+    assert configs["mhla"]["trainer"]["max_steps"] * 128 * 2048 == pytest.approx(10e9, rel=1e-4)
 
 
 def test_deit_sizes_have_the_published_numbers_of_parameters() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from mhla_tasks.language.checkpoint import export, load_checkpoint, load_model
 from mhla_tasks.language.evaluation.callback import LMEval
@@ -39,12 +40,12 @@ def trained(tokenizer: Any, task_data: Path, tmp_path_factory: pytest.TempPathFa
     model = small_model(optimizer=optimizer, ema_decay=0.9, initializer_range=0.02)
     model.use_tokenizer(tokenizer)
     callback = LMEval(TASKS, every_n_steps=STEPS // 2, batch_size=2, data_dir=str(task_data))
+    keep = ModelCheckpoint(folder, filename="last", every_n_train_steps=STEPS)
     trainer = Trainer(
-        max_steps=STEPS, accelerator="cpu", callbacks=[callback], logger=TensorBoardLogger(folder, name="run"),
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0,
+        max_steps=STEPS, accelerator="cpu", callbacks=[callback, keep], logger=TensorBoardLogger(folder, name="run"),
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
     )  # fmt: skip
     trainer.fit(model.train(), DataLoader(rows, batch_size=8, shuffle=True))
-    trainer.save_checkpoint(folder / "last.ckpt")
     return SimpleNamespace(folder=folder, checkpoint=folder / "last.ckpt", scores=callback.scores)
 
 
