@@ -228,7 +228,7 @@ class Attention(nn.Module):
                 tokens counted from 0 (see :func:`lightning_mhla.positions.rotary_angles`).
             cu_seqlens: causal: first token of each of the sequences that are packed in the one row (B = 1), and N.
         """
-        x, key_mask = self._enter(x, key_mask)
+        x, key_mask = self._enter(x, key_mask, packed=cu_seqlens is not None)
         x = hide_rows(x, key_mask)
         q, k, v = self._project(x)
         given = {"rotary": self._rotary(rotary, x, cu_seqlens), "cu_seqlens": cu_seqlens}
@@ -288,11 +288,11 @@ class Attention(nn.Module):
             out = out * F.silu(self.gate(x))
         return self.proj(out)
 
-    def _enter(self, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _enter(self, x: Tensor, key_mask: Tensor | None, packed: bool = False) -> tuple[Tensor, Tensor | None]:
         tokens, limit = self.layout.num_tokens, self.max_tokens
         if not self.causal and x.shape[1] != tokens:
             raise ValueError(f"{x.shape[1]} tokens for a layout of {tokens} ({self.layout})")
-        if limit is not None and x.shape[1] > limit:
+        if limit is not None and x.shape[1] > limit and not packed:  # the operator checks each packed sequence
             raise ValueError(
                 f"{x.shape[1]} tokens are more than the {limit} of the layer's mixing coefficients; extend the model "
                 f"(its method extend), or train with mixing: exponential, which takes any length"

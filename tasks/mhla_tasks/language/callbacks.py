@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.fabric.utilities.throughput import Throughput, get_available_flops
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_mhla.callbacks.folder import run_folder
@@ -24,62 +24,43 @@ class TokenThroughput(Callback):
     of its device in the precision of the run (Lightning knows that of the usual GPUs).
 
     Args:
-        window: optimiser batches that the speed is averaged over.
         peak_flops: peak of one device, FLOP/s; null for what Lightning knows.
     """
 
-    def __init__(self, window: int = 50, peak_flops: float | None = None) -> None:
-        self.window, self.peak_flops = window, peak_flops
-        self._meter: Throughput | None = None
+    def __init__(self, peak_flops: float | None = None) -> None:
+        self.peak_flops = peak_flops
+        self._start, self._tokens = 0.0, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
-        half = str(trainer.precision).startswith(("bf16", "16"))
-        peak = self.peak_flops
-        if peak is None and trainer.strategy.root_device.type == "cuda":
-            peak = get_available_flops(trainer.strategy.root_device, torch.bfloat16 if half else torch.float32)
-        self._meter = Throughput(available_flops=peak, world_size=trainer.world_size, window_size=self.window)
-        self._restart()
-
-    def _restart(self) -> None:
-        assert self._meter is not None
-        self._meter.reset()
-        self._start, self._batches, self._samples, self._tokens = time.perf_counter(), 0, 0, 0
+        """Look the device up, and start the clock."""
+        device, half = trainer.strategy.root_device, str(trainer.precision).startswith(("bf16", "16"))
+        if self.peak_flops is None and device.type == "cuda":
+            self.peak_flops = get_available_flops(device, torch.bfloat16 if half else torch.float32)
+        self._restart(device)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave validation out."""
-        if self._meter is not None and not trainer.sanity_checking:
-            self._restart()
+        self._restart(trainer.strategy.root_device)
+
+    def _restart(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self._start, self._tokens = time.perf_counter(), 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count, and log now and then."""
-        assert self._meter is not None
+        """Count, and log every ``log_every_n_steps`` batches."""
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set when the trainer is made
-        tokens = batch["tokens"][:, 1:].numel()
-        self._batches, self._samples, self._tokens = (
-            self._batches + 1,
-            self._samples + len(batch["tokens"]),
-            self._tokens + tokens,
-        )
+        self._tokens += batch["tokens"][:, 1:].numel()
         if not every or (batch_idx + 1) % every:
             return
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()
-        self._meter.update(
-            time=time.perf_counter() - self._start,
-            batches=self._batches,
-            samples=self._samples,
-            lengths=self._tokens,
-            flops=round(tokens * float(pl_module.flops_per_token) * every),  # type: ignore[arg-type]
-        )
-        rates = self._meter.compute()
-        per_device = rates.get("device/items_per_sec")
-        if per_device is not None:
-            pl_module.log("train/tokens_per_second", float(per_device) * trainer.world_size, prog_bar=True)
-        if "device/mfu" in rates:
-            pl_module.log("train/mfu", float(rates["device/mfu"]))
+        tokens, start = self._tokens, self._start
+        self._restart(trainer.strategy.root_device)
+        each = tokens / (self._start - start)
+        pl_module.log("train/tokens_per_second", each * trainer.world_size, prog_bar=True)
+        if self.peak_flops:
+            pl_module.log("train/mfu", each * float(pl_module.flops_per_token) / self.peak_flops)  # type: ignore[arg-type]
 
 
 class TextSamples(Callback):

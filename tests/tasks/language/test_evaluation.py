@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_three_ways_to_the_same_numbers(
     common = ["--tasks", ",".join(TASKS), "--batch_size", "2", "--log_samples"]
     arguments = f"pretrained={tmp_path / 'exported'},trust_remote_code=True,dtype=float32"
     stock = [Path(sys.executable).with_name("lm_eval"), "--model", "hf", "--model_args", arguments, "--device", "cpu"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
         [*stock, *common, "--output_path", tmp_path / "stock"], cwd=task_data, env=environment, capture_output=True
     )
@@ -158,6 +159,20 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
         load_model(tmp_path / "other.ckpt")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         load_model(tmp_path / "none.ckpt")
+
+
+def test_changed_local_data_is_read_anew(task_data: Path, tmp_path: Path) -> None:
+    """``datasets`` keeps local data sets by their layout alone, and would give the first copy for ever."""
+    import datasets
+
+    copy = tmp_path / "data"
+    shutil.copytree(task_data, copy)
+    path = copy / "cais/mmlu/anatomy/test.jsonl"
+    for _ in range(2):
+        with local_data(copy):
+            rows = datasets.load_dataset("cais/mmlu", "anatomy")["test"]
+        assert len(rows) == len(path.read_text().splitlines())
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
 
 
 def test_tasks_that_are_not_there(task_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,19 @@ A local copy is a folder that holds, under the name that the hub has for it, wha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import datasets
+
+from lightning_mhla.data.shards import default_cache
+
+BUILDERS = ("json", "csv", "parquet", "text", "arrow")
+"""Names that ``datasets`` has for kinds of files, not for data sets."""
 
 
 @contextmanager
@@ -35,7 +42,7 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
     def load(path: str, *args: Any, **options: Any) -> Any:
         here = root / path
         if here.is_dir():
-            return original(str(here), *args, **options)
+            return original(str(here), *args, **{"cache_dir": str(_cache_of(here)), **options})
         if path in BUILDERS:
             return original(path, *args, **options)
         try:
@@ -53,7 +60,11 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
         datasets.load_dataset = original
 
 
-BUILDERS = ("json", "csv", "parquet", "text", "arrow")
+def _cache_of(folder: Path) -> Path:
+    """Where the data set of a folder is kept converted; ``datasets`` itself would take an older copy of equal layout."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    state = [str(folder), *((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)]
+    return default_cache() / "tasks" / hashlib.sha256(repr(state).encode()).hexdigest()[:16]
 
 
 def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
@@ -62,8 +73,6 @@ def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
     Raises:
         ValueError: naming the nearest ones.
     """
-    from difflib import get_close_matches
-
     for name in names:
         if name not in known and not Path(name).is_file():
             close = get_close_matches(name, known, 3)

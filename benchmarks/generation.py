@@ -1,0 +1,118 @@
+"""Generation: time per token and memory of the state, by the length of the context.
+
+    python -m benchmarks.generation --out benchmarks/results
+
+One model of each kind of attention (random weights: the time does not depend on them) reads a context and then generates
+greedily. Dense mixing is made for the longest context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from mhla_tasks.language import MHLAConfig, MHLAForCausalLM
+from mhla_tasks.language.config import plain_attention
+
+from benchmarks.machine import describe
+from lightning_mhla import AttentionConfig, GenerationCache
+
+KINDS: dict[str, dict[str, Any]] = {
+    "exponential": {"kind": "mhla", "mixing": "exponential"},
+    "dense": {"kind": "mhla", "mixing": "dense"},
+    "linear": {"kind": "linear"},
+    "softmax": {"kind": "softmax"},
+}
+SIZE = {"vocab_size": 2048, "dim": 256, "depth": 4, "heads": 4, "mlp_width": 704}
+BLOCK, READ_AT_ONCE = 64, 2048
+
+
+def build(kind: str, context: int) -> MHLAForCausalLM:
+    """A small model of one kind of attention."""
+    torch.manual_seed(0)
+    attention = AttentionConfig(block_size=BLOCK, normalize=False, rotary=True, gate=True, **KINDS[kind])
+    return MHLAForCausalLM(MHLAConfig(**SIZE, context=context, attention=plain_attention(attention))).eval()
+
+
+@torch.inference_mode()
+def measure(kind: str, contexts: list[int], steps: int, device: torch.device) -> list[dict[str, Any]]:
+    """One row for each context: milliseconds per token, bytes of the state, and seconds to read the context so far.
+
+    ``steps`` tokens are generated at each length, a whole number of blocks, so that opening blocks counts in proportion.
+    """
+    model = build(kind, max(contexts) + BLOCK + steps).to(device)
+    rows = []
+    cache, read, spent = GenerationCache(model.config.depth), 0, 0.0
+    for context in contexts:
+        start = time.perf_counter()
+        while read < context:
+            count = min(READ_AT_ONCE, context - read)
+            tokens = torch.randint(0, SIZE["vocab_size"], (1, count), device=device)
+            model(tokens, cache_params=cache, logits_to_keep=1)
+            read += count
+        spent += time.perf_counter() - start
+        token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        times = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            token = model(token, cache_params=cache).logits[:, -1].argmax(-1, keepdim=True)
+            token.item()
+            times.append((time.perf_counter() - begin) * 1e3)
+        read += steps
+        each, size = sum(times) / len(times), cache.bytes
+        rows.append(
+            {
+                "kind": kind,
+                "context": context,
+                "milliseconds_per_token": each,
+                "median_milliseconds": median(times),
+                "state_bytes": size,
+                "read_seconds": spent,
+            }
+        )
+        print(f"| {kind} | {context:,} | {each:.2f} | {size / 2**20:.2f} |", flush=True)
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Two panels against the context: time per token, memory of the state."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = {"milliseconds_per_token": "ms per token", "state_bytes": "MiB of state"}
+    for axis, (key, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for kind in KINDS:
+            scale = 2**20 if key == "state_bytes" else 1
+            points = [(row["context"], row[key] / scale) for row in rows if row["kind"] == kind]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=kind)
+        axis.set(xlabel="context, tokens", ylabel=label, xscale="log", yscale="log")
+        axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--steps", type=int, default=128, help="tokens generated at each length (default: 128)")
+    parser.add_argument("--out", type=Path, help="folder for JSON and picture")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    print("| attention | context | ms per token | state, MiB |\n| --- | ---: | ---: | ---: |")
+    rows = [row for kind in KINDS for row in measure(kind, sorted(args.contexts), args.steps, device)]
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        result = {"machine": describe(device), "model": {**SIZE, "block_size": BLOCK, "batch": 1}, "rows": rows}
+        (args.out / f"generation-{device.type}.json").write_text(json.dumps(result, indent=2) + "\n")
+        draw(rows, args.out / f"generation-{device.type}.png")
+
+
+if __name__ == "__main__":
+    main()
