@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-READMES = ("README.md", "kernels/mhla_kernels/README.md")
-SHAPES = {"README.md": [(2, 256, 6, 64), None], READMES[1]: [(2, 1024, 6, 64), (1, 4096, 4, 64), (2, 4, 64)]}
+READMES = ("README.md", "kernels/mhla_kernels/README.md", "tasks/mhla_tasks/language/README.md")
+SHAPES = {
+    "README.md": [("out", (2, 256, 6, 64)), ("attention", None)],
+    READMES[1]: [("out", (2, 1024, 6, 64)), ("out", (1, 4096, 4, 64)), ("out", (2, 4, 64))],
+    READMES[2]: [("tokens", (2, 28))],
+}
 
 
 @pytest.mark.parametrize("readme", READMES)
 def test_python_examples_run(readme: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / readme).read_text(), flags=re.DOTALL)
-    for code, shape in zip(blocks, SHAPES[readme], strict=True):
-        names: dict[str, object] = {}
+    for code, (name, shape) in zip(blocks, SHAPES[readme], strict=True):
+        names: dict[str, Any] = {}
         exec(code, names)
         if shape is not None:
-            assert names["out"].shape == shape  # type: ignore[attr-defined]
+            assert names[name].shape == shape
         else:
-            assert names["attention"](torch.randn(1, 197, 384)).shape == (1, 197, 384)  # type: ignore[operator]
+            assert names[name](torch.randn(1, 197, 384)).shape == (1, 197, 384)
 
 
 @pytest.mark.parametrize("readme", READMES)

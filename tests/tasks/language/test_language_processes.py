@@ -1,0 +1,80 @@
+"""A language model on two processes: the numbers of one, every sample and every task request counted once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+TASKS = ["mmlu_anatomy", "longbench_trec"]
+
+
+def fit(folder: Path, config: dict[str, Any], *options: str) -> dict[str, Any]:
+    """Run the command line in a process of its own; the callback's file and the last validation metrics."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    arguments = ["fit", "--config", str(folder / "config.yaml"), *options, f"--trainer.default_root_dir={folder}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mhla_tasks.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("val/")]
+    scores = list(folder.rglob("lm_eval/step*.json"))
+    return {
+        "val": {line[0]: float(line[1]) for line in lines},
+        "scores": json.loads(scores[0].read_text())["scores"] if scores else None,
+    }
+
+
+def small_config(task_data: Path, cache: Path, evaluate: bool) -> dict[str, Any]:
+    config = yaml.safe_load((ROOT / "configs/language/stdlib.yaml").read_text())
+    config["model"]["init_args"] |= {"dim": 32, "depth": 2, "heads": 2, "mlp_width": 64, "context": 512}
+    config["model"]["init_args"] |= {"vocab_size": 300}
+    config["data"]["init_args"] = {"context": 512, "vocab_size": 300, "batch_size": 4, "cache_dir": str(cache)}
+    evaluation = {"tasks": TASKS, "batch_size": 2, "data_dir": str(task_data), "max_length": 512}
+    config["trainer"] = {
+        "accelerator": "cpu", "max_steps": 3, "val_check_interval": 3, "check_val_every_n_epoch": None,
+        "limit_val_batches": 3, "enable_progress_bar": False, "logger": False,
+        "callbacks": [
+            {"class_path": "lightning_mhla.callbacks.RunReport"},
+            *([{"class_path": "mhla_tasks.language.evaluation.LMEval", "init_args": evaluation}] if evaluate else []),
+        ],
+    }  # fmt: skip
+    return config
+
+
+@pytest.mark.timeout(600)
+def test_two_processes_score_as_one_does(task_data: Path, tmp_path: Path) -> None:
+    config = small_config(task_data, tmp_path / "cache", evaluate=True)
+    one = fit(tmp_path / "one", config)
+    ddp = ("--config", str(ROOT / "configs/trainer/ddp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2")
+    two = fit(tmp_path / "two", config, *ddp)
+    assert one["val"]["val/samples"] == two["val"]["val/samples"] == 12
+    for values in ("val", "scores"):
+        assert two[values].keys() == one[values].keys()
+        for name, value in one[values].items():
+            assert two[values][name] == pytest.approx(value, rel=1e-3), name
+    assert one["scores"]["longbench_trec/prompts_cut"] == 0.5
+
+
+@pytest.mark.timeout(400)
+def test_sharded_weights_train_and_refuse_the_callback(task_data: Path, tmp_path: Path) -> None:
+    fsdp = ("--config", str(ROOT / "configs/trainer/fsdp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2")
+    config = small_config(task_data, tmp_path / "cache", evaluate=False)
+    sharded = fit(tmp_path / "sharded", config, *fsdp)
+    alone = fit(tmp_path / "alone", config)
+    assert sharded["val"]["val/loss"] == pytest.approx(alone["val"]["val/loss"], rel=1e-3)
+    with pytest.raises(AssertionError, match="LMEval needs whole weights on every process"):
+        fit(tmp_path / "refused", small_config(task_data, tmp_path / "cache", evaluate=True), *fsdp)
