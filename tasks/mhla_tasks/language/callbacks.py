@@ -10,6 +10,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lightning_mhla.callbacks.folder import run_folder
 from lightning_mhla.data.sampling import kept_random_state, seed_step
@@ -58,15 +59,16 @@ class TokenThroughput(Callback):
         tokens, start = self._tokens, self._start
         self._restart(trainer.strategy.root_device)
         each = tokens / (self._start - start)
-        pl_module.log("train/tokens_per_second", each * trainer.world_size, prog_bar=True)
+        pl_module.log("train/tokens_per_second", each * trainer.world_size, prog_bar=True, batch_size=1)
         if self.peak_flops:
-            pl_module.log("train/mfu", each * float(pl_module.flops_per_token) / self.peak_flops)  # type: ignore[arg-type]
+            utilisation = each * float(pl_module.flops_per_token) / self.peak_flops  # type: ignore[arg-type]
+            pl_module.log("train/mfu", utilisation, batch_size=1)
 
 
 class TextSamples(Callback):
     """Continues some prompts at each validation, under the weights that validation uses.
 
-    Texts go to ``samples.md`` in the log folder, and to TensorBoard.
+    Texts go to ``samples.md`` in the log folder, and to TensorBoard. Left out where the weights are sharded (FSDP).
 
     Args:
         prompts: what is continued.
@@ -79,9 +81,10 @@ class TextSamples(Callback):
         self.prompts, self.seed = prompts, seed
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue the prompts on the first process."""
+        """Continue the prompts on the first process, unless the weights are sharded over all of them."""
         folder = run_folder(trainer)
-        if trainer.sanity_checking or trainer.state.fn != "fit" or trainer.world_size > 1:
+        sharded = isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy)
+        if trainer.sanity_checking or trainer.state.fn != "fit" or sharded or not trainer.is_global_zero:
             return
         with kept_random_state():
             seed_step(self.seed, 0, 0)

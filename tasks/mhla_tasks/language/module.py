@@ -128,7 +128,10 @@ class LanguageModel(TrainingModule):
         )
         self.network.backbone.checkpointing = checkpointing
         self.tokenizer: Any = None
-        self.sums = nn.ModuleDict({f"{stage}_{name}": SumMetric() for stage in ("val", "test") for name in SUMS})
+        self._tokenizer_files: dict[str, str] = {}
+        self.sums = nn.ModuleDict(
+            {f"{stage}_{name}": SumMetric().set_dtype(torch.float64) for stage in ("val", "test") for name in SUMS}
+        )
 
     def layers(self) -> list[nn.Module]:
         """See :meth:`TrainingModule.layers`."""
@@ -160,7 +163,7 @@ class LanguageModel(TrainingModule):
                 f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size={config.vocab_size}; set "
                 f"--model.init_args.vocab_size={len(tokenizer)} or use the model's own tokenizer"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self._tokenizer_files = tokenizer, pack_tokenizer(tokenizer)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(tokenizer, name))
             setattr(self.network.generation_config, name, getattr(tokenizer, name))
@@ -232,8 +235,8 @@ class LanguageModel(TrainingModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the tokenizer, as text."""
-        if self.tokenizer is not None:
-            checkpoint["tokenizer"] = pack_tokenizer(self.tokenizer)
+        if self._tokenizer_files:
+            checkpoint["tokenizer"] = self._tokenizer_files
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """See :meth:`TrainingModule.on_load_checkpoint`; also take the tokenizer back."""
@@ -264,7 +267,7 @@ class LanguageModel(TrainingModule):
         if size:
             values["bits_per_byte"] = nats / math.log(2) / size
         for name, value in values.items():
-            self.log(f"{stage}/{name}", value, prog_bar=name == "bits_per_byte", rank_zero_only=True)
+            self.log(f"{stage}/{name}", value, prog_bar=name == "bits_per_byte", sync_dist=True)
 
 
 SUMS = ("nats", "tokens", "bytes", "samples")
