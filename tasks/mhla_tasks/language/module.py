@@ -129,9 +129,8 @@ class LanguageModel(TrainingModule):
         self.network.backbone.checkpointing = checkpointing
         self.tokenizer: Any = None
         self._tokenizer_files: dict[str, str] = {}
-        self.sums = nn.ModuleDict(
-            {f"{stage}_{name}": SumMetric().set_dtype(torch.float64) for stage in ("val", "test") for name in SUMS}
-        )
+        names = [f"{stage}_{name}" for stage in ("val", "test") for name in SUMS]
+        self.sums = nn.ModuleDict({name: SumMetric().set_dtype(torch.float64) for name in names})
 
     def layers(self) -> list[nn.Module]:
         """See :meth:`TrainingModule.layers`."""

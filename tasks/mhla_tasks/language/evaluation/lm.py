@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import os
 from collections import Counter
 from typing import Any, Literal
 
@@ -11,9 +13,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mhla_tasks.language.checkpoint import load_model
+from mhla_tasks.language.model import MHLAForCausalLM
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +32,8 @@ class MHLALM(HFLM):
         tokenizer: a folder, a name on the hub or a tokenizer; None for the model's own.
         device: for a model that is loaded; None for the GPU if there is one.
         dtype: of the weights of a model that is loaded.
-        max_length: longest prompt and answer in tokens; None for the model's context. Dense mixing is extended to it.
+        max_length: longest prompt and answer in tokens; None for the model's context. Dense mixing is extended to it, in a
+            copy where a model is given.
         cut: where prompts that are too long lose tokens: ``"middle"`` (as LongBench's authors do, arXiv 2308.14508) or
             ``"left"`` (as lm-eval does).
         options: of lm-eval's HFLM, such as batch_size.
@@ -41,7 +45,7 @@ class MHLALM(HFLM):
 
     def __init__(
         self,
-        pretrained: str | PreTrainedModel,
+        pretrained: str | MHLAForCausalLM,
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         device: str | None = None,
         dtype: str = "float32",
@@ -51,18 +55,19 @@ class MHLALM(HFLM):
     ) -> None:
         if cut not in ("middle", "left"):
             raise ValueError(f"cut={cut!r} is not one of 'middle', 'left'")
-        if not isinstance(pretrained, PreTrainedModel):
+        length = None if max_length is None else int(max_length)
+        if isinstance(pretrained, MHLAForCausalLM):
+            limit = pretrained.backbone.max_tokens
+            if length is not None and limit is not None and length > limit:
+                pretrained = copy.deepcopy(pretrained)
+        else:
             name = tokenizer if isinstance(tokenizer, str) or tokenizer is None else None
             pretrained, own = load_model(pretrained, name)
             tokenizer = own if not isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer
-            where = (
-                "cpu" if not torch.cuda.is_available() and (device or "cuda").startswith("cuda") else device or "cuda"
-            )
             weights = torch.float32 if dtype in (None, "auto") else getattr(torch, str(dtype), None)
             if not isinstance(weights, torch.dtype):
                 raise ValueError(f"dtype={dtype!r} is not one of float32, bfloat16, float16")
-            pretrained = pretrained.to(device=where, dtype=weights)
-        length = None if max_length is None else int(max_length)
+            pretrained = pretrained.to(device=_device(device), dtype=weights)
         if length is not None:
             pretrained.extend(length)
         for unused in ("trust_remote_code", "parallelize"):
@@ -165,6 +170,15 @@ class MHLALM(HFLM):
                 task: self.prompts_cut[task] / number for task, number in sorted(self.prompts.items()) if prompts
             },
         }
+
+
+def _device(wanted: str | None) -> str:
+    """This process's GPU, or the CPU where there is none; what is wanted, if it is another kind of device."""
+    if wanted is not None and not wanted.startswith("cuda"):
+        return wanted
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else wanted or "cuda"
 
 
 def cut_middle(tokens: list[int], length: int) -> list[int]:

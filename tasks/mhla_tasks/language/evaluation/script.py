@@ -3,13 +3,17 @@
     mhla-lm-eval --model_args pretrained=last.ckpt --tasks mmlu,longbench --data_dir copies --batch_size 8
 
 Everything is lm-eval's own but ``--model``, which is mhla unless given, and ``--data_dir``, a folder with local copies of
-the tasks' data (see :mod:`mhla_tasks.language.evaluation.tasks`).
+the tasks' data (see :mod:`mhla_tasks.language.evaluation.tasks`). On several GPUs the requests are shared:
+
+    torchrun --nproc-per-node 8 -m mhla_tasks.language.evaluation.script --model_args pretrained=last.ckpt --tasks mmlu
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
+import torch
 from lm_eval.__main__ import cli_evaluate
 
 import mhla_tasks.language.evaluation.lm  # noqa: F401  registers the model type
@@ -25,11 +29,19 @@ def main() -> None:
     if runs and not any(word == "--model" or word.startswith("--model=") or word == "-M" for word in words):
         words += ["--model", "mhla"]
     sys.argv[1:] = words
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several:
+        torch.distributed.init_process_group()
     try:
         with local_data(folder):
             cli_evaluate()
     except (FileNotFoundError, ValueError) as error:
+        if os.environ.get("LIGHTNING_MHLA_TRACEBACK"):
+            raise
         sys.exit(f"error: {error}")
+    finally:
+        if several:
+            torch.distributed.destroy_process_group()
 
 
 def _without_data_dir(words: list[str]) -> tuple[list[str], str | None]:
