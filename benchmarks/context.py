@@ -17,7 +17,6 @@ import torch
 from matplotlib.figure import Figure
 from mhla_tasks.language import LanguageModel, PythonSource
 from mhla_tasks.language.checkpoint import load_checkpoint
-from mhla_tasks.language.loss import token_losses
 from rich.progress import track
 from torch import Tensor
 
@@ -32,8 +31,7 @@ def losses_by_position(model: LanguageModel, windows: list[Tensor]) -> Tensor:
     network.extend(len(windows[0]) - 1)
     total = torch.zeros(len(windows[0]) - 1, dtype=torch.float64)
     for window in track(windows, "windows", transient=True):
-        hidden = network.hidden_states(window[None, :-1])[0]
-        total += token_losses(hidden, network.head.weight, window[1:])
+        total += network(window[None, :-1], shift_labels=window[None, 1:], loss_reduction="none").loss[0]
     return total / len(windows)
 
 
@@ -69,7 +67,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for JSON and picture")
     args = parser.parse_args()
     rows, trained = [], 0
-    print("| attention | first 512 | 512 to 1,024 | last eighth |\n| --- | ---: | ---: | ---: |")
+    print("| attention | as long as trained | as long again | last eighth |\n| --- | ---: | ---: | ---: |")
     for name in VARIANTS:
         checkpoint = newest_checkpoint(args.runs / slug(name))
         if checkpoint is None:

@@ -48,6 +48,7 @@ def measure(kind: str, contexts: list[int], steps: int, device: torch.device) ->
     """
     model = build(kind, max(contexts) + BLOCK + steps).to(device)
     rows = []
+    model.generate(torch.zeros(1, BLOCK, dtype=torch.long, device=device), max_new_tokens=BLOCK + 2)  # warm-up
     cache, read, spent = GenerationCache(model.config.depth), 0, 0.0
     for context in contexts:
         start = time.perf_counter()
@@ -56,6 +57,8 @@ def measure(kind: str, contexts: list[int], steps: int, device: torch.device) ->
             tokens = torch.randint(0, SIZE["vocab_size"], (1, count), device=device)
             model(tokens, cache_params=cache, logits_to_keep=1)
             read += count
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         spent += time.perf_counter() - start
         token = torch.zeros(1, 1, dtype=torch.long, device=device)
         times = []

@@ -22,6 +22,7 @@ from mhla_tasks.language import PythonSource
 from mhla_tasks.language.checkpoint import load_checkpoint
 
 from benchmarks.machine import describe
+from lightning_mhla.files import write_whole
 
 CONFIG = "configs/language/stdlib.yaml"
 
@@ -54,7 +55,10 @@ def train(name: str, folder: Path, options: list[str]) -> tuple[Path, float]:
     """
     place = folder / slug(name)
     clock = place / "seconds.json"
-    spent: dict[str, Any] = json.loads(clock.read_text()) if clock.exists() else {"seconds": 0.0, "done": False}
+    fresh = {"seconds": 0.0, "done": False, "options": options}
+    spent: dict[str, Any] = json.loads(clock.read_text()) if clock.exists() else fresh
+    if spent["options"] != options:
+        raise SystemExit(f"error: {place} was trained with {spent['options']}, not {options}; choose another --runs")
     if not spent["done"]:
         place.mkdir(parents=True, exist_ok=True)
         attention = [f"--model.init_args.attention.{key}={value}" for key, value in VARIANTS[name].items()]
@@ -123,15 +127,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants, all by default")
     parser.add_argument("options", nargs="*", help="options for lightning fit, after --")
     args = parser.parse_args()
-    rows = []
+    path = None if args.out is None else args.out / "language-stdlib.json"
+    known = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    rows = known["rows"] if known.get("options") == args.options else []
     for name in args.only:
         checkpoint, seconds = train(name, args.runs, args.options)
-        rows.append(measure(name, checkpoint, seconds))
+        rows = [row for row in rows if row["variant"] != name] + [measure(name, checkpoint, seconds)]
+        rows.sort(key=lambda row: list(VARIANTS).index(row["variant"]))
         print(table(rows), flush=True)
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
+        if path is not None:
             result = {"machine": describe(torch.device("cpu")), "config": CONFIG, "options": args.options, "rows": rows}
-            (args.out / "language-stdlib.json").write_text(json.dumps(result, indent=2) + "\n")
+            write_whole(path, json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

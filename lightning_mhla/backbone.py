@@ -273,7 +273,7 @@ class Backbone(nn.Module):
         for index, block in enumerate(self.layers):
             rotary = angles.get(block.attn.config.rotary_base)
             x, cache.layers[index] = block.next_tokens(x, cache.layers[index], counts, rotary)
-        cache.advance(counts)
+        cache.advance(counts, x.shape[1])
         return self.norm(x)
 
     @property

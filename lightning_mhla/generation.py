@@ -17,14 +17,19 @@ class GenerationCache:
     Attributes:
         layers: the state of each layer; None before any token.
         lengths: tokens so far in each row.
+        columns: columns of the batch so far, padding included.
     """
+
+    is_compileable = is_croppable = False  # asked for by transformers' generate
 
     def __init__(self, depth: int) -> None:
         self.layers: list[Any] = [None] * depth
         self.lengths: tuple[int, ...] = ()
+        self.columns = 0
 
-    def advance(self, counts: Sequence[int]) -> None:
-        """Note that every row got ``counts`` more tokens."""
+    def advance(self, counts: Sequence[int], columns: int) -> None:
+        """Note that every row got ``counts`` more tokens in ``columns`` columns."""
+        self.columns += columns
         before = self.lengths or (0,) * len(counts)
         self.lengths = tuple(old + count for old, count in zip(before, counts, strict=True))
 

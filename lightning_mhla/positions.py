@@ -19,9 +19,12 @@ def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> tupl
     Returns:
         Two tensors ``[..., N, D / 2]``, float32.
     """
+    device = positions.device
+    if device.type == "mps":  # has no float64, which far positions need
+        positions = positions.cpu()
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
     angles = positions.double()[..., None] * base**-exponent
-    return angles.cos().float(), angles.sin().float()
+    return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
 def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:

@@ -44,6 +44,7 @@ class ResumableDataModule(LightningDataModule):
 
         self._trained_with: dict[str, Any] | None = None
         self._order: dict[str, Any] = {}
+        self._train_loader: ResumableLoader | None = None
 
     def source(self, stage: str) -> SampleSource:
         """The samples of ``stage``: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""
@@ -54,7 +55,7 @@ class ResumableDataModule(LightningDataModule):
         loader = self._loader("train", train=True)
         if self._trained_with is not None:
             loader.load_state_dict(self._trained_with)
-        self._order = loader.state_dict()
+        self._order, self._train_loader = loader.state_dict(), loader
         if self.trainer is not None:
             loader.progress = self._progress
         return loader
@@ -95,8 +96,10 @@ class ResumableDataModule(LightningDataModule):
         return self._order
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what the checkpoint's order depends on; the training loader is compared with it when it is made."""
+        """Keep what the checkpoint's order depends on; the training loader is compared with it, made before or later."""
         self._trained_with = state_dict
+        if self._train_loader is not None:
+            self._train_loader.load_state_dict(state_dict)
 
     def _loader(self, stage: str, train: bool = False) -> ResumableLoader:
         options: dict[str, Any] = {}

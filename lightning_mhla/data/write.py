@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import webdataset as wds
 from rich.progress import track
 
+from lightning_mhla.files import write_whole
+
 Item = TypeVar("Item")
 
 
@@ -67,11 +69,11 @@ def check_manifest(path: Path, manifest: dict[str, Any]) -> None:
     Raises:
         ValueError: when they differ, so that shards of two lists would be mixed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and (before := json.loads(path.read_text())) != manifest:
         differing = ", ".join(key for key in manifest if before.get(key) != manifest[key]) or "other entries"
         raise ValueError(
             f"{path.parent} holds shards of another list of samples or made otherwise ({path.name}: {differing}); choose "
             "another folder or prefix, or delete them"
         )
-    path.write_text(json.dumps(manifest) + "\n")
+    if not path.exists():
+        write_whole(path, json.dumps(manifest) + "\n")

@@ -37,13 +37,15 @@ class TokenThroughput(Callback):
         device, half = trainer.strategy.root_device, str(trainer.precision).startswith(("bf16", "16"))
         if self.peak_flops is None and device.type == "cuda":
             self.peak_flops = get_available_flops(device, torch.bfloat16 if half else torch.float32)
-        self._restart(device)
+        self.restart(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave validation out."""
-        self._restart(trainer.strategy.root_device)
+        self.restart(trainer)
 
-    def _restart(self, device: torch.device) -> None:
+    def restart(self, trainer: Trainer) -> None:
+        """Count from now on; for whatever must not count as training."""
+        device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._start, self._tokens = time.perf_counter(), 0
@@ -57,7 +59,7 @@ class TokenThroughput(Callback):
         if not every or (batch_idx + 1) % every:
             return
         tokens, start = self._tokens, self._start
-        self._restart(trainer.strategy.root_device)
+        self.restart(trainer)
         each = tokens / (self._start - start)
         pl_module.log("train/tokens_per_second", each * trainer.world_size, prog_bar=True, batch_size=1)
         if self.peak_flops:

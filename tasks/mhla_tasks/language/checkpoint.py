@@ -14,6 +14,7 @@ import inspect
 import json
 import pickle
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +107,20 @@ def export(model: LanguageModel, folder: Path) -> None:
     """
     if model.tokenizer is None:
         raise ValueError("the checkpoint keeps no tokenizer, and a model without one cannot be scored; name it")
-    model.network.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = {
-        "AutoConfig": f"{REMOTE}.MHLAConfig",
-        "AutoModelForCausalLM": f"{REMOTE}.MHLAForCausalLM",
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / f"{REMOTE}.py").write_text(MODULE)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.part-") as name:
+        aside = Path(name)
+        model.network.save_pretrained(aside)
+        model.tokenizer.save_pretrained(aside)
+        config = json.loads((aside / "config.json").read_text())
+        config["auto_map"] = {
+            "AutoConfig": f"{REMOTE}.MHLAConfig",
+            "AutoModelForCausalLM": f"{REMOTE}.MHLAForCausalLM",
+        }
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (aside / f"{REMOTE}.py").write_text(MODULE)
+        for path in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):  # what makes it a model last
+            path.replace(folder / path.name)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardReader, find_shards
 from mhla_tasks.language.prompts import PromptFile
-from mhla_tasks.language.shards import ShardRuns
+from mhla_tasks.language.shards import ShardRuns, check_text
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
 from mhla_tasks.language.stdlib import encode_document, load_stdlib
 from mhla_tasks.language.stream import PackedRows, RowPosition, StreamLoader
@@ -169,7 +169,8 @@ class HubText(TextData):
 
     def windows(self, stage: str) -> TokenWindows:
         """See :class:`TextData`: the documents at the start."""
-        texts = [row[self.column] for row in self._open().take(self.val_documents)]
+        rows = self._open().take(self.val_documents)
+        texts = [check_text(row[self.column], "the data set") for row in rows if row[self.column] is not None]
         if not texts:
             raise ValueError(f"the data set gave none of val_documents={self.val_documents} documents to validate on")
         encoded = [self._encode(text) for text in texts]
@@ -196,6 +197,12 @@ class HubText(TextData):
         if self._trained_with is not None:
             self._stream.load_state_dict(self._trained_with)
         return self._stream
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint; some strategies make the loader before they read it."""
+        self._trained_with = state_dict
+        if self._stream is not None:
+            self._stream.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Where every row stands, for the checkpoint."""
@@ -227,7 +234,8 @@ class HubText(TextData):
             none = True
             for row in shuffled:
                 none = False
-                yield row[self.column]
+                text = row[self.column]
+                yield "" if text is None else check_text(text, "the data set")
             if none:
                 raise ValueError(f"the data set has no more than val_documents={self.val_documents} documents")
 

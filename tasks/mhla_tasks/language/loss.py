@@ -70,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, device: str) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        counted = (targets != IGNORED).sum().clamp(min=1)
+        counted = (targets != IGNORED).sum().clamp(min=1).float()
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         to_hidden = torch.empty_like(hidden) if needs_hidden else None
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
@@ -79,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for part in _slices(len(targets), len(weight)):
                 x, target = hidden[part].to(dtype), targets[part]
                 counts = target != IGNORED
-                chosen = target.clamp(min=0)[:, None]
+                chosen = torch.where(counts, target, 0)[:, None]
                 logits = (x @ matrix.T).float()
                 losses = logits.logsumexp(-1) - logits.gather(1, chosen)[:, 0]
                 total += torch.where(counts, losses, 0).sum()
@@ -87,17 +87,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     continue
                 slope = logits.softmax(-1)
                 slope.scatter_add_(1, chosen, slope.new_full(chosen.shape, -1.0))
-                slope = (slope * (counts / counted)[:, None]).to(dtype)
+                slope = (slope * counts[:, None]).to(
+                    dtype
+                )  # divided by the number later, where half precision has room
                 if to_hidden is not None:
                     to_hidden[part] = slope @ matrix
                 if to_weight is not None:
                     to_weight += slope.T @ x
-        ctx.save_for_backward(to_hidden, None if to_weight is None else to_weight.to(weight.dtype))
+        ctx.save_for_backward(to_hidden, to_weight, counted)
+        ctx.weight_dtype = weight.dtype
         return total / counted
 
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        to_hidden, to_weight = ctx.saved_tensors
-        hidden = None if to_hidden is None else to_hidden * grad[0].to(to_hidden.dtype)
-        weight = None if to_weight is None else to_weight * grad[0].to(to_weight.dtype)
+        to_hidden, to_weight, counted = ctx.saved_tensors
+        factor = grad[0].float() / counted
+        hidden = None if to_hidden is None else (to_hidden * factor).to(to_hidden.dtype)
+        weight = None if to_weight is None else (to_weight * factor).to(ctx.weight_dtype)
         return hidden, weight, None, None, None

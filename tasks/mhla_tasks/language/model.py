@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from lightning_mhla import Backbone, GenerationCache
 from mhla_tasks.language.config import MHLAConfig
-from mhla_tasks.language.loss import IGNORED, linear_cross_entropy
+from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
 
 
 @dataclass
@@ -112,6 +112,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         cu_seqlens: Sequence[int] | Tensor | None = None,
         logits_to_keep: int = 0,
+        loss_reduction: Literal["mean", "none"] = "mean",
         return_dict: bool | None = None,
     ) -> LanguageModelOutput | tuple[Any, ...]:
         """Logits of the next token, or the loss where there are labels.
@@ -125,12 +126,15 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
             cache_params: state of earlier tokens; it goes on in place.
             use_cache: whether a state is made and given back.
             cu_seqlens: ``[S + 1]``: sequences packed into the one row (B = 1), first token of each and N at the end.
-            logits_to_keep: give the logits of so many last tokens of the row; 0 for all.
+            logits_to_keep: give the logits of so many last real tokens of each row; 0 for all tokens.
+            loss_reduction: ``"mean"`` of the tokens that count, or ``"none"``: ``[B, N]``, without a gradient.
             return_dict: False for a tuple.
 
         Raises:
             ValueError: for an empty prompt, an unknown token, or more tokens than the mixing reaches to.
         """
+        if cu_seqlens is not None and attention_mask is not None:
+            raise ValueError("attention_mask pads rows and cu_seqlens packs one; give one of the two")
         x = self._embed(input_ids, inputs_embeds)
         real, order = _real_tokens(attention_mask, x)
         if order is not None:
@@ -150,22 +154,22 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
             if order is not None:
                 _check_counts(None, tuple(real.sum(1).tolist()))
             hidden = self.backbone(x, cu_seqlens=cu_seqlens)
-        if order is not None:
+        if logits_to_keep and labels is None and shift_labels is None:
+            hidden = _last_rows(hidden, real if order is not None else None, logits_to_keep)
+        elif order is not None:
             hidden = _rows(hidden, order.argsort(1))
         loss = logits = None
         if labels is not None or shift_labels is not None:
             targets = _shifted(labels) if shift_labels is None else shift_labels
             if attention_mask is not None and shift_labels is None:
                 targets = _hide_padding(targets, real)
-            loss = linear_cross_entropy(hidden.flatten(0, 1), self.head.weight, targets.flatten())
+            compute = linear_cross_entropy if loss_reduction == "mean" else token_losses
+            loss = compute(hidden.flatten(0, 1), self.head.weight, targets.flatten())
+            loss = loss if loss_reduction == "mean" else loss.view(targets.shape)
         else:
-            logits = self.head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+            logits = self.head(hidden)
         output = LanguageModelOutput(loss=loss, logits=logits, cache_params=cache)
         return output.to_tuple() if return_dict is False else output
-
-    def hidden_states(self, input_ids: Tensor, cu_seqlens: Sequence[int] | None = None) -> Tensor:
-        """What goes into the head: ``[B, N]`` tokens to ``[B, N, dim]``."""
-        return self.backbone(self._embed(input_ids, None), cu_seqlens=cu_seqlens)
 
     def prepare_inputs_for_generation(
         self,
@@ -176,11 +180,11 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = True,
         **_: Any,
     ) -> dict[str, Any]:
-        """The prompt first, then one token at a time with the state; without ``use_cache`` always everything."""
+        """The prompt first, then what the state has not seen; without ``use_cache`` always everything."""
         common = {"attention_mask": attention_mask, "use_cache": use_cache, "logits_to_keep": 1}
         if cache_params is not None:
-            return {"input_ids": input_ids[:, -1:], "cache_params": cache_params, **common}
-        if inputs_embeds is not None and input_ids.shape[1] == 0:
+            return {"input_ids": input_ids[:, cache_params.columns :], "cache_params": cache_params, **common}
+        if inputs_embeds is not None:
             return {"inputs_embeds": inputs_embeds, **common}
         return {"input_ids": input_ids, **common}
 
@@ -260,6 +264,14 @@ def _real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tens
 
 def _rows(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _last_rows(hidden: Tensor, real: Tensor | None, count: int) -> Tensor:
+    """The last ``count`` tokens of rows whose real ones come first; ``real`` says how many those are, None for all."""
+    if real is None:
+        return hidden[:, -count:]
+    last = real.sum(1)[:, None] - count + torch.arange(count, device=hidden.device)
+    return _rows(hidden, last.clamp(min=0))
 
 
 def _shifted(labels: Tensor | None) -> Tensor:

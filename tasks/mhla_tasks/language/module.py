@@ -16,10 +16,9 @@ from lightning_mhla.hyperparameters import keep_plain
 from lightning_mhla.module import TrainingModule
 from lightning_mhla.optim import OptimizerConfig
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
-from mhla_tasks.language.loss import token_losses
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.prompts import ContinuationFile
-from mhla_tasks.language.tokenizer import pack_tokenizer, unpack_tokenizer
+from mhla_tasks.language.tokenizer import fingerprint, left_padded, pack_tokenizer, pad_token, unpack_tokenizer
 
 Stage = Literal["val", "test"]
 
@@ -130,7 +129,7 @@ class LanguageModel(TrainingModule):
         self.tokenizer: Any = None
         self._tokenizer_files: dict[str, str] = {}
         names = [f"{stage}_{name}" for stage in ("val", "test") for name in SUMS]
-        self.sums = nn.ModuleDict({name: SumMetric().set_dtype(torch.float64) for name in names})
+        self.sums = nn.ModuleDict({name: SumMetric(nan_strategy="disable").set_dtype(SUM_DTYPE) for name in names})
 
     def layers(self) -> list[nn.Module]:
         """See :meth:`TrainingModule.layers`."""
@@ -146,6 +145,15 @@ class LanguageModel(TrainingModule):
         Raises:
             ValueError: when it does not fit the model.
         """
+        if stage != "predict":  # a checkpoint brings its own, and the data may not be here
+            self._use_tokenizer_of_data()
+
+    def on_predict_start(self) -> None:
+        """Without a checkpoint, the data's tokenizer."""
+        if self.tokenizer is None:
+            self._use_tokenizer_of_data()
+
+    def _use_tokenizer_of_data(self) -> None:
         tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
         if tokenizer is not None:
             self.use_tokenizer(tokenizer)
@@ -173,11 +181,7 @@ class LanguageModel(TrainingModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Cross-entropy of the next token."""
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        bounds = batch.get("cu_seqlens")
-        if bounds is not None:
-            inputs, targets = inputs.reshape(1, -1), targets.reshape(1, -1)
-        loss = self.network(inputs, shift_labels=targets, cu_seqlens=bounds).loss
+        loss = self._losses(batch, "mean")
         if not torch.isfinite(loss.detach()) and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise ValueError(
                 f"the loss is {float(loss)} at step {self.trainer.global_step}; lower the learning rate, warm up longer "
@@ -217,11 +221,10 @@ class LanguageModel(TrainingModule):
         """
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer; name the data it was trained on (--data), or train it anew")
-        self.tokenizer.padding_side = "left"
-        encoded = self.tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-        encoded = encoded.to(self.network.embedding.weight.device)
-        tokens = self.network.generate(**encoded, **self.generation.for_generate())
-        return self.tokenizer.batch_decode(tokens[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+        ids, mask = (x.to(self.device) for x in left_padded(self.tokenizer, prompts))
+        options = {"pad_token_id": pad_token(self.tokenizer), **self.generation.for_generate()}
+        tokens = self.network.generate(ids, attention_mask=mask, **options)
+        return self.tokenizer.batch_decode(tokens[:, ids.shape[1] :], skip_special_tokens=True)
 
     @property
     def flops_per_token(self) -> float:
@@ -238,21 +241,35 @@ class LanguageModel(TrainingModule):
             checkpoint["tokenizer"] = self._tokenizer_files
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """See :meth:`TrainingModule.on_load_checkpoint`; also take the tokenizer back."""
+        """See :meth:`TrainingModule.on_load_checkpoint`; also take the tokenizer back.
+
+        Raises:
+            ValueError: when the data was encoded by another tokenizer.
+        """
         super().on_load_checkpoint(checkpoint)
-        if self.tokenizer is None and "tokenizer" in checkpoint:
-            self.use_tokenizer(unpack_tokenizer(checkpoint["tokenizer"]))
+        if "tokenizer" not in checkpoint:
+            return
+        theirs = unpack_tokenizer(checkpoint["tokenizer"])
+        if self.tokenizer is not None and fingerprint(self.tokenizer) != fingerprint(theirs):
+            raise ValueError(
+                "the checkpoint was trained with another tokenizer than that of the data, so its tokens mean other text; "
+                "use the data (and for PythonSource the Python version) that it was trained on"
+            )
+        self.use_tokenizer(theirs)
 
     def _evaluate(self, batch: dict[str, Any], stage: Stage) -> None:
         tokens, valid = batch["tokens"], batch["valid"]
-        bounds = batch.get("cu_seqlens")
-        inputs = tokens[:, :-1] if bounds is None else tokens[:, :-1].reshape(1, -1)
-        hidden = self.network.hidden_states(inputs, bounds).flatten(0, 1)
-        losses = token_losses(hidden, self.network.head.weight, tokens[:, 1:].flatten())
-        losses = losses.view(len(tokens), -1)[valid]
+        losses = self._losses(batch, "none").view(len(tokens), -1)[valid]
         sums = {"nats": losses.double().sum(), "tokens": losses.numel(), "bytes": batch["bytes"][valid].sum()}
         for name, value in {**sums, "samples": valid.sum()}.items():
             self._sum(stage, name).update(value)
+
+    def _losses(self, batch: dict[str, Any], reduction: Literal["mean", "none"]) -> Tensor:
+        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        bounds = batch.get("cu_seqlens")
+        if bounds is not None:
+            inputs, targets = inputs.reshape(1, -1), targets.reshape(1, -1)
+        return self.network(inputs, shift_labels=targets, cu_seqlens=bounds, loss_reduction=reduction).loss
 
     def _sum(self, stage: Stage, name: str) -> SumMetric:
         return cast(SumMetric, self.sums[f"{stage}_{name}"])
@@ -262,6 +279,8 @@ class LanguageModel(TrainingModule):
         for name in SUMS:
             self._sum(stage, name).reset()
         loss = nats / tokens
+        if not math.isfinite(loss):
+            raise ValueError(f"the {stage} loss is {loss}: the weights are broken; go on from an earlier checkpoint")
         values = {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), "samples": samples}
         if size:
             values["bits_per_byte"] = nats / math.log(2) / size
@@ -270,6 +289,7 @@ class LanguageModel(TrainingModule):
 
 
 SUMS = ("nats", "tokens", "bytes", "samples")
+SUM_DTYPE = torch.float32 if torch.backends.mps.is_available() else torch.float64  # Apple's GPUs have no float64
 
 
 def _for_layers(attention: Any, kinds: list[str] | None, depth: int) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 
 from lightning_mhla.callbacks.folder import gather_rows, run_folder
+from lightning_mhla.files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +71,6 @@ class ContinuationFile(Callback):
         self._rows = []
         if not trainer.is_global_zero:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w") as stream:
-            for _, prompt, continuation in sorted(rows):
-                stream.write(json.dumps({"prompt": prompt, "continuation": continuation}, ensure_ascii=False) + "\n")
+        lines = (json.dumps({"prompt": one, "continuation": two}, ensure_ascii=False) for _, one, two in sorted(rows))
+        write_whole(path, "".join(f"{line}\n" for line in lines))
         log.info("%d continuations written to %s", len(rows), path)

@@ -4,14 +4,14 @@
     python -m mhla_tasks.language.shards shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
 
 Sources are text files (one document each), folders of them, .jsonl and .parquet files (one document for each row of
---column), or hub:NAME[:CONFIG[:SPLIT]], which is streamed. All cores tokenise. A shard gets its name when it is complete:
-calling again after a stop goes on where it was. The tokenizer is kept in the folder's tokenizer/.
+--column; rows without a text are left out), or hub:NAME[:CONFIG[:SPLIT]], which is streamed. All cores tokenise. A shard
+gets its name when it is complete: calling again after a stop goes on where it was. The tokenizer is kept in the folder's
+tokenizer/.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
 import itertools
 import sys
@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_mhla.data import BrokenSampleError, ShardReader
 from lightning_mhla.data.write import check_manifest, shard_writer
 from mhla_tasks.language.stdlib import encode_document
-from mhla_tasks.language.tokenizer import load_tokenizer, pack_tokenizer
+from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer
 
 TOKENS, STARTS = "tokens.npy", "starts.npy"
 ROWS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -67,7 +67,19 @@ def _rows(source: str, column: str, **options: Any) -> Iterator[str]:
     for row in load_dataset(streaming=True, **options):
         if column not in row:
             raise ValueError(f"{source} has no column {column!r}, only {sorted(row)}; choose one with --column")
-        yield row[column]
+        if row[column] is not None:
+            yield check_text(row[column], source)
+
+
+def check_text(value: Any, source: str) -> str:
+    """The value, if it is a text.
+
+    Raises:
+        ValueError: naming the source.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"{source}: {str(value)[:60]!r} is {type(value).__name__}, not text; choose another column")
+    return value
 
 
 def text_runs(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
@@ -114,12 +126,17 @@ def write_token_shards(
     Raises:
         ValueError: when the folder holds shards of this prefix made from something else, or there is no text.
     """
-    files = pack_tokenizer(tokenizer)
-    digest = hashlib.sha256(files.get("tokenizer.json", repr(sorted(files.items()))).encode()).hexdigest()
+    digest = fingerprint(tokenizer)
+    beside = target / "tokenizer"
+    if beside.is_dir() and fingerprint(load_tokenizer(beside)) != digest:
+        raise ValueError(f"{target} holds shards of another tokenizer (in {beside}); choose another folder")
     options = {"sources": list(sources), "column": column, "skip": skip, "limit": limit}
     sizes = {"run_characters": run_characters, "runs_per_shard": runs_per_shard}
     check_manifest(target / f"{prefix}-manifest.json", {**options, **sizes, "tokenizer": digest})
-    tokenizer.save_pretrained(target / "tokenizer")
+    if not beside.is_dir():
+        aside = target / "tokenizer.part"
+        tokenizer.save_pretrained(aside)
+        aside.rename(beside)
     dtype = np.uint16 if len(tokenizer) <= 65_536 else np.uint32
     documents = itertools.islice(read_documents(sources, column), skip, None if limit is None else skip + limit)
     runs = text_runs(documents, run_characters)

@@ -157,10 +157,12 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """The rest of the epoch that the run stands in."""
-        trained = batches_trained(self.trainer) if self.trainer is not None else 0
+        trained, steps = 0, self.steps
+        if self.trainer is not None:
+            trained, steps = batches_trained(self.trainer), int(self.trainer.num_training_batches)
         if self._iterator is None:
             self._iterator = iter(DataLoader(self.make(self.start), batch_size=None, num_workers=self.workers))
-        for number in range(trained, (trained // self.steps + 1) * self.steps):
+        for number in range(trained, (trained // steps + 1) * steps):
             batch = next(self._iterator)
             self._after[number + 1] = batch.pop("position").tolist()
             if len(self._after) > KEPT:

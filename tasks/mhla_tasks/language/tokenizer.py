@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -68,17 +72,55 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     Exact for byte-level vocabularies (GPT-2, Llama 3) and for SentencePiece ones with byte fallback (Llama 2), where the
     sign for a space counts as one byte.
     """
-    special = set(tokenizer.all_special_ids)
+    special, added = set(tokenizer.all_special_ids), set(tokenizer.get_added_vocab().values())
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    plain = [token for index, token in enumerate(tokens) if index not in special]
-    byte_level = all(set(token) <= alphabet for token in plain)
+    tokens = dict(enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))))
+    plain = {index: token for index, token in tokens.items() if token is not None and index not in special | added}
+    byte_level = all(set(token) <= alphabet for token in plain.values())
 
-    def count(index: int, token: str) -> int:
-        if index in special:
+    def count(index: int) -> int:
+        token = tokens[index]
+        if index in special or token is None:
             return 0
-        if byte_level or re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
-            return len(token) if byte_level else 1
-        return len(token.replace("▁", " ").encode())
+        if index in added:
+            return len(token.encode())
+        if byte_level:
+            return len(token)
+        return 1 if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token) else len(token.replace("▁", " ").encode())
 
-    return np.array([count(index, token) for index, token in enumerate(tokens)], dtype=np.int64)
+    return np.array([count(index) for index in tokens], dtype=np.int64)
+
+
+def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Index of a token to fill up rows with; which one does not matter, since the model never looks at it."""
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(index for index in known if index is not None)
+
+
+def left_padded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Tokens ``[B, N]`` int64 and their mask, padded at the left, with any tokenizer.
+
+    Raises:
+        ValueError: for a text without a token.
+    """
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    for text, row in zip(texts, rows, strict=True):
+        if not row:
+            raise ValueError(f"the prompt {text!r} is empty: it has no tokens")
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), pad_token(tokenizer))
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for place, row in enumerate(rows):
+        ids[place, width - len(row) :], mask[place, width - len(row) :] = torch.tensor(row), 1
+    return ids, mask
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of what turns text into tokens and back."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+    state = json.loads(backend.to_str())
+    for passing in ("padding", "truncation"):  # set by the last call
+        state.pop(passing, None)
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -16,6 +17,9 @@ from rich.table import Table
 from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.callbacks.folder import run_folder
 from lightning_mhla.data.sampling import kept_random_state
+from lightning_mhla.files import write_whole
+from mhla_tasks.language.callbacks import TokenThroughput
+from mhla_tasks.language.model import MHLAForCausalLM
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +114,7 @@ class LMEval(Callback):
         self._load_tasks()
         with kept_random_state(), evaluation_weights(trainer, pl_module), local_data(self.data_dir):
             model = MHLALM(
-                pl_module.network,
+                cast(MHLAForCausalLM, pl_module.network),
                 pl_module.tokenizer,
                 max_length=self.max_length,
                 cut=self.cut,
@@ -125,9 +129,12 @@ class LMEval(Callback):
                 bootstrap_iters=0,
                 log_samples=False,
             )
-        shares = model.cut_shares()
+        shares, folder = model.cut_shares(), run_folder(trainer)
         if results is not None:
-            self._log(trainer, dict(results), shares)
+            self._log(trainer, folder, dict(results), shares)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
+            if isinstance(callback, TokenThroughput):
+                callback.restart(trainer)
 
     def _load_tasks(self) -> None:
         from lm_eval.tasks import TaskManager
@@ -141,16 +148,15 @@ class LMEval(Callback):
                 manager.load(list(self.tasks))
             self._manager = manager
 
-    def _log(self, trainer: Trainer, results: dict[str, Any], shares: Mapping[str, float]) -> None:
+    def _log(self, trainer: Trainer, folder: Path, results: dict[str, Any], shares: Mapping[str, float]) -> None:
         self.scores = flat_scores({**results["results"], **results.get("groups", {})})
         self.scores |= {f"{task}/prompts_cut": share for task, share in shares.items()}
         for logger in trainer.loggers:
             logger.log_metrics({f"lm_eval/{name}": value for name, value in self.scores.items()}, trainer.global_step)
-        folder = run_folder(trainer) / "lm_eval"
-        folder.mkdir(parents=True, exist_ok=True)
         kept = {"step": trainer.global_step, "scores": self.scores, "versions": results.get("versions", {})}
         kept["num_fewshot"] = results.get("n-shot", {})
-        (folder / f"step{trainer.global_step:07d}.json").write_text(json.dumps(kept, indent=2, default=str) + "\n")
+        path = folder / "lm_eval" / f"step{trainer.global_step:07d}.json"
+        write_whole(path, json.dumps(kept, indent=2, default=str) + "\n")
         table = Table("task", "metric", "value", title=f"lm-evaluation-harness, step {trainer.global_step}")
         for name, value in self.scores.items():
             table.add_row(*name.split("/", 1), f"{value:.4f}")

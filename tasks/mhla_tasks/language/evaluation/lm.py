@@ -57,22 +57,22 @@ class MHLALM(HFLM):
             raise ValueError(f"cut={cut!r} is not one of 'middle', 'left'")
         length = None if max_length is None else int(max_length)
         if isinstance(pretrained, MHLAForCausalLM):
-            limit = pretrained.backbone.max_tokens
-            if length is not None and limit is not None and length > limit:
-                pretrained = copy.deepcopy(pretrained)
+            model = pretrained
         else:
-            name = tokenizer if isinstance(tokenizer, str) or tokenizer is None else None
-            pretrained, own = load_model(pretrained, name)
-            tokenizer = own if not isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer
+            name = None if isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer
+            model, own = load_model(pretrained, name)
+            tokenizer = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else own
             weights = torch.float32 if dtype in (None, "auto") else getattr(torch, str(dtype), None)
             if not isinstance(weights, torch.dtype):
                 raise ValueError(f"dtype={dtype!r} is not one of float32, bfloat16, float16")
-            pretrained = pretrained.to(device=_device(device), dtype=weights)
-        if length is not None:
-            pretrained.extend(length)
+            model = model.to(device=_device(device), dtype=weights)
+        limit = model.backbone.max_tokens
+        if length is not None and limit is not None and length > limit:
+            model = copy.deepcopy(model) if model is pretrained else model
+            model.extend(length)
         for unused in ("trust_remote_code", "parallelize"):
             options.pop(unused, None)
-        super().__init__(pretrained=pretrained, tokenizer=tokenizer, max_length=length, backend="causal", **options)
+        super().__init__(pretrained=model, tokenizer=tokenizer, max_length=length, backend="causal", **options)
         self.cut = cut
         self.prompts: Counter[str] = Counter()
         self.prompts_cut: Counter[str] = Counter()
