@@ -16,7 +16,7 @@ from mhla_tasks.language.shards import ShardRuns, read_documents, write_token_sh
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
 from mhla_tasks.language.stdlib import encode_document, stdlib_files
 from mhla_tasks.language.stream import PackedRows, RowPosition
-from mhla_tasks.language.tokenizer import load_tokenizer, pack_tokenizer, token_bytes, unpack_tokenizer
+from mhla_tasks.language.tokenizer import load_tokenizer, pack_tokenizer, token_bytes, train_tokenizer, unpack_tokenizer
 from small import SENTENCES, small_model
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
@@ -30,6 +30,10 @@ def test_bytes_of_tokens_add_up_to_the_text(tokenizer: Any) -> None:
     for text in TEXTS:
         assert table[tokenizer(text)["input_ids"]].sum() == len(text.encode())
     assert table[tokenizer.eos_token_id] == 0
+    spaced = unpack_tokenizer(pack_tokenizer(tokenizer))
+    spaced.add_tokens(["        "])  # as GPT-NeoX has them, outside the byte alphabet
+    text = "river        bridge"
+    assert token_bytes(spaced)[spaced(text)["input_ids"]].sum() == len(text)
 
 
 def test_tokenizer_as_text_and_back(tokenizer: Any, tmp_path: Path) -> None:
@@ -120,6 +124,18 @@ def test_shards_go_on_after_a_stop(
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in whole]
     with pytest.raises(ValueError, match=r"made otherwise .*: skip"):
         write(tmp_path / "out", sources, tokenizer, skip=3)
+    other = train_tokenizer(TEXTS[::-1], 310)
+    with pytest.raises(ValueError, match="shards of another tokenizer"):
+        write(tmp_path / "out", sources, other, prefix="val")
+
+
+def test_rows_without_text(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", None, "two")))
+    assert list(read_documents([str(path)], "text")) == ["one", "two"]
+    path.write_text(json.dumps({"text": 3}) + "\n")
+    with pytest.raises(ValueError, match="'3' is int, not text"):
+        list(read_documents([str(path)], "text"))
 
 
 def test_token_shards_refuse_what_is_broken(sources: list[str], tokenizer: Any, tmp_path: Path) -> None:

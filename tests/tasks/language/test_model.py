@@ -120,6 +120,30 @@ def test_loss_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(linear_cross_entropy(hidden, weight, torch.full_like(targets, IGNORED))) == 0
 
 
+def test_loss_keeps_its_gradient_in_half_precision() -> None:
+    """Divided by the number of tokens too early, most of the softmax would be zeros."""
+    hidden, weight = (torch.randn(n, 32, requires_grad=True) for n in (20_000, 300))
+    targets = torch.randint(0, 300, (20_000,))
+    scale = 2.0**16  # of the loss, as mixed precision sets it
+    wanted = torch.autograd.grad(scale * F.cross_entropy(hidden @ weight.T, targets), (hidden, weight))
+    halves = [x.detach().half().requires_grad_() for x in (hidden, weight)]
+    found = torch.autograd.grad(scale * linear_cross_entropy(*halves, targets), halves)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert float((ours.float() - theirs).norm() / theirs.norm()) < 5e-3
+
+
+@torch.no_grad()
+def test_generation_goes_on_from_a_state() -> None:
+    network = small_model().network
+    ids = prompts()[:, :30]
+    cache = GenerationCache(2)
+    network(ids[:, :21], cache_params=cache)
+    assert greedy(network, ids, cache_params=cache) == greedy(network, ids)
+    embedded = network.embedding(ids)
+    tokens = network.generate(inputs_embeds=embedded, max_new_tokens=12, do_sample=False, pad_token_id=1)
+    assert tokens.tolist() == greedy(network, ids)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "hybrid"])
 @torch.no_grad()
 def test_saved_and_loaded_through_auto_classes(kind: str, tmp_path: Path) -> None:
@@ -178,6 +202,8 @@ def test_model_refuses() -> None:
         network.generate(torch.ones(1, 60, dtype=torch.long), max_new_tokens=20)
     with pytest.raises(ValueError, match="packed sequences"):
         network(torch.ones(1, 4, dtype=torch.long), cu_seqlens=(0, 2, 4), use_cache=True)
+    with pytest.raises(ValueError, match="give one of the two"):
+        network(torch.ones(1, 4, dtype=torch.long), attention_mask=torch.ones(1, 4), cu_seqlens=(0, 2, 4))
     with pytest.raises(ValueError, match="attention lists 1 layers, but depth=2"):
         MHLAForCausalLM(MHLAConfig(dim=16, depth=2, heads=2, attention=[{"kind": "linear"}]))
     with pytest.raises(ValueError, match="its length must divide depth=2"):

@@ -18,6 +18,7 @@ from mhla_tasks.cli import main
 from mhla_tasks.language import LanguageModel, PythonSource
 from mhla_tasks.language.checkpoint import load_checkpoint
 from mhla_tasks.language.module import GenerationOptions
+from mhla_tasks.language.tokenizer import pack_tokenizer, train_tokenizer, unpack_tokenizer
 from small import SENTENCES, small_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -137,6 +138,40 @@ def test_packed_documents_train_as_if_alone(tokenizer: Any) -> None:
     parts = [slice(0, 20), slice(20, 64), slice(64, 104), slice(104, 128)]
     losses = [torch.nn.functional.cross_entropy(model(flat[None, p])[0], targets[p], reduction="sum") for p in parts]
     assert float(found) == pytest.approx(float(sum(losses)) / 128, rel=1e-5)
+
+
+def test_tokenizers_without_padding(tokenizer: Any) -> None:
+    bare = unpack_tokenizer(pack_tokenizer(tokenizer))
+    bare.pad_token = None
+    model = small_model()
+    model.generation = GenerationOptions(max_new_tokens=8, temperature=0)
+    texts = []
+    for each in (tokenizer, bare):
+        model.use_tokenizer(each)
+        texts.append(model.continue_prompts(SENTENCES))
+    assert texts[0] == texts[1]
+    with pytest.raises(ValueError, match="the prompt '' is empty"):
+        model.continue_prompts(["a", ""])
+
+
+def test_broken_weights_never_validate_as_perfect(stdlib: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = torch.load(stdlib.last, weights_only=True)
+    checkpoint["state_dict"]["network.embedding.weight"].fill_(float("nan"))
+    torch.save(checkpoint, stdlib.folder / "nan.ckpt")
+    with pytest.raises(SystemExit):
+        lightning("validate", f"--ckpt_path={stdlib.folder / 'nan.ckpt'}", "--trainer.limit_val_batches=2")
+    assert "the val loss is nan" in capsys.readouterr().err
+
+
+def test_another_tokenizer_than_the_checkpoints_is_refused(
+    stdlib: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = torch.load(stdlib.last, weights_only=True)
+    checkpoint["tokenizer"] = pack_tokenizer(train_tokenizer(SENTENCES, 300))
+    torch.save(checkpoint, stdlib.folder / "other.ckpt")
+    with pytest.raises(SystemExit):
+        lightning("validate", f"--ckpt_path={stdlib.folder / 'other.ckpt'}", "--trainer.limit_val_batches=2")
+    assert "trained with another tokenizer than that of the data" in capsys.readouterr().err
 
 
 def test_flops_per_token_follow_from_the_sizes() -> None:
