@@ -183,7 +183,13 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         """The prompt first, then what the state has not seen; without ``use_cache`` always everything."""
         common = {"attention_mask": attention_mask, "use_cache": use_cache, "logits_to_keep": 1}
         if cache_params is not None:
-            return {"input_ids": input_ids[:, cache_params.columns :], "cache_params": cache_params, **common}
+            new = input_ids[:, -1:] if inputs_embeds is not None else input_ids[:, cache_params.columns :]
+            if new.shape[1] == 0:
+                raise ValueError(
+                    f"the state is of {cache_params.columns} tokens, but input_ids holds {input_ids.shape[1]}; give all "
+                    "of them, those that the state has seen included, and at least one more"
+                )
+            return {"input_ids": new, "cache_params": cache_params, **common}
         if inputs_embeds is not None:
             return {"inputs_embeds": inputs_embeds, **common}
         return {"input_ids": input_ids, **common}

@@ -139,6 +139,8 @@ def test_generation_goes_on_from_a_state() -> None:
     cache = GenerationCache(2)
     network(ids[:, :21], cache_params=cache)
     assert greedy(network, ids, cache_params=cache) == greedy(network, ids)
+    with pytest.raises(ValueError, match="the state is of 41 tokens, but input_ids holds 30"):
+        network.generate(ids, cache_params=cache, max_new_tokens=2)
     embedded = network.embedding(ids)
     tokens = network.generate(inputs_embeds=embedded, max_new_tokens=12, do_sample=False, pad_token_id=1)
     assert tokens.tolist() == greedy(network, ids)
