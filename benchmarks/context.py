@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.language import VARIANTS, newest_checkpoint, slug
 from benchmarks.machine import describe
+from benchmarks.pictures import plain_numbers
 
 
 @torch.no_grad()
@@ -51,6 +52,7 @@ def draw(rows: list[dict[str, Any]], trained: int, path: Path) -> None:
     axis.axvline(trained, color="grey", linestyle="--", linewidth=1)
     axis.text(trained * 1.05, axis.get_ylim()[1] * 0.9, f"trained on {trained}", color="grey")
     axis.set(xlabel="position, tokens", ylabel="perplexity per token", xscale="log", yscale="log")
+    plain_numbers(axis)
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=8)
     figure.savefig(path, dpi=120)

@@ -21,6 +21,7 @@ from mhla_tasks.language import MHLAConfig, MHLAForCausalLM
 from mhla_tasks.language.config import plain_attention
 
 from benchmarks.machine import describe
+from benchmarks.pictures import plain_numbers
 from lightning_mhla import AttentionConfig, GenerationCache
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -94,6 +95,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=kind)
         axis.set(xlabel="context, tokens", ylabel=label, xscale="log", yscale="log")
+        plain_numbers(axis)
         axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(path, dpi=120)

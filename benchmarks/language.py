@@ -24,6 +24,7 @@ from mhla_tasks.language.checkpoint import load_checkpoint
 from benchmarks.machine import describe
 from lightning_mhla.files import write_whole
 
+ROOT = Path(__file__).parents[1]
 CONFIG = "configs/language/stdlib.yaml"
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -53,7 +54,7 @@ def train(name: str, folder: Path, options: list[str]) -> tuple[Path, float]:
     Returns:
         Its last checkpoint, and the seconds that training took, start-up and validation included.
     """
-    place = folder / slug(name)
+    place = (folder / slug(name)).resolve()
     clock = place / "seconds.json"
     fresh = {"seconds": 0.0, "done": False, "options": options}
     spent: dict[str, Any] = json.loads(clock.read_text()) if clock.exists() else fresh
@@ -68,7 +69,7 @@ def train(name: str, folder: Path, options: list[str]) -> tuple[Path, float]:
         start = time.perf_counter()
         try:
             command = [sys.executable, "cli.py", "fit", "--config", CONFIG, *attention, *logs, *resume, *options]
-            subprocess.run(command, check=True)
+            subprocess.run(command, check=True, cwd=ROOT)
             spent["done"] = True
         finally:
             spent["seconds"] += time.perf_counter() - start

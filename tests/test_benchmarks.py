@@ -12,7 +12,7 @@ import pytest
 import torch
 from mhla_kernels import mhla_attention
 
-from benchmarks import attention, peers
+from benchmarks import attention, context, generation, language, peers
 from benchmarks.shapes import MODELS, Rates, Shape, least_cost
 
 
@@ -69,3 +69,47 @@ def test_kernels_compile_ahead_of_time_within_their_limits(tmp_path: Path) -> No
     assert sum(kernel["launches"] for kernel in kernels) == 30
     assert {kernel["chip"] for kernel in kernels} == {80, 90, 100}
     assert all(kernel["registers"] > 0 and kernel["shared_bytes"] >= 0 for kernel in kernels)
+
+
+def test_generation_is_measured_and_drawn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--device", "cpu", "--contexts", "128", "256", "--steps", "4", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["generation", *options])
+    generation.main()
+    rows = json.loads((tmp_path / "generation-cpu.json").read_text())["rows"]
+    size = {(row["kind"], row["context"]): row["state_bytes"] for row in rows}
+    assert size["exponential", 128] == size["exponential", 256]
+    assert size["softmax", 128] < size["softmax", 256]
+    assert (tmp_path / "generation-cpu.png").stat().st_size > 10_000
+
+
+def test_the_report_of_language_models_goes_on_and_is_read_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
+    small += ["--model.init_args.depth=1", "--trainer.enable_progress_bar=false"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def report(*options: str) -> list[dict[str, object]]:
+        places = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["language", *places, "--only", "linear", "--", *options])
+        language.main()
+        rows: list[dict[str, object]] = json.loads((tmp_path / "language-stdlib.json").read_text())["rows"]
+        return rows
+
+    first = report(*small)
+    assert first[0]["steps"] == 2
+    monkeypatch.setattr(language.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
+    assert report(*small) == first
+    with pytest.raises(SystemExit, match="was trained with"):
+        report("--trainer.max_steps=3")
+
+    monkeypatch.setattr(
+        sys, "argv", ["context", "--runs", str(tmp_path / "runs"), "--tokens", "1024", "--out", str(tmp_path)]
+    )
+    monkeypatch.setattr(context, "VARIANTS", {"linear": {}})
+    context.main()
+    (row,) = json.loads((tmp_path / "context-stdlib.json").read_text())["rows"]
+    assert len(row["perplexity"]) == 64
+    assert "| linear |" in capsys.readouterr().out
