@@ -30,9 +30,15 @@ CONFIG = "configs/language/stdlib.yaml"
 VARIANTS: dict[str, dict[str, Any]] = {
     "softmax": {"kind": "softmax"},
     "linear": {"kind": "linear"},
-    "mhla, dense": {"kind": "mhla", "mixing": "dense"},
-    "mhla, exponential": {"kind": "mhla", "mixing": "exponential"},
-    "mhla, dense, uniform start": {"kind": "mhla", "mixing": "dense", "mixing_init": "uniform"},
+    "mhla, dense": {"kind": "mhla", "mixing": "dense", "mixing_per_head": False},
+    "mhla, exponential": {"kind": "mhla", "mixing": "exponential", "mixing_per_head": False},
+    "mhla, dense, uniform start": {
+        "kind": "mhla",
+        "mixing": "dense",
+        "mixing_per_head": False,
+        "mixing_init": "uniform",
+    },
+    "mhla, dense per head": {"kind": "mhla", "mixing": "dense", "mixing_per_head": True},
     "mhla, exponential per head": {"kind": "mhla", "mixing": "exponential", "mixing_per_head": True},
 }
 

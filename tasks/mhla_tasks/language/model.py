@@ -139,37 +139,36 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         real, order = _real_tokens(attention_mask, x)
         if order is not None:
             x = _rows(x, order)
-        keeps_state = cache_params is not None or (use_cache and labels is None and shift_labels is None)
-        if keeps_state:
-            if cu_seqlens is not None:
-                raise ValueError(
-                    "packed sequences (cu_seqlens) have no common state; leave cu_seqlens or use_cache out"
-                )
-            cache = cache_params if cache_params is not None else GenerationCache(self.config.depth)
-            counts = tuple(real.sum(1).tolist()) if order is not None else (x.shape[1],) * x.shape[0]
-            _check_counts(cache, counts)
-            hidden = self.backbone.next_tokens(x, cache, counts)
-        else:
-            cache = None
-            if order is not None:
-                _check_counts(None, tuple(real.sum(1).tolist()))
-            hidden = self.backbone(x, cu_seqlens=cu_seqlens)
-        if logits_to_keep and labels is None and shift_labels is None:
-            hidden = _last_rows(hidden, real if order is not None else None, logits_to_keep)
+        if labels is not None and shift_labels is None:
+            shift_labels = _following(labels, real)
+        counts = (x.shape[1],) * x.shape[0] if order is None else tuple(real.sum(1).tolist())
+        cache = cache_params
+        if cache is None and use_cache and shift_labels is None:
+            cache = GenerationCache(self.config.depth)
+        hidden = self._read(x, counts, cache, cu_seqlens)
+        if logits_to_keep and shift_labels is None:
+            hidden = _last_rows(hidden, counts, logits_to_keep)
         elif order is not None:
             hidden = _rows(hidden, order.argsort(1))
-        loss = logits = None
-        if labels is not None or shift_labels is not None:
-            targets = _shifted(labels) if shift_labels is None else shift_labels
-            if attention_mask is not None and shift_labels is None:
-                targets = _hide_padding(targets, real)
-            compute = linear_cross_entropy if loss_reduction == "mean" else token_losses
-            loss = compute(hidden.flatten(0, 1), self.head.weight, targets.flatten())
-            loss = loss if loss_reduction == "mean" else loss.view(targets.shape)
+        if shift_labels is None:
+            output = LanguageModelOutput(logits=self.head(hidden), cache_params=cache)
         else:
-            logits = self.head(hidden)
-        output = LanguageModelOutput(loss=loss, logits=logits, cache_params=cache)
+            compute = linear_cross_entropy if loss_reduction == "mean" else token_losses
+            loss = compute(hidden.flatten(0, 1), self.head.weight, shift_labels.flatten())
+            loss = loss if loss_reduction == "mean" else loss.view(shift_labels.shape)
+            output = LanguageModelOutput(loss=loss, cache_params=cache)
         return output.to_tuple() if return_dict is False else output
+
+    def _read(
+        self, x: Tensor, counts: Sequence[int], cache: GenerationCache | None, cu_seqlens: Sequence[int] | Tensor | None
+    ) -> Tensor:
+        """What goes into the head, of rows whose ``counts`` real tokens come first; the state goes on with them."""
+        _check_counts(cache, counts)
+        if cache is None:
+            return self.backbone(x, cu_seqlens=cu_seqlens)
+        if cu_seqlens is not None:
+            raise ValueError("packed sequences (cu_seqlens) have no common state; leave cu_seqlens or use_cache out")
+        return self.backbone.next_tokens(x, cache, counts)
 
     def prepare_inputs_for_generation(
         self,
@@ -203,25 +202,28 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         prompt = inputs if inputs is not None else options.get("input_ids")
         if prompt is not None:
             _check_tokens(prompt, self.config.vocab_size)
-            self._check_length(prompt.shape[1], options)
             mask = options.get("attention_mask")
+            longest = prompt.shape[1] if mask is None else int(mask.sum(1).max())
+            self._check_length(longest, prompt.shape[1], options)
             if mask is not None and not bool(mask[:, -1].all()):
                 order = mask.bool().to(torch.int8).argsort(dim=1, stable=True)
                 prompt, options["attention_mask"] = prompt.gather(1, order), mask.gather(1, order)
             options.pop("input_ids", None)
         return super().generate(prompt, *args, **options)
 
-    def _check_length(self, prompt: int, options: dict[str, Any]) -> None:
+    def _check_length(self, longest: int, columns: int, options: dict[str, Any]) -> None:
+        """``longest`` prompt, ``columns`` with its padding, which is what ``max_length`` counts from."""
         limit = self.backbone.max_tokens
         if limit is None:
             return
         config = options.get("generation_config") or self.generation_config
         new = options.get("max_new_tokens") or (None if options.get("max_length") else config.max_new_tokens)
-        total = prompt + new if new else max(options.get("max_length") or config.max_length or 0, prompt + 1)
-        if total - 1 > limit:  # nothing follows the last token
+        if new is None:
+            new = max((options.get("max_length") or config.max_length or 0) - columns, 1)
+        if longest + new - 1 > limit:  # nothing follows the last token
             raise ValueError(
-                f"a prompt of {prompt} tokens and {total - prompt} new ones are more than the {limit} that the mixing "
-                f"coefficients reach to; shorten them, or call model.extend({total}) first"
+                f"a prompt of {longest} tokens and {new} new ones are more than the {limit} that the mixing "
+                f"coefficients reach to; shorten them, or call model.extend({longest + new}) first"
             )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -272,23 +274,18 @@ def _rows(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def _last_rows(hidden: Tensor, real: Tensor | None, count: int) -> Tensor:
-    """The last ``count`` tokens of rows whose real ones come first; ``real`` says how many those are, None for all."""
-    if real is None:
-        return hidden[:, -count:]
-    last = real.sum(1)[:, None] - count + torch.arange(count, device=hidden.device)
+def _last_rows(hidden: Tensor, counts: Sequence[int], number: int) -> Tensor:
+    """The last ``number`` tokens of rows whose ``counts`` real ones come first."""
+    if len(set(counts)) == 1:
+        return hidden[:, max(0, counts[0] - number) : counts[0]]
+    last = torch.tensor(counts, device=hidden.device)[:, None] - number + torch.arange(number, device=hidden.device)
     return _rows(hidden, last.clamp(min=0))
 
 
-def _shifted(labels: Tensor | None) -> Tensor:
-    assert labels is not None
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-
-
-def _hide_padding(targets: Tensor, real: Tensor) -> Tensor:
-    """Targets that follow a real token, and are one."""
-    following = nn.functional.pad(real[:, 1:], (0, 1), value=False)
-    return targets.masked_fill(~(real & following), IGNORED)
+def _following(labels: Tensor, real: Tensor) -> Tensor:
+    """The token after each, where both are real."""
+    following, counts = labels[:, 1:], real[:, 1:] & real[:, :-1]
+    return nn.functional.pad(following.masked_fill(~counts, IGNORED), (0, 1), value=IGNORED)
 
 
 AutoConfig.register("mhla", MHLAConfig)

@@ -22,6 +22,9 @@ from mhla_tasks.language.tokenizer import fingerprint, left_padded, pack_tokeniz
 
 Stage = Literal["val", "test"]
 
+SUMS = ("nats", "tokens", "bytes", "samples")
+SUM_DTYPE = torch.float32 if torch.backends.mps.is_available() else torch.float64  # Apple's GPUs have no float64
+
 
 @dataclass(frozen=True)
 class GenerationOptions:
@@ -103,11 +106,11 @@ class LanguageModel(TrainingModule):
         generation: GenerationOptions = GenerationOptions(),
     ) -> None:
         optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
-        self_generation = GenerationOptions(**generation) if isinstance(generation, dict) else generation
+        generation = GenerationOptions(**generation) if isinstance(generation, dict) else generation
         super().__init__(optimizer, ema_decay)
         self.save_hyperparameters()
         keep_plain(self)
-        self.generation = self_generation
+        self.generation = generation
         self.context = context
         self.network = MHLAForCausalLM(
             MHLAConfig(
@@ -286,10 +289,6 @@ class LanguageModel(TrainingModule):
             values["bits_per_byte"] = nats / math.log(2) / size
         for name, value in values.items():
             self.log(f"{stage}/{name}", value, prog_bar=name == "bits_per_byte", sync_dist=True)
-
-
-SUMS = ("nats", "tokens", "bytes", "samples")
-SUM_DTYPE = torch.float32 if torch.backends.mps.is_available() else torch.float64  # Apple's GPUs have no float64
 
 
 def _for_layers(attention: Any, kinds: list[str] | None, depth: int) -> Any:
