@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -100,7 +101,9 @@ class AttentionPictures(Callback):
         self._layout = layer.layout
         self._weights.append(weights.float().cpu())
         if isinstance(layer, MHLA):
-            self._mixing.append(layer.mixing.matrix().detach().float().cpu().clone())
+            mixing = layer.mixing.matrix().detach().float().cpu().clone()
+            hidden = torch.ones(mixing.shape[-2:], dtype=torch.bool).triu(1)
+            self._mixing.append(mixing.masked_fill(hidden, float("nan")) if layer.causal else mixing)
 
     def on_validation_batch_end(
         self,
@@ -122,7 +125,9 @@ class AttentionPictures(Callback):
             pl_module.log(f"attention/entropy_layer{index}", attention_entropy(weights), on_epoch=True, batch_size=1)
         if trainer.is_global_zero and self._layout is not None:
             image = batch["image"][self.sample].float().cpu() if isinstance(batch, dict) and "image" in batch else None
-            self._keep(trainer, "attention", draw_attention(self._weights, self._layout, image))
+            sequence = len(self._layout.grid) == 1
+            figure = draw_matrices(self._weights) if sequence else draw_attention(self._weights, self._layout, image)
+            self._keep(trainer, "attention", figure)
             if self._mixing:
                 self._keep(trainer, "mixing", draw_mixing(self._mixing, self._layout))
 
@@ -155,17 +160,43 @@ def draw_mixing(mixing: list[Tensor], layout: BlockLayout) -> Figure:
     return figure
 
 
+def draw_matrices(weights: list[Tensor], least: float = 1e-5) -> Figure:
+    """The whole attention matrix of every layer, for sequences: share of each query's weight on each key.
+
+    Shares are of absolute weights, mean over heads, on a logarithmic scale; weights of exactly 0 are left white.
+
+    Args:
+        weights: ``[H, N, N]`` of each layer.
+        least: share at the lower end of the scale.
+    """
+    columns = min(4, len(weights))
+    rows = -(-len(weights) // columns)
+    figure = Figure(figsize=(3.2 * columns + 0.6, 3.2 * rows + 0.5), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    scale = LogNorm(least, 1)
+    for index, axis in enumerate(axes):
+        if index >= len(weights):
+            axis.remove()
+            continue
+        size = weights[index].float().abs()
+        share = (size / size.sum(-1, keepdim=True).clamp(min=1e-12)).mean(0)
+        shown = torch.where(share > 0, share.clamp(min=least), float("nan"))
+        picture = axis.imshow(shown, cmap="magma", norm=scale)
+        axis.set(title=f"layer {index}", xlabel="key", ylabel="query" if index % columns == 0 else "")
+    figure.colorbar(picture, ax=axes[: len(weights)], shrink=0.7, label="share of the query's weight")
+    return figure
+
+
 def draw_attention(weights: list[Tensor], layout: BlockLayout, image: Tensor | None, queries: int = 4) -> Figure:
     """Maps of some queries (columns) in every layer (rows), mean over heads, beside the image if there is one.
 
     Args:
         weights: ``[H, N, N]`` of each layer, tokens in raster order, prefix first.
-        layout: the token grid.
+        layout: the token grid, of two axes or three (of which the first frame is shown).
         image: ``[channels, height, width]``, any scale.
         queries: number of query tokens, spread over the grid.
     """
-    prefix, grid = layout.prefix_tokens, layout.grid
-    plane = grid[-2:] if len(grid) > 1 else (1, grid[0])
+    prefix, plane = layout.prefix_tokens, layout.grid[-2:]
     tokens = plane[0] * plane[1]
     places = [(2 * i + 1) * tokens // (2 * queries) for i in range(queries)]
     places = [min(p - p % plane[1] + (2 * i + 1) * plane[1] // (2 * queries), tokens - 1) for i, p in enumerate(places)]

@@ -12,6 +12,7 @@ from lightning_mhla.callbacks.pictures import (
     attention_entropy,
     attention_rank,
     draw_attention,
+    draw_matrices,
     draw_mixing,
     fold_mixing,
 )
@@ -49,3 +50,13 @@ def test_every_layer_gets_a_panel() -> None:
     assert [axis.get_title() for axis in figure.axes if axis.get_title()] == ["layer 0", "layer 1"]
     figure = draw_attention([torch.rand(2, 17, 17)] * 3, layout, torch.rand(3, 8, 8), queries=4)
     assert len(figure.axes) == 3 * 5
+
+
+def test_sequences_are_drawn_as_whole_matrices() -> None:
+    weights = torch.randn(2, 9, 9).tril()  # signed, as rotary makes them
+    figure = draw_matrices([weights] * 5)
+    panels = [axis for axis in figure.axes if axis.get_title()]
+    assert [axis.get_title() for axis in panels] == [f"layer {index}" for index in range(5)]
+    shown = torch.from_numpy(panels[0].images[0].get_array().filled(float("nan")))
+    assert torch.equal(shown.isnan(), weights[0] == 0)
+    torch.testing.assert_close(shown.nansum(-1), torch.ones(9), rtol=0, atol=1e-3)

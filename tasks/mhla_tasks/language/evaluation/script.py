@@ -31,6 +31,8 @@ def main() -> None:
     sys.argv[1:] = words
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if several:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         torch.distributed.init_process_group()
     try:
         with local_data(folder):
