@@ -50,7 +50,7 @@ def draw(rows: list[dict[str, Any]], trained: int, path: Path) -> None:
         places = [(i + 0.5) * width for i in range(len(row["perplexity"]))]
         axis.plot(places, row["perplexity"], label=row["variant"], linewidth=1.3)
     axis.axvline(trained, color="grey", linestyle="--", linewidth=1)
-    axis.text(trained * 1.05, axis.get_ylim()[1] * 0.9, f"trained on {trained}", color="grey")
+    axis.text(trained * 1.05, 0.93, f"trained on {trained}", color="grey", transform=axis.get_xaxis_transform())
     axis.set(xlabel="position, tokens", ylabel="perplexity per token", xscale="log", yscale="log")
     plain_numbers(axis)
     axis.grid(alpha=0.3, which="both")
