@@ -11,11 +11,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardReader, find_shards
+from mhla_tasks.language.documents import check_text, encode_document
 from mhla_tasks.language.prompts import PromptFile
-from mhla_tasks.language.shards import ShardRuns, check_text
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
-from mhla_tasks.language.stdlib import encode_document, load_stdlib
+from mhla_tasks.language.stdlib import load_stdlib
 from mhla_tasks.language.stream import PackedRows, RowPosition, StreamLoader
+from mhla_tasks.language.token_shards import ShardRuns
 from mhla_tasks.language.tokenizer import load_tokenizer, token_bytes
 
 

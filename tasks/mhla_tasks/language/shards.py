@@ -3,10 +3,10 @@
     python -m mhla_tasks.language.shards shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
     python -m mhla_tasks.language.shards shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
 
-Sources are text files (one document each), folders of them, .jsonl and .parquet files (one document for each row of
---column; rows without a text are left out), or hub:NAME[:CONFIG[:SPLIT]], which is streamed. All cores tokenise. A shard
-gets its name when it is complete: calling again after a stop goes on where it was. The tokenizer is kept in the folder's
-tokenizer/.
+Sources are text files in UTF-8 (one document each), folders (other files in them are left out), .jsonl and .parquet files
+(one document for each row of --column; rows without a text are left out), or hub:NAME[:CONFIG[:SPLIT]], which is streamed.
+All cores tokenise. A shard gets its name when it is complete: calling again after a stop goes on where it was. The
+tokenizer is kept in the folder's tokenizer/.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import io
 import itertools
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,12 +25,14 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_mhla.data import BrokenSampleError, ShardReader
+from lightning_mhla.data import ShardReader
 from lightning_mhla.data.write import check_manifest, shard_writer
-from mhla_tasks.language.stdlib import encode_document
+from mhla_tasks.language.documents import check_text, encode_document
+from mhla_tasks.language.token_shards import STARTS, TOKENS, ShardRuns
 from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer
 
-TOKENS, STARTS = "tokens.npy", "starts.npy"
+log = logging.getLogger(__name__)
+
 ROWS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -38,7 +41,7 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
 
     Raises:
         FileNotFoundError: when a source is not there.
-        ValueError: when a table has no such column.
+        ValueError: when a table has no such column, or a file that is named is not text in UTF-8.
     """
     for source in sources:
         if source.startswith("hub:"):
@@ -48,8 +51,13 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
         for path in _files(Path(source)):
             if path.suffix in ROWS:
                 yield from _rows(str(path), column, path=ROWS[path.suffix], data_files=str(path), split="train")
-            else:
-                yield path.read_text(encoding="utf-8", errors="replace")
+                continue
+            try:
+                yield path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                if path == Path(source):
+                    raise ValueError(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start})") from error
+                log.warning("left out, since it is not text in UTF-8: %s", path)
 
 
 def _files(path: Path) -> list[Path]:
@@ -69,17 +77,6 @@ def _rows(source: str, column: str, **options: Any) -> Iterator[str]:
             raise ValueError(f"{source} has no column {column!r}, only {sorted(row)}; choose one with --column")
         if row[column] is not None:
             yield check_text(row[column], source)
-
-
-def check_text(value: Any, source: str) -> str:
-    """The value, if it is a text.
-
-    Raises:
-        ValueError: naming the source.
-    """
-    if not isinstance(value, str):
-        raise ValueError(f"{source}: {str(value)[:60]!r} is {type(value).__name__}, not text; choose another column")
-    return value
 
 
 def text_runs(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
@@ -173,64 +170,6 @@ def _npy(array: np.ndarray) -> bytes:
     stream = io.BytesIO()
     np.save(stream, array, allow_pickle=False)
     return stream.getvalue()
-
-
-class ShardRuns:
-    """The samples of token shards as runs, of which only what is asked for is read; see ``sources.TokenRuns``.
-
-    Raises:
-        BrokenSampleError: when a sample holds no tokens that can be read, naming shard and sample.
-    """
-
-    def __init__(self, reader: ShardReader) -> None:
-        self.reader = reader
-        self.run_shards: Sequence[int] = reader.shard_sizes
-        self._heads = [self._head(run) for run in range(len(reader))]
-        self.lengths: Sequence[int] = [
-            (reader.size(run, TOKENS) - offset) // dtype.itemsize for run, (offset, dtype) in enumerate(self._heads)
-        ]
-        self._starts: dict[int, np.ndarray] = {}
-
-    def _head(self, run: int) -> tuple[int, np.dtype]:
-        """Where the tokens of a run begin in its member, and their type."""
-        self.reader.extension(run, (TOKENS,))
-        self.reader.extension(run, (STARTS,))
-        stream = io.BytesIO(self.reader.read(run, TOKENS, 0, 256))
-        try:
-            np.lib.format.read_magic(stream)
-            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-        except (ValueError, EOFError) as error:
-            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is no array of numpy ({error})") from error
-        if len(shape) != 1 or dtype.kind != "u":
-            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is {dtype} {shape}, not unsigned integers [n]")
-        if stream.tell() + shape[0] * dtype.itemsize != self.reader.size(run, TOKENS):
-            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is cut short of its {shape[0]} tokens")
-        return stream.tell(), dtype
-
-    def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """See ``sources.TokenRuns``."""
-        offset, dtype = self._heads[run]
-        data = self.reader.read(run, TOKENS, offset + start * dtype.itemsize, count * dtype.itemsize)
-        tokens = np.frombuffer(data, dtype)
-        first = np.zeros(len(tokens), dtype=bool)
-        starts = self._document_starts(run)
-        low, high = np.searchsorted(starts, [start, start + count])
-        first[starts[low:high] - start] = True
-        return tokens, first
-
-    def _document_starts(self, run: int) -> np.ndarray:
-        if run not in self._starts:
-            if len(self._starts) >= 64:
-                self._starts.clear()
-            try:
-                self._starts[run] = np.load(io.BytesIO(self.reader.read(run, STARTS)), allow_pickle=False)
-            except (ValueError, EOFError) as error:
-                raise BrokenSampleError(f"{self.describe(run)}: .{STARTS} is no array of numpy ({error})") from error
-        return self._starts[run]
-
-    def describe(self, run: int) -> str:
-        """See ``sources.TokenRuns``."""
-        return self.reader.describe(run)
 
 
 def main() -> None:

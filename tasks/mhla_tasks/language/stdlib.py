@@ -16,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data.shards import default_cache
+from mhla_tasks.language.documents import encode_document
 from mhla_tasks.language.tokenizer import load_tokenizer, train_tokenizer
 
 LEFT_OUT = {
@@ -99,12 +100,3 @@ def _prepare(texts: dict[Path, str], vocab_size: int, folder: Path) -> None:
     aside = folder / f"tokens.{os.getpid()}.part.npz"
     np.savez(aside, **arrays)
     aside.replace(folder / "tokens.npz")
-
-
-def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """A document's tokens between the special tokens that begin and end it (one sign for both goes before it)."""
-    end = tokenizer.eos_token_id
-    begin = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    if begin is None:
-        raise ValueError("the tokenizer has neither a bos nor an eos token, so documents could not be told apart")
-    return np.array([begin, *ids, *([] if end in (None, begin) else [end])], dtype=np.int64)

@@ -12,10 +12,12 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 from mhla_tasks.language import HubText, PythonSource, TokenShards
-from mhla_tasks.language.shards import ShardRuns, read_documents, write_token_shards
+from mhla_tasks.language.documents import encode_document
+from mhla_tasks.language.shards import read_documents, write_token_shards
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
-from mhla_tasks.language.stdlib import encode_document, stdlib_files
+from mhla_tasks.language.stdlib import stdlib_files
 from mhla_tasks.language.stream import PackedRows, RowPosition
+from mhla_tasks.language.token_shards import ShardRuns
 from mhla_tasks.language.tokenizer import load_tokenizer, pack_tokenizer, token_bytes, train_tokenizer, unpack_tokenizer
 from small import SENTENCES, small_model
 
@@ -127,6 +129,15 @@ def test_shards_go_on_after_a_stop(
     other = train_tokenizer(TEXTS[::-1], 310)
     with pytest.raises(ValueError, match="shards of another tokenizer"):
         write(tmp_path / "out", sources, other, prefix="val")
+
+
+def test_files_that_are_not_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.pyc").write_bytes(b"\xa7\r\r\n\x00\xff")
+    assert list(read_documents([str(tmp_path)], "text")) == ["one"]
+    assert "b.pyc" in caplog.text
+    with pytest.raises(ValueError, match=r"b\.pyc is not text in UTF-8"):
+        list(read_documents([str(tmp_path / "b.pyc")], "text"))
 
 
 def test_rows_without_text(tokenizer: Any, tmp_path: Path) -> None:

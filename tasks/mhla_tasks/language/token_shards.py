@@ -1,0 +1,71 @@
+"""Reading token shards: long runs of tokens by index, of which only what is asked for is read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_mhla.data import BrokenSampleError, ShardReader
+
+TOKENS, STARTS = "tokens.npy", "starts.npy"
+"""Members of a sample: its tokens, and the first token of each document."""
+
+
+class ShardRuns:
+    """The samples of token shards as runs, of which only what is asked for is read; see ``sources.TokenRuns``.
+
+    Raises:
+        BrokenSampleError: when a sample holds no tokens that can be read, naming shard and sample.
+    """
+
+    def __init__(self, reader: ShardReader) -> None:
+        self.reader = reader
+        self.run_shards: Sequence[int] = reader.shard_sizes
+        self._heads = [self._head(run) for run in range(len(reader))]
+        self.lengths: Sequence[int] = [
+            (reader.size(run, TOKENS) - offset) // dtype.itemsize for run, (offset, dtype) in enumerate(self._heads)
+        ]
+        self._starts: dict[int, np.ndarray] = {}
+
+    def _head(self, run: int) -> tuple[int, np.dtype]:
+        """Where the tokens of a run begin in its member, and their type."""
+        self.reader.extension(run, (TOKENS,))
+        self.reader.extension(run, (STARTS,))
+        stream = io.BytesIO(self.reader.read(run, TOKENS, 0, 256))
+        try:
+            np.lib.format.read_magic(stream)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+        except (ValueError, EOFError) as error:
+            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is no array of numpy ({error})") from error
+        if len(shape) != 1 or dtype.kind != "u":
+            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is {dtype} {shape}, not unsigned integers [n]")
+        if stream.tell() + shape[0] * dtype.itemsize != self.reader.size(run, TOKENS):
+            raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is cut short of its {shape[0]} tokens")
+        return stream.tell(), dtype
+
+    def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """See ``sources.TokenRuns``."""
+        offset, dtype = self._heads[run]
+        data = self.reader.read(run, TOKENS, offset + start * dtype.itemsize, count * dtype.itemsize)
+        tokens = np.frombuffer(data, dtype)
+        first = np.zeros(len(tokens), dtype=bool)
+        starts = self._document_starts(run)
+        low, high = np.searchsorted(starts, [start, start + count])
+        first[starts[low:high] - start] = True
+        return tokens, first
+
+    def _document_starts(self, run: int) -> np.ndarray:
+        if run not in self._starts:
+            if len(self._starts) >= 64:
+                self._starts.clear()
+            try:
+                self._starts[run] = np.load(io.BytesIO(self.reader.read(run, STARTS)), allow_pickle=False)
+            except (ValueError, EOFError) as error:
+                raise BrokenSampleError(f"{self.describe(run)}: .{STARTS} is no array of numpy ({error})") from error
+        return self._starts[run]
+
+    def describe(self, run: int) -> str:
+        """See ``sources.TokenRuns``."""
+        return self.reader.describe(run)
