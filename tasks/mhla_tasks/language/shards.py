@@ -43,6 +43,7 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
         FileNotFoundError: when a source is not there.
         ValueError: when a table has no such column, or a file that is named is not text in UTF-8.
     """
+    left_out: list[Path] = []
     for source in sources:
         if source.startswith("hub:"):
             name, config, split = [*source[4:].split(":"), "", ""][:3]
@@ -57,7 +58,9 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 if path == Path(source):
                     raise ValueError(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start})") from error
-                log.warning("left out, since it is not text in UTF-8: %s", path)
+                left_out.append(path)
+    if left_out:
+        log.warning("%d files are not text in UTF-8 and were left out: %s ..", len(left_out), left_out[0])
 
 
 def _files(path: Path) -> list[Path]:
