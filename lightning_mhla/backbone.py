@@ -14,7 +14,7 @@ from lightning_mhla.attention import AttentionConfig, build_attention, layout_fo
 from lightning_mhla.attention.base import Rotary
 from lightning_mhla.generation import GenerationCache
 from lightning_mhla.layout import BlockLayout
-from lightning_mhla.positions import packed_positions
+from lightning_mhla.positions import sequence_positions
 
 NormKind = Literal["layernorm", "rmsnorm"]
 MlpKind = Literal["gelu", "swiglu"]
@@ -240,11 +240,7 @@ class Backbone(nn.Module):
         if self.order is not None:
             x = x.index_select(1, self.order)
             key_mask = key_mask if key_mask is None else key_mask.index_select(1, self.order)
-        if cu_seqlens is not None:
-            places = packed_positions(torch.as_tensor(cu_seqlens, device=x.device), x.shape[1])
-        else:
-            places = torch.arange(x.shape[1], device=x.device)
-        angles = self._angles(places)
+        angles = self._angles(sequence_positions(x, cu_seqlens))
         for block in self.layers:
             options = (
                 condition,
@@ -273,7 +269,7 @@ class Backbone(nn.Module):
         for index, block in enumerate(self.layers):
             rotary = angles.get(block.attn.config.rotary_base)
             x, cache.layers[index] = block.next_tokens(x, cache.layers[index], counts, rotary)
-        cache.advance(counts, x.shape[1])
+        cache.columns += x.shape[1]
         return self.norm(x)
 
     @property

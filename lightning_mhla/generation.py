@@ -16,7 +16,6 @@ class GenerationCache:
 
     Attributes:
         layers: the state of each layer; None before any token.
-        lengths: tokens so far in each row.
         columns: columns of the batch so far, padding included.
     """
 
@@ -24,20 +23,17 @@ class GenerationCache:
 
     def __init__(self, depth: int) -> None:
         self.layers: list[Any] = [None] * depth
-        self.lengths: tuple[int, ...] = ()
         self.columns = 0
 
-    def advance(self, counts: Sequence[int], columns: int) -> None:
-        """Note that every row got ``counts`` more tokens in ``columns`` columns."""
-        self.columns += columns
-        before = self.lengths or (0,) * len(counts)
-        self.lengths = tuple(old + count for old, count in zip(before, counts, strict=True))
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens so far in each row; empty before any."""
+        return () if self.layers[0] is None else self.layers[0].lengths
 
     def select(self, rows: Tensor | Sequence[int]) -> None:
         """Keep other rows, for example the beams that go on: ``rows`` are indices, repeats allowed."""
         chosen = rows if isinstance(rows, Tensor) else torch.tensor(list(rows))
         self.layers = [None if state is None else state.select(chosen) for state in self.layers]
-        self.lengths = tuple(self.lengths[row] for row in chosen.tolist())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """:meth:`select`, under the name by which transformers' beam search calls it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,13 +29,15 @@ def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> tupl
     return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
-def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """``[tokens]`` int64: place of each token in its own sequence, for sequences packed in one row.
+def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
+    """``[N]`` int64: place of each of the tokens ``[B, N, ...]`` in its sequence.
 
     Args:
-        cu_seqlens: ``[S + 1]`` int64, first token of each sequence, and their number of tokens at the end.
-        tokens: of the row, ``cu_seqlens[-1]``.
+        x: the tokens.
+        cu_seqlens: ``[S + 1]``: first token of each of the sequences that are packed in the one row, and N; None for one.
     """
-    place = torch.arange(tokens, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens, place, right=True) - 1
-    return place - cu_seqlens[sequence]
+    place = torch.arange(x.shape[1], device=x.device)
+    if cu_seqlens is None:
+        return place
+    bounds = torch.as_tensor(cu_seqlens, device=x.device)
+    return place - bounds[torch.searchsorted(bounds, place, right=True) - 1]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mhla.layout import BlockLayout
-from lightning_mhla.positions import packed_positions, rotary_angles
+from lightning_mhla.positions import rotary_angles, sequence_positions
 
 FeatureMap = Literal["relu", "elu", "softplus", "identity"]
 
@@ -104,9 +104,10 @@ class Attention(nn.Module):
     order: Tensor | None
     inverse: Tensor | None
 
-    def __init_subclass__(cls, kind: str, **options: Any) -> None:
+    def __init_subclass__(cls, kind: str | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
-        Attention.kinds[kind] = cls
+        if kind is not None:
+            Attention.kinds[kind] = cls
 
     def __init__(
         self,
@@ -274,9 +275,7 @@ class Attention(nn.Module):
     def _rotary(self, given: Rotary | None, x: Tensor, cu_seqlens: Sequence[int] | None) -> Rotary | None:
         if given is not None or not self.config.rotary:
             return given if self.config.rotary else None
-        if cu_seqlens is not None:
-            return self.angles(packed_positions(torch.as_tensor(cu_seqlens, device=x.device), x.shape[1]))
-        return self.angles(torch.arange(x.shape[1], device=x.device))
+        return self.angles(sequence_positions(x, cu_seqlens))
 
     def _finish(self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         if self.norm is not None:
@@ -379,20 +378,6 @@ def map_features(
         return q, k, rest
     q, k = (rotary_features(x, *rotary, feature_map=rest) for x in (q, k))
     return q, k, "identity"
-
-
-def summary_flops(layer: Attention, tokens: int, chunk: float | None, mixed: float) -> float:
-    """Operations of attention by summaries: making and reading them, mixing, and the causal products inside a block.
-
-    Args:
-        layer: for its widths.
-        tokens: of the sequence.
-        chunk: tokens of a causal block; None for bidirectional attention.
-        mixed: summaries that are added up for others, in all.
-    """
-    summary = layer.key_width * layer.value_width
-    inside = 0.0 if chunk is None else (chunk + 1) / 2 * (layer.key_width + layer.value_width)
-    return 2.0 * layer.heads * (tokens * (2 * summary + inside) + mixed * summary)
 
 
 def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:

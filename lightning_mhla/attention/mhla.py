@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from mhla_kernels import (
-    ExponentialMixing,
-    MHLAState,
-    attention_matrix,
-    mhla_attention,
-    mhla_prefill,
-    mhla_step,
-)
+from mhla_kernels import ExponentialMixing
 from torch import Tensor
 
-from lightning_mhla.attention.base import Attention, AttentionConfig, Rotary, map_features, summary_flops
+from lightning_mhla.attention.base import AttentionConfig
+from lightning_mhla.attention.summaries import SummaryAttention
 from lightning_mhla.layout import BlockLayout
 from lightning_mhla.mixing import DenseMixing, ExponentialCoefficients, MixingCoefficients
 
 
-class MHLA(Attention, kind="mhla"):
+class MHLA(SummaryAttention, kind="mhla"):
     """Multi-head linear attention over blocks of tokens (arXiv 2601.07832); arguments as for :class:`Attention`.
 
     Works inside any model: alone it takes and gives tokens in raster order.
@@ -71,37 +64,9 @@ class MHLA(Attention, kind="mhla"):
         super().extend(tokens)
         self.mixing.extend(self.layout.num_blocks)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        rotary: Rotary | None = None,
-        cu_seqlens: Sequence[int] | None = None,
-    ) -> Tensor:
-        """See :meth:`Attention.attend`."""
-        q, k, options = self._operands(q, k, rotary)
-        mixing, causal = self.mixing(), self.causal
-        return mhla_attention(q, k, v, mixing, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens, **options)
-
-    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rotary: Rotary | None = None) -> Tensor:
-        """See :meth:`Attention.weights`."""
-        q, k, options = self._operands(q, k, rotary)
-        return attention_matrix(q, k, self.mixing(), causal=self.causal, key_mask=key_mask, **options)
-
-    def continue_from(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: MHLAState | None,
-        counts: Sequence[int],
-        rotary: Rotary | None = None,
-    ) -> tuple[Tensor, MHLAState]:
-        """See :meth:`Attention.continue_from`."""
-        q, k, options = self._operands(q, k, rotary)
-        return continue_linear(q, k, v, self.mixing(), state, counts, options)
+    def coefficients(self, q: Tensor) -> tuple[Tensor | ExponentialMixing, dict[str, Any]]:
+        """See :meth:`SummaryAttention.coefficients`: the learned ones."""
+        return self.mixing(), self.blocks
 
     def operator_flops(self, tokens: int) -> float:
         """See :meth:`Attention.operator_flops`; of the chunked form."""
@@ -111,24 +76,4 @@ class MHLA(Attention, kind="mhla"):
             mixed = 2 * self.mixing.amplitude.shape[-1] * blocks
         else:
             mixed = blocks * (blocks - 1) / 2 if self.causal else blocks**2
-        return summary_flops(self, tokens, size if self.causal else None, mixed)
-
-    def _operands(self, q: Tensor, k: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        q, k, feature_map = map_features(q, k, self.config.feature_map, rotary)
-        return q, k, {"normalize": self.config.normalize, "feature_map": feature_map, **self.blocks}
-
-
-def continue_linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Tensor | ExponentialMixing,
-    state: MHLAState | None,
-    counts: Sequence[int],
-    options: dict[str, Any],
-) -> tuple[Tensor, MHLAState]:
-    """The operator's next tokens, one or many; arguments as for :meth:`Attention.continue_from`."""
-    if state is not None and q.shape[1] == 1 and all(counts):
-        out, state = mhla_step(q[:, 0], k[:, 0], v[:, 0], mixing, state, donate_state=True, **options)
-        return out[:, None], state
-    return mhla_prefill(q, k, v, mixing, lengths=counts, state=state, **options)
+        return self.summary_flops(tokens, size if self.causal else None, mixed)

@@ -1,0 +1,72 @@
+"""Attention by key-value summaries of blocks: what mhla and linear attention share, all but the coefficients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mhla_kernels import ExponentialMixing, MHLAState, attention_matrix, mhla_attention, mhla_prefill, mhla_step
+from torch import Tensor
+
+from lightning_mhla.attention.base import Attention, Rotary, map_features
+
+
+class SummaryAttention(Attention):
+    """The operator with the coefficients and blocks of :meth:`coefficients`; arguments as for :class:`Attention`."""
+
+    def coefficients(self, q: Tensor) -> tuple[Tensor | ExponentialMixing, dict[str, Any]]:
+        """What the operator takes as ``mixing``, and its blocks by name, for mapped queries ``[B, N, H, Dk]``."""
+        raise NotImplementedError
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        rotary: Rotary | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Tensor:
+        """See :meth:`Attention.attend`."""
+        q, k, mixing, options = self._operands(q, k, rotary)
+        return mhla_attention(q, k, v, mixing, causal=self.causal, key_mask=key_mask, cu_seqlens=cu_seqlens, **options)
+
+    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rotary: Rotary | None = None) -> Tensor:
+        """See :meth:`Attention.weights`."""
+        q, k, mixing, options = self._operands(q, k, rotary)
+        return attention_matrix(q, k, mixing, causal=self.causal, key_mask=key_mask, **options)
+
+    def continue_from(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: MHLAState | None,
+        counts: Sequence[int],
+        rotary: Rotary | None = None,
+    ) -> tuple[Tensor, MHLAState]:
+        """See :meth:`Attention.continue_from`."""
+        q, k, mixing, options = self._operands(q, k, rotary)
+        if state is not None and q.shape[1] == 1 and all(counts):
+            out, state = mhla_step(q[:, 0], k[:, 0], v[:, 0], mixing, state, donate_state=True, **options)
+            return out[:, None], state
+        return mhla_prefill(q, k, v, mixing, lengths=counts, state=state, **options)
+
+    def summary_flops(self, tokens: int, chunk: float | None, mixed: float) -> float:
+        """Operations of making and reading summaries, of mixing them, and of the causal products inside a block.
+
+        Args:
+            tokens: of the sequence.
+            chunk: tokens of a causal block; None for bidirectional attention.
+            mixed: summaries that are added up for others, in all.
+        """
+        summary = self.key_width * self.value_width
+        inside = 0.0 if chunk is None else (chunk + 1) / 2 * (self.key_width + self.value_width)
+        return 2.0 * self.heads * (tokens * (2 * summary + inside) + mixed * summary)
+
+    def _operands(
+        self, q: Tensor, k: Tensor, rotary: Rotary | None
+    ) -> tuple[Tensor, Tensor, Tensor | ExponentialMixing, dict[str, Any]]:
+        q, k, feature_map = map_features(q, k, self.config.feature_map, rotary)
+        mixing, blocks = self.coefficients(q)
+        return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, **blocks}
