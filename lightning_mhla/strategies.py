@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning import Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
@@ -23,3 +24,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Size the data-parallel dimension, which is known only now."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
+
+
+def shards_weights(trainer: Trainer) -> bool:
+    """Whether no process holds all weights."""
+    return isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy)

@@ -100,6 +100,12 @@ def test_the_report_of_language_models_goes_on_and_is_read_by_the_next(
 
     first = report(*small)
     assert first[0]["steps"] == 2
+    clock = tmp_path / "runs/linear/seconds.json"  # as it is when training was stopped
+    clock.write_text(json.dumps({**json.loads(clock.read_text()), "done": False}))
+    again = report(*small)
+    assert {**again[0], "seconds": 0} == {**first[0], "seconds": 0}, "it did not go on from its checkpoint"
+    assert again[0]["seconds"] > first[0]["seconds"]  # type: ignore[operator]
+    first = again
     monkeypatch.setattr(language.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
     assert report(*small) == first
     with pytest.raises(SystemExit, match="was trained with"):

@@ -8,7 +8,8 @@ from contextlib import contextmanager, nullcontext
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+
+from lightning_mhla.strategies import shards_weights
 
 
 class ExponentialMovingAverage(EMAWeightAveraging):
@@ -30,7 +31,7 @@ class ExponentialMovingAverage(EMAWeightAveraging):
         Raises:
             ValueError: under a strategy that shards the weights.
         """
-        if isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy):
+        if shards_weights(trainer):
             raise ValueError(
                 f"the weight average cannot be kept under {type(trainer.strategy).__name__}, which shards the weights; "
                 "set --model.init_args.ema_decay=null (configs/trainer/fsdp.yaml does)"

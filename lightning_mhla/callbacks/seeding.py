@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
-from lightning_mhla.data.module import batches_trained
+from lightning_mhla.data.module import batches_trained, process_share
 from lightning_mhla.data.sampling import seed_step
 
 
@@ -26,5 +26,5 @@ class StepSeed(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed this process."""
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
-        share = trainer.distributed_sampler_kwargs or {}
-        seed_step(seed, batches_trained(trainer), share.get("rank", 0))
+        rank, _ = process_share(trainer)
+        seed_step(seed, batches_trained(trainer), rank)

@@ -66,6 +66,20 @@ class Progress(NamedTuple):
     steps: int | None = None
 
 
+def samples_each(batch_size: int, world: int) -> int:
+    """Samples of a batch for each of ``world`` processes.
+
+    Raises:
+        ValueError: when they cannot share it, naming one that they can.
+    """
+    if batch_size < 1 or batch_size % world:
+        raise ValueError(
+            f"batch_size={batch_size} counts the samples of a batch over all processes and must be a multiple of "
+            f"their number, {world}; use {max(1, round(batch_size / world)) * world}"
+        )
+    return batch_size // world
+
+
 class ResumableLoader:
     """Batches of a source, in an order that depends on seed and epoch alone.
 
@@ -100,11 +114,7 @@ class ResumableLoader:
         progress: Callable[[], Progress] = Progress,
         num_workers: int = 0,
     ) -> None:
-        if batch_size < 1 or batch_size % world:
-            raise ValueError(
-                f"batch_size={batch_size} counts the samples of a batch over all processes and must be a multiple of "
-                f"their number, {world}; use {max(1, round(batch_size / world)) * world}"
-            )
+        samples_each(batch_size, world)
         if not len(source):
             raise ValueError("the data set holds no samples")
         if train and len(source) < batch_size:

@@ -17,6 +17,12 @@ def batches_trained(trainer: Trainer) -> int:
     return progress.processed  # type: ignore[attr-defined]  # Lightning's annotation names the base class
 
 
+def process_share(trainer: Trainer | None) -> tuple[int, int]:
+    """This process's place among those that share the samples, and their number."""
+    share = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
+    return share.get("rank", 0), share.get("num_replicas", 1)
+
+
 class ResumableDataModule(LightningDataModule):
     """Training, validation, test and prediction data of one domain; a domain implements :meth:`source`.
 
@@ -102,10 +108,7 @@ class ResumableDataModule(LightningDataModule):
             self._train_loader.load_state_dict(state_dict)
 
     def _loader(self, stage: str, train: bool = False) -> ResumableLoader:
-        options: dict[str, Any] = {}
-        if self.trainer is not None:
-            share = self.trainer.distributed_sampler_kwargs or {}
-            options = {"rank": share.get("rank", 0), "world": share.get("num_replicas", 1)}
+        rank, world = process_share(self.trainer)
         return ResumableLoader(
             self.source(stage),
             self.batch_size,
@@ -114,5 +117,6 @@ class ResumableDataModule(LightningDataModule):
             window=self.shuffle_window,
             max_skipped=self.max_skipped,
             num_workers=self.num_workers,
-            **options,
+            rank=rank,
+            world=world,
         )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from lightning import LightningModule, Trainer
+from processes import run_cli
 
 from lightning_mhla.callbacks import ExponentialMovingAverage
 from lightning_mhla.strategies import FullyShardedStrategy
@@ -19,20 +17,6 @@ from lightning_mhla.strategies import FullyShardedStrategy
 ROOT = Path(__file__).parents[2]
 DDP = ROOT / "configs/trainer/ddp.yaml"
 FSDP = ROOT / "configs/trainer/fsdp.yaml"
-
-
-def run_cli(*arguments: str) -> str:
-    """Run the command line in processes of its own; what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mhla_tasks.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
 
 
 def small_config(folder: Path) -> Path:

@@ -10,10 +10,10 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lightning_mhla.callbacks.folder import run_folder
 from lightning_mhla.data.sampling import kept_random_state, seed_step
+from lightning_mhla.strategies import shards_weights
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class TextSamples(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue the prompts on the first process, unless the weights are sharded over all of them."""
         folder = run_folder(trainer)
-        sharded = isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy)
-        if trainer.sanity_checking or trainer.state.fn != "fit" or sharded or not trainer.is_global_zero:
+        elsewhere = shards_weights(trainer) or not trainer.is_global_zero
+        if trainer.sanity_checking or trainer.state.fn != "fit" or elsewhere:
             return
         with kept_random_state():
             seed_step(self.seed, 0, 0)

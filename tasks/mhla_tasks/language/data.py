@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardReader, find_shards
-from mhla_tasks.language.documents import check_text, encode_document
+from lightning_mhla.data.loader import samples_each
+from lightning_mhla.data.module import process_share
+from mhla_tasks.language.documents import check_text, encode_document, encode_documents
 from mhla_tasks.language.prompts import PromptFile
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
 from mhla_tasks.language.stdlib import load_stdlib
@@ -158,15 +161,12 @@ class HubText(TextData):
         self.tokenizer_name, self.column = tokenizer, column
         self.data_set = {"path": path, "name": name, "split": split, "data_files": data_files}
         self.steps_per_epoch, self.shuffle_buffer, self.val_documents = steps_per_epoch, shuffle_buffer, val_documents
-        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._stream: StreamLoader | None = None
 
-    @property
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See :class:`TextData`."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.tokenizer_name)
-        return self._tokenizer
+        return load_tokenizer(self.tokenizer_name)
 
     def windows(self, stage: str) -> TokenWindows:
         """See :class:`TextData`: the documents at the start."""
@@ -174,18 +174,13 @@ class HubText(TextData):
         texts = [check_text(row[self.column], "the data set") for row in rows if row[self.column] is not None]
         if not texts:
             raise ValueError(f"the data set gave none of val_documents={self.val_documents} documents to validate on")
-        encoded = [self._encode(text) for text in texts]
-        starts = np.cumsum([0, *map(len, encoded[:-1])])
-        runs = ArrayRuns(np.concatenate(encoded), starts, "the first documents of the data set")
+        runs = ArrayRuns(*encode_documents(texts, self.tokenizer), "the first documents of the data set")
         return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
 
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
         """Packed batches that go on where the trainer's batch count stands."""
-        share = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}
-        rank, world = share.get("rank", 0), share.get("num_replicas", 1)
-        if self.batch_size % world:
-            raise ValueError(f"batch_size={self.batch_size} must be a multiple of the {world} processes")
-        each = self.batch_size // world
+        rank, world = process_share(self.trainer)
+        each = samples_each(self.batch_size, world)
         rows = range(rank * each, (rank + 1) * each)
         table = token_bytes(self.tokenizer)
 
@@ -290,7 +285,6 @@ class TokenShards(TextData):
         self.save_hyperparameters(ignore=["prompts"])
         self.shards = {"train": train, "validate": val}
         self.tokenizer_name, self.cache = tokenizer, Path(cache_dir) if cache_dir else None
-        self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def prepare_data(self) -> None:
         """Find or download the shards and read their member tables, once on each node."""
@@ -298,12 +292,10 @@ class TokenShards(TextData):
             for stage in ("train", "validate") if self.trainer.state.fn == "fit" else ("validate",):
                 self._reader(stage)
 
-    @property
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See :class:`TextData`."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.tokenizer_name or self._beside())
-        return self._tokenizer
+        return load_tokenizer(self.tokenizer_name or self._beside())
 
     def _beside(self) -> Path:
         folder = find_shards(self.shards["train"], self.cache)[0].parent / "tokenizer"

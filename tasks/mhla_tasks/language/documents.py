@@ -19,6 +19,12 @@ def check_text(value: Any, source: str) -> str:
     return value
 
 
+def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens ``[n]`` of documents one after the other, and the first token ``[documents]`` of each, both int64."""
+    encoded = [encode_document(ids, tokenizer) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    return np.concatenate(encoded), np.cumsum([0, *map(len, encoded[:-1])], dtype=np.int64)
+
+
 def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """A document's tokens between the special tokens that begin and end it (one sign for both goes before it)."""
     end = tokenizer.eos_token_id

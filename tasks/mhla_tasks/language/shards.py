@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data import ShardReader
 from lightning_mhla.data.write import check_manifest, shard_writer
-from mhla_tasks.language.documents import check_text, encode_document
+from mhla_tasks.language.documents import check_text, encode_documents
 from mhla_tasks.language.token_shards import STARTS, TOKENS, ShardRuns
 from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer
 
@@ -164,9 +164,8 @@ def write_token_shards(
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, dtype: Any) -> dict[str, bytes]:
-    encoded = [encode_document(ids, tokenizer) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    starts = np.cumsum([0, *map(len, encoded[:-1])], dtype=np.int64)
-    return {TOKENS: _npy(np.concatenate(encoded).astype(dtype)), STARTS: _npy(starts)}
+    tokens, starts = encode_documents(texts, tokenizer)
+    return {TOKENS: _npy(tokens.astype(dtype)), STARTS: _npy(starts)}
 
 
 def _npy(array: np.ndarray) -> bytes:

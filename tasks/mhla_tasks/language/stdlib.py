@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data.shards import default_cache
-from mhla_tasks.language.documents import encode_document
+from mhla_tasks.language.documents import encode_documents
 from mhla_tasks.language.tokenizer import load_tokenizer, train_tokenizer
 
 LEFT_OUT = {
@@ -90,11 +90,8 @@ def _prepare(texts: dict[Path, str], vocab_size: int, folder: Path) -> None:
     tokenizer = train_tokenizer(stages["train"], vocab_size)
     arrays: dict[str, Any] = {}
     for stage, documents in stages.items():
-        encoded = [
-            encode_document(ids, tokenizer) for ids in tokenizer(documents, add_special_tokens=False)["input_ids"]
-        ]
-        arrays[f"{stage}_tokens"] = np.concatenate(encoded).astype(np.uint16)
-        arrays[f"{stage}_starts"] = np.cumsum([0, *map(len, encoded[:-1])])
+        tokens, arrays[f"{stage}_starts"] = encode_documents(documents, tokenizer)
+        arrays[f"{stage}_tokens"] = tokens.astype(np.uint16)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     aside = folder / f"tokens.{os.getpid()}.part.npz"

@@ -22,6 +22,7 @@ from mhla_tasks.language.evaluation.lm import MHLALM, cut_middle
 from mhla_tasks.language.evaluation.script import main
 from mhla_tasks.language.evaluation.tasks import local_data
 from small import SENTENCES, small_model
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
 from lightning_mhla.optim import OptimizerConfig
@@ -106,6 +107,11 @@ def test_callback_logs_every_metric_at_every_step(trained: SimpleNamespace) -> N
     assert [path.name for path in files] == [f"step{STEPS // 2:07d}.json", f"step{STEPS:07d}.json"]
     assert json.loads(files[-1].read_text())["scores"] == trained.scores
     assert {name.split("/")[0] for name in trained.scores} == set(TASKS)
+    events = EventAccumulator(str(trained.folder / "run/version_0")).Reload()
+    for name, value in trained.scores.items():
+        points = events.Scalars(f"lm_eval/{name}")
+        assert [point.step for point in points] == [STEPS // 2, STEPS], name
+        assert points[-1].value == pytest.approx(value), name
 
 
 def test_log_likelihood_does_not_depend_on_the_batch(exported: Path) -> None:

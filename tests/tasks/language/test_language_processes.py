@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from processes import run_cli
 
 ROOT = Path(__file__).parents[3]
 TASKS = ["mmlu_anatomy", "longbench_trec"]
@@ -21,16 +19,8 @@ def fit(folder: Path, config: dict[str, Any], *options: str) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     arguments = ["fit", "--config", str(folder / "config.yaml"), *options, f"--trainer.default_root_dir={folder}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mhla_tasks.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("val/")]
+    printed = run_cli(*arguments, folder=folder)
+    lines = [line.split() for line in printed.splitlines() if line.startswith("val/")]
     scores = list(folder.rglob("lm_eval/step*.json"))
     return {
         "val": {line[0]: float(line[1]) for line in lines},

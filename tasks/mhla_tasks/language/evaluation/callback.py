@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.callbacks.folder import run_folder
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.files import write_whole
+from lightning_mhla.strategies import shards_weights
 from mhla_tasks.language.callbacks import TokenThroughput
 from mhla_tasks.language.model import MHLAForCausalLM
 
@@ -76,7 +76,7 @@ class LMEval(Callback):
             ValueError: for a task that there is not, or a strategy that shards the weights.
             FileNotFoundError: for data that is not there.
         """
-        if isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy):
+        if shards_weights(trainer):
             raise ValueError(
                 f"LMEval needs whole weights on every process, and {type(trainer.strategy).__name__} shards them; use ddp, "
                 "or score the checkpoint with mhla-lm-eval"

@@ -109,14 +109,12 @@ class MHLALM(HFLM):
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Tokens and mask of a batch; see lm-eval. Prompts of more than ``left_truncate_len`` tokens are cut."""
-        if self.cut == "left":
-            ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
-            self._note(strings, mask.sum(1).tolist(), left_truncate_len)
-            return super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
         ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
         self._note(strings, mask.sum(1).tolist(), left_truncate_len)
         if left_truncate_len is None or ids.shape[1] <= left_truncate_len:
             return ids, mask
+        if self.cut == "left":
+            return ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
         rows = [cut_middle(row[real.bool()].tolist(), left_truncate_len) for row, real in zip(ids, mask, strict=True)]
         width = max(map(len, rows))
         ids, mask = ids.new_full((len(rows), width), self.tokenizer.pad_token_id), mask.new_zeros(len(rows), width)
