@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -17,15 +18,21 @@ from lightning_mhla.layout import BlockLayout
 from lightning_mhla.positions import sequence_positions
 
 NormKind = Literal["layernorm", "rmsnorm"]
-MlpKind = Literal["gelu", "swiglu"]
+MlpKind = Literal["gelu", "gelu_tanh", "swiglu"]
+
+MLPS: dict[MlpKind, Callable[..., nn.Module]] = {
+    "gelu": Mlp,
+    "gelu_tanh": partial(Mlp, act_layer=partial(nn.GELU, approximate="tanh")),
+    "swiglu": SwiGLU,
+}
 
 
-def make_norm(kind: NormKind, dim: int, affine: bool = True) -> nn.Module:
+def make_norm(kind: NormKind, dim: int, affine: bool = True, eps: float = 1e-6) -> nn.Module:
     """Normalisation over the last axis of width ``dim``."""
     if kind == "layernorm":
-        return nn.LayerNorm(dim, eps=1e-6, elementwise_affine=affine)
+        return nn.LayerNorm(dim, eps=eps, elementwise_affine=affine)
     if kind == "rmsnorm":
-        return nn.RMSNorm(dim, eps=1e-6, elementwise_affine=affine)
+        return nn.RMSNorm(dim, eps=eps, elementwise_affine=affine)
     raise ValueError(f"norm={kind!r} is not one of 'layernorm', 'rmsnorm'")
 
 
@@ -38,8 +45,9 @@ class Block(nn.Module):
         layout: token grid and blocks.
         attention: the self-attention.
         mlp_ratio: inner width of the MLP over ``dim``.
-        mlp: ``"gelu"`` or ``"swiglu"``.
+        mlp: ``"gelu"``, ``"gelu_tanh"`` (its approximation) or ``"swiglu"``.
         norm: ``"layernorm"`` or ``"rmsnorm"``.
+        mlp_norm_eps: epsilon of the norm before the MLP.
         drop_path: probability that a sample skips a branch while training (stochastic depth).
         condition_dim: width of a conditioning vector that shifts, scales and gates the branches (adaLN-Zero, DiT,
             arXiv 2212.09748); None for none. The branches start switched off.
@@ -61,6 +69,7 @@ class Block(nn.Module):
         mlp_ratio: float = 4.0,
         mlp: MlpKind = "gelu",
         norm: NormKind = "layernorm",
+        mlp_norm_eps: float = 1e-6,
         drop_path: float = 0.0,
         condition_dim: int | None = None,
         context_dim: int | None = None,
@@ -85,8 +94,8 @@ class Block(nn.Module):
             key_width=key_width,
             value_width=value_width,
         )
-        self.norm2 = make_norm(norm, dim, affine)
-        self.mlp = (Mlp if mlp == "gelu" else SwiGLU)(dim, round(dim * mlp_ratio), bias=bias)
+        self.norm2 = make_norm(norm, dim, affine, mlp_norm_eps)
+        self.mlp = MLPS[mlp](dim, round(dim * mlp_ratio), bias=bias)
         self.drop_path = DropPath(drop_path)
         self.norm_context: nn.Module | None = None
         self.cross: nn.MultiheadAttention | None = None
@@ -158,6 +167,7 @@ class Backbone(nn.Module):
         mlp_ratio: see :class:`Block`, as are all that follow.
         mlp: see :class:`Block`.
         norm: see :class:`Block`.
+        mlp_norm_eps: see :class:`Block`.
         condition_dim: see :class:`Block`.
         context_dim: see :class:`Block`.
         causal: see :class:`Block`.
@@ -184,6 +194,7 @@ class Backbone(nn.Module):
         mlp_ratio: float = 4.0,
         mlp: MlpKind = "gelu",
         norm: NormKind = "layernorm",
+        mlp_norm_eps: float = 1e-6,
         condition_dim: int | None = None,
         context_dim: int | None = None,
         causal: bool = False,
@@ -207,6 +218,7 @@ class Backbone(nn.Module):
                 mlp_ratio=mlp_ratio,
                 mlp=mlp,
                 norm=norm,
+                mlp_norm_eps=mlp_norm_eps,
                 drop_path=drop_path * index / max(depth - 1, 1),
                 condition_dim=condition_dim,
                 context_dim=context_dim,

@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from lightning import Callback, LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
@@ -66,6 +67,20 @@ class TrainingModule(LightningModule):
             self.network, self.optimizer_config, steps, per_epoch, self._layer_names()
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
+
+    def log_loss(self, loss: Tensor, batch_size: int) -> Tensor:
+        """Log the training loss of ``batch_size`` samples and hand it on.
+
+        Raises:
+            ValueError: when it is not finite, before it reaches the weights.
+        """
+        if not torch.isfinite(loss.detach()) and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"the loss is {float(loss)} at step {self.trainer.global_step}; lower the learning rate, warm up longer "
+                "or clip gradients (trainer.gradient_clip_val)"
+            )
+        self.log("train/loss", loss, prog_bar=True, batch_size=batch_size)
+        return loss
 
     def _layer_names(self) -> Iterable[Iterable[str]]:
         if self.optimizer_config.layer_decay == 1:

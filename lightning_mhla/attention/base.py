@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, ClassVar, Literal
 
@@ -356,6 +356,19 @@ def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_t
         raise ValueError(f"attention kind {first.kind!r} needs block_grid (blocks along each axis) or block_size")
     blocks = None if first.block_grid is None else tuple(first.block_grid)
     return BlockLayout(tuple(grid), blocks, first.block_size, prefix_tokens)
+
+
+def attention_per_layer(config: AttentionConfig, kinds: Sequence[str] | None, depth: int) -> list[AttentionConfig]:
+    """One configuration for each of ``depth`` layers: ``kinds`` repeated to the depth, or ``config.kind`` everywhere.
+
+    Raises:
+        ValueError: when the number of kinds does not divide the depth.
+    """
+    if kinds is None:
+        return [config] * depth
+    if not kinds or depth % len(kinds):
+        raise ValueError(f"layer_kinds={list(kinds)} is repeated to the depth, so its length must divide depth={depth}")
+    return [replace(config, kind=kind) for kind in kinds] * (depth // len(kinds))
 
 
 def build_attention(config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any) -> Attention:

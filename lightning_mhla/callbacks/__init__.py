@@ -2,8 +2,16 @@
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
 from lightning_mhla.callbacks.curves import LearningCurves
+from lightning_mhla.callbacks.periodic import PeriodicEvaluation
 from lightning_mhla.callbacks.pictures import AttentionPictures
 from lightning_mhla.callbacks.report import RunReport
 from lightning_mhla.callbacks.seeding import StepSeed
 
-__all__ = ["AttentionPictures", "ExponentialMovingAverage", "LearningCurves", "RunReport", "StepSeed"]
+__all__ = [
+    "AttentionPictures",
+    "ExponentialMovingAverage",
+    "LearningCurves",
+    "PeriodicEvaluation",
+    "RunReport",
+    "StepSeed",
+]

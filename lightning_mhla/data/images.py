@@ -51,10 +51,11 @@ class ShardImages:
         return len(self.reader)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``image`` as the transform gives it, and ``label``."""
+        """``image`` as the transform gives it, ``label`` and ``index``."""
         label = self._label(index)
         data = self.reader.read(index, self.reader.extension(index, EXTENSIONS))
-        return {"image": self.transform(decode_image(data, self.reader.describe(index))), "label": label}
+        image = self.transform(decode_image(data, self.reader.describe(index)))
+        return {"image": image, "label": label, "index": index}
 
     def _label(self, index: int) -> int:
         text = self.reader.read(index, self.reader.extension(index, ("cls",)))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-_ORDER, _SAMPLE, _STEP = range(3)  # one stream of random numbers for each purpose
+_ORDER, _SAMPLE, _STEP, _NOISE = range(4)  # one stream of random numbers for each purpose
 
 
 class Ticket(NamedTuple):
@@ -82,6 +82,12 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     word = _seed_all([seed, _STEP, step, rank])
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(word)
+
+
+def sample_generator(seed: int, index: int) -> torch.Generator:
+    """Random numbers of one generated sample; on the CPU, so that they are the same for every device."""
+    word = int(np.random.SeedSequence([seed, _NOISE, index]).generate_state(1, np.uint64)[0])
+    return torch.Generator().manual_seed(word)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,9 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardReader, find_shards
-from lightning_mhla.data.digits import load_digits
+from lightning_mhla.data.digits import DigitSamples
 from lightning_mhla.data.images import FolderImages, ShardImages
 from lightning_mhla.hyperparameters import keep_plain
-
-
-class DigitSamples:
-    """The digits as a source.
-
-    Args:
-        train: the training images, or those held out.
-        augment: whether each image is shifted, turned and scaled a little.
-    """
-
-    def __init__(self, train: bool, augment: bool) -> None:
-        self.images, self.labels = load_digits(train)
-        self.shard_sizes: Sequence[int] = [len(self.labels)]
-        self.augment = v2.RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1)) if augment else None
-
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """``image`` ``[1, 8, 8]`` and ``label``."""
-        image = self.images[index]
-        return {"image": image if self.augment is None else self.augment(image), "label": int(self.labels[index])}
 
 
 class Digits(ResumableDataModule):
@@ -68,7 +44,8 @@ class Digits(ResumableDataModule):
         """See :meth:`ResumableDataModule.source`."""
         if stage == "predict":
             return FolderImages(_predict_folder(self.predict_dir), _shrink_digit, mode="L")
-        return DigitSamples(train=stage == "train", augment=self.augment and stage == "train")
+        shift = v2.RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1))
+        return DigitSamples(stage == "train", shift if self.augment and stage == "train" else None)
 
 
 def _shrink_digit(image: Any) -> Tensor:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mhla import AttentionConfig, Backbone
+from lightning_mhla.sizes import Shape, model_shape
 
 Size = Literal["tiny", "small", "base"]
 
-SIZES: dict[str, tuple[int, int, int]] = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12)}
+SIZES: dict[str, Shape] = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12)}
 """Width, depth and heads of DeiT-T, DeiT-S and DeiT-B (arXiv 2012.12877, table 1)."""
 
 
@@ -80,7 +81,7 @@ class VisionTransformer(nn.Module):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        width, layers, number = _shape(size, dim, depth, heads)
+        width, layers, number = model_shape(SIZES, size, dim, depth, heads)
         side = image_size if pad_to is None else pad_to
         if side < image_size or (side - image_size) % 2:
             raise ValueError(f"pad_to={pad_to} must exceed image_size={image_size} by an even number of pixels")
@@ -116,16 +117,3 @@ class VisionTransformer(nn.Module):
             raise ValueError(f"images of {tuple(images.shape[-2:])} pixels for a model of image_size={size}")
         images = F.pad(images, (self.border,) * 4)
         return self.head(self.backbone(self.stem(images) + self.position).mean(1))
-
-
-def _shape(size: Size | None, dim: int | None, depth: int | None, heads: int | None) -> tuple[int, int, int]:
-    given = (dim, depth, heads)
-    if size is not None:
-        if size not in SIZES:
-            raise ValueError(f"size={size!r} is not one of {list(SIZES)}")
-        if any(value is not None for value in given):
-            raise ValueError(f"size={size!r} sets dim, depth and heads; leave them out, or leave size out")
-        return SIZES[size]
-    if dim is None or depth is None or heads is None:
-        raise ValueError(f"give size ({', '.join(SIZES)}), or all of dim, depth and heads")
-    return dim, depth, heads

@@ -155,8 +155,7 @@ class ImageClassifier(TrainingModule):
             loss = torch.sum(-labels * F.log_softmax(self(images), dim=-1), dim=-1).mean()
         else:
             loss = F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(images))
-        return loss
+        return self.log_loss(loss, len(images))
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Update the validation metrics."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 from lightning_mhla import AttentionConfig
+from lightning_mhla.attention import attention_per_layer
 from lightning_mhla.hyperparameters import keep_plain
 from lightning_mhla.module import TrainingModule
 from lightning_mhla.optim import OptimizerConfig
@@ -185,13 +186,7 @@ class LanguageModel(TrainingModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Cross-entropy of the next token."""
         loss = self._losses(batch, "mean")
-        if not torch.isfinite(loss.detach()) and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"the loss is {float(loss)} at step {self.trainer.global_step}; lower the learning rate, warm up longer "
-                "or clip gradients (trainer.gradient_clip_val)"
-            )
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch["tokens"]))
-        return loss
+        return self.log_loss(loss, len(batch["tokens"]))
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Update the validation sums."""
@@ -294,8 +289,6 @@ class LanguageModel(TrainingModule):
 def _for_layers(attention: Any, kinds: list[str] | None, depth: int) -> Any:
     if kinds is None:
         return plain_attention(attention)
-    if not kinds or depth % len(kinds):
-        raise ValueError(f"layer_kinds={kinds} is repeated to the depth, so its length must divide depth={depth}")
     options = plain_attention(attention)
     assert isinstance(options, dict)
-    return [{**options, "kind": kind} for kind in kinds * (depth // len(kinds))]
+    return plain_attention(attention_per_layer(AttentionConfig(**options), kinds, depth))

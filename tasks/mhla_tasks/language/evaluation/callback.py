@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 
 from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.callbacks.folder import run_folder
+from lightning_mhla.callbacks.periodic import PeriodicEvaluation
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.files import write_whole
 from lightning_mhla.strategies import shards_weights
@@ -24,7 +25,7 @@ from mhla_tasks.language.model import MHLAForCausalLM
 log = logging.getLogger(__name__)
 
 
-class LMEval(Callback):
+class LMEval(PeriodicEvaluation):
     """Scores the model on tasks of lm-evaluation-harness and logs every metric as ``lm_eval/TASK/METRIC``.
 
     Runs over all processes, under the averaged weights if there are any, with lm-eval's progress bars, and writes what
@@ -59,14 +60,12 @@ class LMEval(Callback):
     ) -> None:
         if not tasks:
             raise ValueError("tasks is empty; name at least one, mmlu for example")
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} must be positive, or null for none on the way")
-        self.tasks, self.every_n_steps, self.at_end = tasks, every_n_steps, at_end
+        super().__init__(every_n_steps, at_end)
+        self.tasks = tasks
         self.options = {"num_fewshot": num_fewshot, "limit": limit, "batch_size": batch_size}
         self.max_length, self.cut = max_length, cut
         self.data_dir, self.include_path = data_dir, include_path
         self.scores: dict[str, float] = {}
-        self._evaluated = -1
         self._manager: Any = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,25 +82,6 @@ class LMEval(Callback):
             )
         self._load_tasks()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Score the weights after every so many steps; only now the average has the last one in it."""
-        step = trainer.global_step
-        if self.every_n_steps and step and step % self.every_n_steps == 0 and step != self._evaluated:
-            self.evaluate(trainer, pl_module)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Score the last weights."""
-        if self.at_end and trainer.global_step != self._evaluated:
-            self.evaluate(trainer, pl_module)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The step of the last evaluation."""
-        return {"evaluated": self._evaluated}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do not score the same weights twice."""
-        self._evaluated = state_dict["evaluated"]
-
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Score the weights that validation uses, on every process, and log on the first."""
@@ -110,7 +90,6 @@ class LMEval(Callback):
         from mhla_tasks.language.evaluation.lm import MHLALM
         from mhla_tasks.language.evaluation.tasks import local_data
 
-        self._evaluated = trainer.global_step
         self._load_tasks()
         with kept_random_state(), evaluation_weights(trainer, pl_module), local_data(self.data_dir):
             model = MHLALM(

@@ -1,0 +1,52 @@
+"""Evaluations that run every so many optimiser steps, and at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+
+
+class PeriodicEvaluation(Callback):
+    """Calls :meth:`evaluate` on every process, never twice for the same weights, resumes included.
+
+    It runs just before the step that follows, when the weight average has the last one in it.
+
+    Args:
+        every_n_steps: optimiser steps between two evaluations; None for none on the way.
+        at_end: whether the last weights are evaluated.
+    """
+
+    def __init__(self, every_n_steps: int | None, at_end: bool) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps} must be positive, or null for none on the way")
+        self.every_n_steps, self.at_end = every_n_steps, at_end
+        self._evaluated = -1
+
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate the weights as they are."""
+        raise NotImplementedError
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Evaluate after every so many steps."""
+        step = trainer.global_step
+        if self.every_n_steps and step and step % self.every_n_steps == 0:
+            self._once(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate the last weights."""
+        if self.at_end:
+            self._once(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step of the last evaluation."""
+        return {"evaluated": self._evaluated}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do not evaluate the same weights twice."""
+        self._evaluated = state_dict["evaluated"]
+
+    def _once(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step != self._evaluated:
+            self._evaluated = trainer.global_step
+            self.evaluate(trainer, pl_module)

@@ -1,0 +1,27 @@
+"""Width, depth and heads of a model: by a published name, or one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Shape = tuple[int, int, int]
+"""Width, depth and heads."""
+
+
+def model_shape(
+    named: Mapping[str, Shape], size: str | None, dim: int | None, depth: int | None, heads: int | None
+) -> Shape:
+    """Width, depth and heads of the size called ``size``, or those given.
+
+    Raises:
+        ValueError: for an unknown name, or when both or neither are given.
+    """
+    if size is not None:
+        if size not in named:
+            raise ValueError(f"size={size!r} is not one of {list(named)}")
+        if any(value is not None for value in (dim, depth, heads)):
+            raise ValueError(f"size={size!r} sets dim, depth and heads; leave them out, or leave size out")
+        return named[size]
+    if dim is None or depth is None or heads is None:
+        raise ValueError(f"give size ({', '.join(named)}), or all of dim, depth and heads")
+    return dim, depth, heads

@@ -1,0 +1,67 @@
+"""Between images and what the network denoises: a diffusers VAE, or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class LatentCodec:
+    """A frozen VAE of diffusers, loaded when first used; not a module, so that it is neither trained nor kept in checkpoints.
+
+    Args:
+        path: folder of a diffusers ``AutoencoderKL`` (or of a pipeline that has one in ``vae/``), or a name on the hub.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._model: Any = None
+
+    def model(self, device: torch.device) -> Any:
+        """The VAE on ``device``, in float32.
+
+        Raises:
+            FileNotFoundError: when there is none at the path.
+        """
+        if self._model is None:
+            from diffusers import AutoencoderKL
+
+            options = {"subfolder": "vae"} if (Path(self.path) / "vae").is_dir() else {}
+            try:
+                self._model = AutoencoderKL.from_pretrained(self.path, **options).eval().requires_grad_(False)
+            except OSError as error:
+                reason = str(error).splitlines()[0]
+                raise FileNotFoundError(f"vae {self.path} is no folder and no name on the hub ({reason})") from error
+        return self._model.to(device)
+
+    @torch.no_grad()
+    def moments(self, images: Tensor) -> Tensor:
+        """Mean and standard deviation ``[B, 2 * C, s, s]`` float32 of the latents of images ``[B, 3, S, S]`` in -1 .. 1."""
+        images = images.float()
+        with torch.autocast(images.device.type, enabled=False):
+            posterior = self.model(images.device).encode(images).latent_dist
+        return torch.cat([posterior.mean, posterior.std], 1)
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Latents drawn from the posterior, scaled as diffusion wants them."""
+        return draw_latents(self.moments(images), self.scale(images.device))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images ``[B, 3, S, S]`` in about -1 .. 1 of scaled latents."""
+        latents = latents.float()
+        with torch.autocast(latents.device.type, enabled=False):
+            return self.model(latents.device).decode(latents / self.scale(latents.device)).sample
+
+    def scale(self, device: torch.device) -> float:
+        """Factor from the VAE's latents to those that diffusion works on."""
+        return float(self.model(device).config.scaling_factor)
+
+
+def draw_latents(moments: Tensor, scale: float) -> Tensor:
+    """Scaled latents drawn from ``[..., 2 * C, s, s]`` of means and standard deviations."""
+    mean, deviation = moments.float().chunk(2, dim=-3)
+    return (mean + deviation * torch.randn_like(mean)) * scale

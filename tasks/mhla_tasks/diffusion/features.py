@@ -1,0 +1,188 @@
+"""Networks whose features compare generated with real images: Inception-v3, or a small one for the digits."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mhla.data.digits import load_digits
+from lightning_mhla.data.sampling import kept_random_state
+
+
+class Features(NamedTuple):
+    """What a feature network says about images.
+
+    Attributes:
+        pooled: ``[B, D]``, for FID, KID, precision and recall.
+        spatial: ``[B, S]``, for sFID; None if the network has none.
+        logits: ``[B, K]``, for the Inception Score; None if the network has none.
+    """
+
+    pooled: Tensor
+    spatial: Tensor | None
+    logits: Tensor | None
+
+
+class FeatureNetwork:
+    """A frozen network over 8-bit images; derive from it to bring your own.
+
+    Attributes:
+        names_labels: whether the K logits are scores of the data's own classes, so that they tell whether a sample shows
+            the class that it was drawn for.
+    """
+
+    names_labels = False
+
+    def network(self) -> nn.Module:
+        """The network on the CPU, made or loaded when first asked for, and whole."""
+        raise NotImplementedError
+
+    def extract(self, network: nn.Module, images: Tensor) -> Features:
+        """Features of images ``[B, C, S, S]`` uint8 (C is 1 or 3) by ``network``, on its device."""
+        raise NotImplementedError
+
+
+def fingerprint(network: nn.Module) -> str:
+    """Hash of all weights, to be named beside every value that depends on them."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class InceptionFeatures(FeatureNetwork):
+    """Inception-v3 as the published FID has it: torch-fidelity's port of the weights of 2015-12-05, with TensorFlow's resizing.
+
+    ``spatial`` is the first seven channels of ``mixed_6/conv`` (17 x 17), as in the ADM evaluator of guided-diffusion;
+    ``logits`` are those without bias, of 1,008 classes, which both libraries take for the Inception Score.
+
+    Args:
+        weights: local file of torch-fidelity's weights; null to download them once.
+    """
+
+    def __init__(self, weights: str | None = None) -> None:
+        self.weights = weights
+        self._network: nn.Module | None = None
+
+    def network(self) -> nn.Module:
+        """See :meth:`FeatureNetwork.network`.
+
+        Raises:
+            FileNotFoundError: when there is no such file.
+            ValueError: when it holds no such weights, or cannot be read safely.
+        """
+        if self._network is None:
+            from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+            path = self._file()
+            try:
+                torch.load(path, weights_only=True, map_location="cpu", mmap=True)  # torch-fidelity's own load runs code
+                names = ["2048", "logits_unbiased"]
+                self._network = FeatureExtractorInceptionV3("inception-v3-compat", names, str(path))
+            except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"{path} holds no weights of torch-fidelity's Inception-v3 ({reason})") from error
+        return self._network
+
+    def _file(self) -> Path:
+        from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
+
+        if self.weights is not None:
+            if not Path(self.weights).is_file():
+                raise FileNotFoundError(f"weights of Inception-v3: {self.weights} does not exist")
+            return Path(self.weights)
+        path = Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[-1]
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                torch.hub.download_url_to_file(URL_INCEPTION_V3, str(path), hash_prefix="6726825d")
+            except OSError as error:
+                raise FileNotFoundError(
+                    f"the weights of Inception-v3 cannot be downloaded ({error}); fetch {URL_INCEPTION_V3} elsewhere and "
+                    "name the file: features.init_args.weights, or --weights"
+                ) from error
+        return path
+
+    def extract(self, network: nn.Module, images: Tensor) -> Features:
+        """See :meth:`FeatureNetwork.extract`; grey images become RGB."""
+        kept: list[Tensor] = []
+        branch: Any = network.get_submodule("Mixed_6d.branch1x1")
+        hook = branch.register_forward_hook(lambda module, args, out: kept.append(out[:, :7]))
+        try:
+            pooled, logits = network(images.expand(-1, 3, -1, -1))
+        finally:
+            hook.remove()
+        spatial = kept[0].permute(0, 2, 3, 1).flatten(1)  # as TensorFlow lays it out
+        return Features(pooled, spatial, logits)
+
+
+class DigitNetwork(nn.Module):
+    """Convolutional classifier of digits ``[B, 1, 8, 8]`` in 0 .. 1: features ``[B, 64]`` and scores ``[B, 10]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(1024, 64),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Features and scores."""
+        features = self.body(images)
+        return features, self.head(features)
+
+
+class DigitFeatures(FeatureNetwork):
+    """A classifier trained on the 1,437 training digits when first needed: seconds on a CPU, the same for a seed.
+
+    Args:
+        seed: of its weights and order.
+        epochs: of training.
+    """
+
+    names_labels = True
+
+    def __init__(self, seed: int = 0, epochs: int = 30) -> None:
+        self.seed, self.epochs = seed, epochs
+        self._network: DigitNetwork | None = None
+
+    def network(self) -> nn.Module:
+        """See :meth:`FeatureNetwork.network`."""
+        if self._network is None:
+            with kept_random_state(), torch.inference_mode(False), torch.enable_grad():
+                torch.default_generator.manual_seed(self.seed)
+                self._network = self._train().eval().requires_grad_(False)
+        return self._network
+
+    def extract(self, network: nn.Module, images: Tensor) -> Features:
+        """See :meth:`FeatureNetwork.extract`."""
+        pooled, logits = network(images[:, :1].float() / 255)
+        return Features(pooled, None, logits)
+
+    def _train(self) -> DigitNetwork:
+        images, labels = load_digits(train=True)
+        network = DigitNetwork()
+        optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
+        for _ in range(self.epochs):
+            for rows in torch.randperm(len(labels)).split(64):
+                shifts = torch.randint(-1, 2, (2,)).tolist()
+                scores = network(images[rows].roll(shifts, (2, 3)))[1]
+                loss = F.cross_entropy(scores, labels[rows], label_smoothing=0.05)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return network

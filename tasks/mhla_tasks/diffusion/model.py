@@ -1,0 +1,158 @@
+"""Diffusion transformer (DiT, arXiv 2212.09748) on the shared backbone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Literal
+
+import torch
+from diffusers.models.embeddings import TimestepEmbedding, Timesteps, get_2d_sincos_pos_embed
+from huggingface_hub import PyTorchModelHubMixin
+from timm.layers import PatchEmbed
+from torch import Tensor, nn
+
+from lightning_mhla import AttentionConfig, Backbone
+from lightning_mhla.attention import attention_per_layer
+from lightning_mhla.sizes import Shape, model_shape
+
+Size = Literal["S", "B", "L", "XL"]
+
+SIZES: dict[str, Shape] = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}
+"""Width, depth and heads (DiT, table 1)."""
+
+FREQUENCIES = 256
+"""Width of the sinusoidal embedding of a timestep (DiT's code)."""
+
+
+class DiT(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="lightning-mhla",
+    coders={AttentionConfig: (asdict, lambda options: AttentionConfig(**options))},
+):
+    """Noisy image or latent, timestep and class to what the objective predicts.
+
+    ``save_pretrained(folder)`` and ``DiT.from_pretrained(folder)`` keep and load it: safetensors and ``config.json``.
+
+    Args:
+        sample_size: side of the square sample, in pixels or latent pixels.
+        channels: of the sample.
+        num_classes: labels 0 to ``num_classes - 1``; ``num_classes`` itself stands for no class.
+        attention: see :class:`lightning_mhla.AttentionConfig`.
+        layer_kinds: kinds of the layers where they differ, repeated to the depth.
+        size: S, B, L or XL, for dim, depth and heads.
+        dim: width of the tokens, without ``size``.
+        depth: number of blocks, without ``size``.
+        heads: attention heads, without ``size``.
+        patch_size: side of a token, in pixels of the sample.
+        out_channels: channels that come out; None for ``channels``. A learned variance doubles them.
+        mlp_ratio: inner width of the MLP over the tokens'.
+        frequency_shift: of the timestep's frequencies ``10000 ** (-i / (128 - shift))``; 0 as DiT was trained, 1 as
+            diffusers' DiT computes them.
+        mlp_norm_eps: epsilon of the norm before the MLP; 1e-6 as DiT was trained, 1e-5 in diffusers' DiT.
+        checkpointing: recompute blocks in the backward pass.
+
+    Raises:
+        ValueError: for sizes that do not fit together.
+    """
+
+    position: Tensor
+
+    def __init__(
+        self,
+        sample_size: int,
+        channels: int,
+        num_classes: int,
+        attention: AttentionConfig,
+        *,
+        layer_kinds: list[str] | None = None,
+        size: Size | None = None,
+        dim: int | None = None,
+        depth: int | None = None,
+        heads: int | None = None,
+        patch_size: int = 2,
+        out_channels: int | None = None,
+        mlp_ratio: float = 4.0,
+        frequency_shift: float = 0.0,
+        mlp_norm_eps: float = 1e-6,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
+        width, layers, number = model_shape(SIZES, size, dim, depth, heads)
+        if sample_size % patch_size:
+            raise ValueError(f"patch_size={patch_size} does not divide the sample's side of {sample_size} pixels")
+        if width % 4:
+            raise ValueError(f"dim={width} must be a multiple of 4, a sine and a cosine for each of two axes")
+        side = sample_size // patch_size
+        self.sample_size, self.channels, self.num_classes = sample_size, channels, num_classes
+        self.patch_size, self.out_channels = patch_size, out_channels or channels
+        self.patches = PatchEmbed(sample_size, patch_size, channels, width, strict_img_size=True)
+        self.frequencies = Timesteps(FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=frequency_shift)
+        self.time = TimestepEmbedding(FREQUENCIES, width)
+        self.label = nn.Embedding(num_classes + 1, width)
+        self.backbone = Backbone(
+            width,
+            layers,
+            number,
+            (side, side),
+            attention_per_layer(attention, layer_kinds, layers),
+            mlp_ratio=mlp_ratio,
+            mlp="gelu_tanh",
+            mlp_norm_eps=mlp_norm_eps,
+            condition_dim=width,
+            checkpointing=checkpointing,
+        )
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+        self.head = nn.Linear(width, patch_size**2 * self.out_channels)
+        position = get_2d_sincos_pos_embed(width, side, base_size=side, output_type="pt")
+        self.register_buffer("position", position.float()[None], persistent=False)
+        self._initialize()
+
+    def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        """Predict from noisy samples.
+
+        Args:
+            x: ``[B, channels, S, S]``, S the sample size.
+            times: ``[B]``, timesteps 0 to 1000, fractions allowed.
+            labels: ``[B]`` int, ``num_classes`` for no class.
+
+        Returns:
+            ``[B, out_channels, S, S]``.
+
+        Raises:
+            ValueError: for samples of another size.
+        """
+        expected = (self.channels, self.sample_size, self.sample_size)
+        if x.shape[1:] != expected:
+            raise ValueError(f"samples of {tuple(x.shape[1:])} for a model of channels and sides {expected}")
+        frequencies = self.frequencies(times).to(self.time.linear_1.weight.dtype)
+        condition = self.time(frequencies) + self.label(labels)
+        tokens = self.backbone(self.patches(x) + self.position, condition)
+        shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
+        patches = self.head(tokens * (1 + scale) + shift)
+        return _join_patches(patches, self.patch_size)
+
+    def _initialize(self) -> None:
+        """As DiT's code: Xavier for linear layers and patches, 0.02 for embeddings, zeros for modulation and head."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear) and not name.endswith("modulation.1"):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        nn.init.xavier_uniform_(self.patches.proj.weight.view(self.patches.proj.out_channels, -1))
+        nn.init.zeros_(self.patches.proj.bias)
+        for weight in (self.label.weight, self.time.linear_1.weight, self.time.linear_2.weight):
+            nn.init.normal_(weight, std=0.02)
+        for layer in (self.modulation[1], self.head):
+            assert isinstance(layer, nn.Linear)
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+
+def _join_patches(patches: Tensor, size: int) -> Tensor:
+    """``[B, n * n, size * size * C]`` to ``[B, C, n * size, n * size]``; channels vary fastest, as in DiT."""
+    batch, tokens, values = patches.shape
+    side = round(tokens**0.5)
+    grid = patches.view(batch, side, side, size, size, values // size**2)
+    return torch.einsum("bhwpqc->bchpwq", grid).reshape(batch, -1, side * size, side * size)
+

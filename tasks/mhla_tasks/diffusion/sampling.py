@@ -1,0 +1,93 @@
+"""Samples from a network: noise by sample index, a diffusers scheduler, classifier-free guidance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from lightning_mhla.data.sampling import sample_generator
+from mhla_tasks.diffusion.model import DiT
+from mhla_tasks.diffusion.process import NoiseProcess, Sampler
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How samples are drawn.
+
+    Args:
+        sampler: ddpm, ddim or dpm-solver++ with objective ddpm; euler or dpm-solver++ with flow. null for ddpm and euler.
+        steps: evaluations of the network for a sample (twice as many with guidance).
+        guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
+    """
+
+    sampler: Sampler | None = None
+    steps: int = 250
+    guidance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps} must be at least 1")
+        if self.guidance < 0:
+            raise ValueError(f"guidance={self.guidance} must not be negative; 1 is none")
+
+
+@torch.no_grad()
+def draw_samples(
+    network: DiT, process: NoiseProcess, config: SamplingConfig, labels: Tensor, indices: Sequence[int], seed: int
+) -> Tensor:
+    """Samples ``[B, channels, S, S]`` float32, each a function of weights, label, seed and its index.
+
+    Args:
+        network: in evaluation mode.
+        process: that it was trained on.
+        config: see :class:`SamplingConfig`.
+        labels: ``[B]`` on the network's device.
+        indices: number of each sample, for its noise.
+        seed: of all samples.
+
+    Raises:
+        ValueError: for a sampler that does not go with the process, or a label out of range.
+    """
+    check_labels(labels.tolist(), network.num_classes)
+    scheduler = process.scheduler(config.sampler or process.samplers[0])
+    scheduler.set_timesteps(config.steps, device=labels.device)
+    generators = [sample_generator(seed, index) for index in indices]
+    shape = (len(labels), network.channels, network.sample_size, network.sample_size)
+    x = randn_tensor(shape, generator=generators, device=labels.device, dtype=torch.float32)
+    x = x * getattr(scheduler, "init_noise_sigma", 1.0)
+    noise: dict[str, Any] = {"generator": generators} if config.sampler in (None, "ddpm") else {}
+    for time in scheduler.timesteps:
+        predicted = _guided(network, x, time.expand(len(x)), labels, config.guidance)
+        x = scheduler.step(predicted, time, x, **noise).prev_sample
+    return x
+
+
+def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: float) -> Tensor:
+    """Prediction at ``guidance`` times the way from no class to the class; a learned variance is that of the class."""
+    if guidance == 1:
+        return network(x, times, labels).float()
+    both = torch.cat([labels, torch.full_like(labels, network.num_classes)])
+    given, free = network(x.repeat(2, 1, 1, 1), times.repeat(2), both).float().chunk(2)
+    mean = free[:, : network.channels] + guidance * (given - free)[:, : network.channels]
+    return torch.cat([mean, given[:, network.channels :]], 1)
+
+
+def check_labels(labels: Iterable[int], num_classes: int) -> None:
+    """Refuse labels that the network does not know.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for label in labels:
+        if not 0 <= label < num_classes:
+            raise ValueError(f"class {label} is not one of 0 to {num_classes - 1}")
+
+
+def to_pixels(images: Tensor) -> Tensor:
+    """Images in -1 .. 1 as 8-bit pixels."""
+    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
