@@ -52,22 +52,41 @@ class ShardImages:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """``image`` as the transform gives it, ``label`` and ``index``."""
-        label = self._label(index)
+        label = self.reader.label(index, self.num_classes)
         data = self.reader.read(index, self.reader.extension(index, EXTENSIONS))
         image = self.transform(decode_image(data, self.reader.describe(index)))
         return {"image": image, "label": label, "index": index}
 
-    def _label(self, index: int) -> int:
-        text = self.reader.read(index, self.reader.extension(index, ("cls",)))
-        try:
-            label = int(text)
-        except ValueError:
-            label = -1
-        if not 0 <= label < self.num_classes:
-            raise BrokenSampleError(
-                f"{self.reader.describe(index)}: label {text[:20]!r} is not one of the classes 0 to {self.num_classes - 1}"
-            )
-        return label
+
+class LabelledFolder:
+    """Images of a folder that holds one folder for each class; classes are numbered in alphabetical order.
+
+    Args:
+        folder: with the class folders.
+        transform: image to tensor.
+
+    Raises:
+        FileNotFoundError: when there are no class folders, or one of them holds no image.
+    """
+
+    def __init__(self, folder: str | Path, transform: Transform | None = None) -> None:
+        self.folder, self.transform = Path(folder), transform
+        folders = sorted(path for path in self.folder.iterdir() if path.is_dir()) if self.folder.is_dir() else []
+        if not folders:
+            raise FileNotFoundError(f"{folder} must hold one folder of images for each class")
+        self.classes = [each.name for each in folders]
+        self.labelled = [(path, label) for label, each in enumerate(folders) for path in image_files(each)]
+        self.shard_sizes: Sequence[int] = [len(self.labelled)]
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.labelled)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``image`` as the transform gives it, ``label`` and ``index``."""
+        path, label = self.labelled[index]
+        image: Any = decode_image(path.read_bytes(), str(path))
+        return {"image": self.transform(image) if self.transform else image, "label": label, "index": index}
 
 
 class FolderImages:

@@ -252,6 +252,23 @@ class ShardReader:
             raise BrokenSampleError(f"{self.describe(index)}: .{extension} is cut short, {len(data)} of {size} bytes")
         return data
 
+    def label(self, index: int, num_classes: int) -> int:
+        """The class label in a sample's ``.cls``.
+
+        Raises:
+            BrokenSampleError: if it is not one of 0 to ``num_classes - 1``, or missing.
+        """
+        text = self.read(index, self.extension(index, ("cls",)))
+        try:
+            label = int(text)
+        except ValueError:
+            label = -1
+        if not 0 <= label < num_classes:
+            raise BrokenSampleError(
+                f"{self.describe(index)}: label {text[:20]!r} is not one of the classes 0 to {num_classes - 1}"
+            )
+        return label
+
     def _find(self, index: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return shard, index - (int(self._ends[shard - 1]) if shard else 0)

@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from lightning_mhla.data import ShardReader, write_shards
-from lightning_mhla.data.images import image_files
+from lightning_mhla.data.images import LabelledFolder
 
 
 def images_to_shards(source: Path, target: Path, prefix: str, per_shard: int, seed: int) -> list[Path]:
@@ -29,18 +29,15 @@ def images_to_shards(source: Path, target: Path, prefix: str, per_shard: int, se
         FileNotFoundError: when ``source`` holds no class folders with images.
         ValueError: when ``target`` holds shards of other images, or made with other options.
     """
-    folders = sorted(path for path in source.iterdir() if path.is_dir()) if source.is_dir() else []
-    if not folders:
-        raise FileNotFoundError(f"{source} must hold one folder of images for each class")
-    labelled = [(path, label) for label, folder in enumerate(folders) for path in image_files(folder)]
-    order = np.random.default_rng(seed).permutation(len(labelled))
+    folder = LabelledFolder(source)
+    order = np.random.default_rng(seed).permutation(len(folder))
 
     def encode(item: tuple[Path, int]) -> dict[str, bytes]:
         path, label = item
         return {path.suffix.lower().lstrip("."): path.read_bytes(), "cls": str(label).encode()}
 
-    paths = write_shards([labelled[i] for i in order], encode, target, prefix, per_shard)
-    (target / f"{prefix}-classes.txt").write_text("".join(f"{folder.name}\n" for folder in folders))
+    paths = write_shards([folder.labelled[i] for i in order], encode, target, prefix, per_shard)
+    (target / f"{prefix}-classes.txt").write_text("".join(f"{name}\n" for name in folder.classes))
     return paths
 
 

@@ -83,7 +83,9 @@ class InceptionFeatures(FeatureNetwork):
 
             path = self._file()
             try:
-                torch.load(path, weights_only=True, map_location="cpu", mmap=True)  # torch-fidelity's own load runs code
+                torch.load(
+                    path, weights_only=True, map_location="cpu", mmap=True
+                )  # torch-fidelity's own load runs code
                 names = ["2048", "logits_unbiased"]
                 self._network = FeatureExtractorInceptionV3("inception-v3-compat", names, str(path))
             except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

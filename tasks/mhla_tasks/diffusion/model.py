@@ -155,4 +155,3 @@ def _join_patches(patches: Tensor, size: int) -> Tensor:
     side = round(tokens**0.5)
     grid = patches.view(batch, side, side, size, size, values // size**2)
     return torch.einsum("bhwpqc->bchpwq", grid).reshape(batch, -1, side * size, side * size)
-

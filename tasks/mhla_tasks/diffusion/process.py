@@ -181,7 +181,9 @@ class DenoisingProcess(NoiseProcess):
         log_variance = share * beta.log() + (1 - share) * posterior
         ratio = log_variance - posterior
         divergence = 0.5 * (ratio - 1 + (-ratio).exp() + (target - mean).square() * (-log_variance).exp())
-        terms = torch.where(times[:, None, None, None] == 0, _negative_log_likelihood(clean, mean, log_variance), divergence)
+        terms = torch.where(
+            times[:, None, None, None] == 0, _negative_log_likelihood(clean, mean, log_variance), divergence
+        )
         return terms.flatten(1).mean(1) / math.log(2)
 
     def scheduler(self, sampler: Sampler) -> Any:
@@ -239,4 +241,3 @@ def _negative_log_likelihood(clean: Tensor, mean: Tensor, log_variance: Tensor) 
     lower = torch.special.ndtr((clean - mean - 1 / 255) * inverse)
     chance = torch.where(clean < -0.999, upper, torch.where(clean > 0.999, 1 - lower, upper - lower))
     return -chance.clamp(min=1e-12).log()
-

@@ -10,18 +10,16 @@ model's class. The weights are the moving average where the checkpoint has one.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
-import pickle
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from lightning_mhla.checkpoints import load_module
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.module import LanguageModel
 from mhla_tasks.language.tokenizer import load_tokenizer
@@ -46,28 +44,7 @@ def load_checkpoint(path: str | Path, live: bool = False) -> LanguageModel:
         FileNotFoundError: when there is no such file.
         ValueError: when it holds no language model, or cannot be read safely.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise ValueError(
-            f"{path} is a sharded checkpoint; make one file of it first: "
-            f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
-        )
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; give a checkpoint of training, or an exported folder")
-    try:
-        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is no checkpoint that can be read safely ({str(error).splitlines()[0]})") from error
-    memory = (content.get("hyper_parameters") if isinstance(content, dict) else None) or {}
-    options = {name: value for name, value in memory.items() if not name.startswith("_")}
-    known = set(inspect.signature(LanguageModel).parameters)
-    if "vocab_size" not in options or not set(options) <= known:
-        raise ValueError(f"{path} is no checkpoint of {LanguageModel.__module__}.{LanguageModel.__name__}")
-    model = LanguageModel(**options)
-    weights = content.get("current_model_state", content["state_dict"]) if live else content["state_dict"]
-    model.on_load_checkpoint(content)
-    model.load_state_dict(weights)
-    return model.eval()
+    return load_module(LanguageModel, path, live)
 
 
 def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[MHLAForCausalLM, PreTrainedTokenizerBase]:

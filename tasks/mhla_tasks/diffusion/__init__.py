@@ -1,0 +1,19 @@
+"""Class-to-image diffusion: DiT with mhla, linear or softmax attention."""
+
+from mhla_tasks.diffusion.callbacks import GenerationMetrics
+from mhla_tasks.diffusion.data import DigitImages, ImageShards, LatentShards
+from mhla_tasks.diffusion.features import DigitFeatures, FeatureNetwork, InceptionFeatures
+from mhla_tasks.diffusion.model import DiT
+from mhla_tasks.diffusion.module import ClassToImage
+
+__all__ = [
+    "ClassToImage",
+    "DiT",
+    "DigitFeatures",
+    "DigitImages",
+    "FeatureNetwork",
+    "GenerationMetrics",
+    "ImageShards",
+    "InceptionFeatures",
+    "LatentShards",
+]

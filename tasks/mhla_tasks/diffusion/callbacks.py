@@ -1,0 +1,273 @@
+"""Samples and their metrics during training."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from lightning_mhla.callbacks import PeriodicEvaluation
+from lightning_mhla.callbacks.averaging import evaluation_weights
+from lightning_mhla.callbacks.folder import run_folder
+from lightning_mhla.data.module import ResumableDataModule, process_share
+from lightning_mhla.data.sampling import Ticket, evaluation_batches, kept_random_state
+from mhla_tasks.diffusion.features import FeatureNetwork, Features, InceptionFeatures, fingerprint
+from mhla_tasks.diffusion.fidelity import ImageSet, Scores, assemble, extract, image_set, read_set, score
+from mhla_tasks.diffusion.module import ClassToImage
+from mhla_tasks.diffusion.sampling import SamplingConfig, to_pixels
+
+log = logging.getLogger(__name__)
+
+GRID = 10
+"""Rows and columns of a picture of samples."""
+
+
+class GenerationMetrics(PeriodicEvaluation):
+    """Draws samples, balanced over the classes, from the weights that validation uses, and scores them.
+
+    Logs ``NAME/fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as features and
+    reference allow; ``NAME/label_accuracy`` where the feature network knows the classes. ``NAME.jsonl`` in the log folder
+    gets a line for each evaluation, with everything that the values depend on and what is to be said of them; a grid of
+    samples goes to ``pictures/`` and TensorBoard.
+
+    Sample i has label i modulo the number of classes and noise of its own, so any number of processes draws the same.
+
+    Args:
+        samples: number of samples; published figures use 50,000.
+        reference: train or validate, for that part of the data; a folder of images; or an .npz of ADM's evaluator.
+        features: network whose features are compared.
+        sampling: how samples are drawn; null for the model's own.
+        every_n_steps: optimiser steps between two evaluations; null for none on the way.
+        at_end: whether the last weights are scored.
+        batch_size: samples that each process draws together.
+        seed: of the noise.
+        name: of the metrics; two callbacks need two names.
+    """
+
+    def __init__(
+        self,
+        samples: int = 50_000,
+        reference: str = "train",
+        features: FeatureNetwork | None = None,
+        sampling: SamplingConfig | None = None,
+        every_n_steps: int | None = 50_000,
+        at_end: bool = True,
+        batch_size: int = 64,
+        seed: int = 0,
+        name: str = "generation",
+    ) -> None:
+        super().__init__(every_n_steps, at_end)
+        if samples < 1 or batch_size < 1:
+            raise ValueError(f"samples={samples} and batch_size={batch_size} must be at least 1")
+        self.samples, self.reference, self.sampling = samples, reference, sampling
+        self.features = features if features is not None else InceptionFeatures()
+        self.batch_size, self.seed, self.name = batch_size, seed, name
+        self.rows: list[dict[str, Any]] = []
+        self._reference: ImageSet | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Under which the checkpoint keeps this callback."""
+        return f"{type(self).__qualname__}{{{self.name}}}"
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out now, not hours later, whether samples can be drawn and compared: VAE, features, reference, sampler.
+
+        Raises:
+            ValueError: for what does not fit together.
+            FileNotFoundError: for what is not there.
+        """
+        module = _checked(pl_module)
+        module.check_drawable()
+        sampling = self._sampling(module)
+        if sampling.sampler is not None:
+            module.process.check_sampler(sampling.sampler)
+        self._real(trainer, module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also the rows so far."""
+        return {**super().state_dict(), "rows": self.rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Rows so far, and the step of the last."""
+        super().load_state_dict(state_dict)
+        self.rows = state_dict["rows"]
+
+    @torch.no_grad()
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw and score, on every process; log and draw on the first."""
+        module = _checked(pl_module)
+        reference = self._real(trainer, module)
+        with (
+            kept_random_state(),
+            evaluation_weights(trainer, module),
+            trainer.precision_plugin.forward_context(),
+        ):
+            generated, grid, right = self._draw(trainer, module)
+        folder = run_folder(trainer)
+        if trainer.is_global_zero:
+            scores = score(generated, reference)
+            if right is not None:
+                scores.values["label_accuracy"] = right
+            self._keep(trainer, module, folder, scores, grid)
+        trainer.strategy.barrier()
+
+    def _draw(self, trainer: Trainer, module: ClassToImage) -> tuple[ImageSet, Tensor, float | None]:
+        """All samples' features in order, pixels of the first ones, and the share that shows its class."""
+        rank, world = process_share(trainer)
+        network, device = self.features.network().to(module.device), module.device
+        classes, wanted = module.network.num_classes, GRID * GRID
+        rounds = list(evaluation_batches(self.samples, self.batch_size * world, rank, world))
+        parts: list[Features] = []
+        shown: list[Tensor] = []
+        right = 0
+        for tickets in track(rounds, f"drawing {self.samples} samples", disable=not trainer.is_global_zero):
+            indices = torch.tensor([ticket.index for ticket in tickets], device=device)
+            pixels = module.draw(indices % classes, indices.tolist(), self.seed, self._sampling(module))
+            part, pixels, order = _gathered(module, tickets, extract(self.features, network, pixels), pixels)
+            parts.append(part)
+            if sum(map(len, shown)) < wanted:
+                shown.append(pixels.cpu())
+            if self.features.names_labels and part.logits is not None:
+                right += int((part.logits.argmax(1) == order % classes).sum())
+        network.cpu()
+        generated = assemble("the samples", "", parts)
+        share = right / self.samples if self.features.names_labels else None
+        return generated, torch.cat(shown)[:wanted], share
+
+    def _real(self, trainer: Trainer, module: ClassToImage) -> ImageSet:
+        """Features of the reference, computed when first needed; on every process, so that all meet the same error."""
+        if self._reference is None:
+            if self.reference in ("train", "validate"):
+                batches = _data_images(trainer, self.reference, self.batch_size)
+                origin = f"the data's part {self.reference!r}"
+                self._reference = image_set(origin, batches, self.features, module.device)
+            else:
+                self._reference = read_set(self.reference, self.features, module.device, self.batch_size)
+        return self._reference
+
+    def _sampling(self, module: ClassToImage) -> SamplingConfig:
+        return self.sampling or module.sampling
+
+    def _keep(self, trainer: Trainer, module: ClassToImage, folder: Path, scores: Scores, grid: Tensor) -> None:
+        assert self._reference is not None
+        sampling, step = self._sampling(module), trainer.global_step
+        balanced = self.samples % module.network.num_classes == 0
+        if not balanced:
+            scores.marks.append(f"{self.samples} samples are not the same number of each class")
+        row = {
+            "step": step,
+            **scores.values,
+            "marks": scores.marks,
+            "samples": self.samples,
+            "sampler": sampling.sampler or module.process.samplers[0],
+            "sampling_steps": sampling.steps,
+            "guidance": sampling.guidance,
+            "seed": self.seed,
+            "ema_decay": module.ema_decay,
+            "reference": self.reference,
+            "reference_images": self._reference.count,
+            "reference_sha256": self._reference.digest,
+            "features": type(self.features).__name__,
+            "features_sha256": fingerprint(self.features.network()),
+        }
+        self.rows.append(row)
+        path = folder / f"{self.name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as stream:
+            stream.write(json.dumps(row) + "\n")
+        for logger in trainer.loggers:
+            logger.log_metrics({f"{self.name}/{key}": value for key, value in scores.values.items()}, step)
+        figure = draw_grid(grid, module.network.num_classes, f"step {step:,}, guidance {sampling.guidance:g}")
+        (folder / "pictures").mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / "pictures" / f"{self.name}-step{step:07d}.png", dpi=110)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure(self.name, figure, step)
+        depends = f"{self.samples:,} samples, {row['sampler']} {sampling.steps} steps, guidance {sampling.guidance:g}"
+        table = Table("metric", "value", title=f"{self.name}, step {step}: {depends}", caption="\n".join(scores.marks))
+        for key, value in scores.values.items():
+            table.add_row(key, f"{value:.4f}")
+        Console().print(table)
+
+
+def _checked(module: LightningModule) -> ClassToImage:
+    if not isinstance(module, ClassToImage):
+        raise ValueError(f"GenerationMetrics draws from a {ClassToImage.__name__}, not from a {type(module).__name__}")
+    return module
+
+
+def _gathered(
+    module: ClassToImage, tickets: list[Ticket], features: Features, pixels: Tensor
+) -> tuple[Features, Tensor, Tensor]:
+    """Features, pixels and indices of one round over all processes, in order of the index, each sample once."""
+    valid = torch.tensor([ticket.valid for ticket in tickets], device=module.device)
+    indices = torch.tensor([ticket.index for ticket in tickets], device=module.device)
+
+    def everyone(values: Tensor) -> Tensor:
+        gathered: Any = module.all_gather(values)
+        return gathered.reshape(-1, *values.shape[1:])
+
+    kept = everyone(valid).nonzero()[:, 0]
+    kept = kept[everyone(indices)[kept].argsort()]
+    columns = [None if each is None else everyone(each)[kept].cpu() for each in features]
+    return Features(columns[0], *columns[1:]), everyone(pixels)[kept], everyone(indices)[kept].cpu()  # type: ignore[arg-type]
+
+
+def _data_images(trainer: Trainer, part: str, batch_size: int) -> Iterator[Tensor]:
+    """Images of the data as they are trained on, without flips, in batches ``[b, C, S, S]`` uint8.
+
+    Raises:
+        ValueError: when the data are latents.
+    """
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
+    assert isinstance(data, ResumableDataModule)
+    source = data.source(part)
+    first = source[0]
+    if "image" not in first:
+        raise ValueError(
+            "the data are latents, and FID compares images: set reference to a folder of images or to an .npz of reference "
+            "statistics (VIRTUAL_imagenet256_labeled.npz of guided-diffusion, say)"
+        )
+    chunks = range(0, len(source), batch_size)
+    for start in track(chunks, "features of the reference", disable=not trainer.is_global_zero or len(chunks) < 50):
+        rows = range(start, min(start + batch_size, len(source)))
+        yield to_pixels(torch.stack([source[index]["image"] for index in rows]))
+
+
+def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:
+    """Images ``[n, C, S, S]`` uint8, image i of class i modulo ``num_classes``.
+
+    With ten classes at most, a row for each, with its label; else in order.
+    """
+    labelled = num_classes <= GRID
+    rows = [images[label::num_classes][:GRID] for label in range(num_classes)] if labelled else images.split(GRID)
+    rows = [row for row in rows if len(row)]
+    wide, step = max(map(len, rows)), images.shape[-1] + 1
+    canvas = torch.full((images.shape[1], len(rows) * step - 1, wide * step - 1), 96, dtype=torch.uint8)
+    for down, row in enumerate(rows):
+        for across, image in enumerate(row):
+            canvas[:, down * step : (down + 1) * step - 1, across * step : (across + 1) * step - 1] = image
+    size = 0.55 if images.shape[-1] < 64 else 1.2
+    figure = Figure(figsize=(wide * size + 0.6, len(rows) * size + 0.4), layout="constrained")
+    axis = figure.subplots()
+    axis.imshow(canvas.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+    labels = range(len(rows)) if labelled else []
+    axis.set_yticks([step * label + step / 2 - 1 for label in labels], [str(label) for label in labels])
+    axis.set_xticks([])
+    axis.tick_params(length=0)
+    axis.set_title(title, fontsize=9)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    return figure

@@ -1,0 +1,180 @@
+"""Published softmax DiT weights for a DiT of any attention: from diffusers' layout, the original one, or our own.
+
+Whatever the softmax model has goes to its place, projections of queries, keys, values and outputs included. What only the
+new attention has starts without effect: ``lepe`` adds nothing, the gate is 1; mixing coefficients keep their start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lightning_mhla.attention import Attention
+from mhla_tasks.diffusion.model import DiT
+
+log = logging.getLogger(__name__)
+
+OPEN_GATE = 1.2784645427610738
+"""Bias at which SiLU is 1."""
+
+BLOCKS = r"^(?:transformer_)?blocks\.(\d+)\."
+
+RENAMED = {
+    "pos_embed.proj.": "patches.proj.",
+    "x_embedder.proj.": "patches.proj.",
+    "t_embedder.mlp.0.": "time.linear_1.",
+    "t_embedder.mlp.2.": "time.linear_2.",
+    "y_embedder.embedding_table.": "label.",
+    "proj_out_1.": "modulation.1.",
+    "final_layer.adaLN_modulation.1.": "modulation.1.",
+    "proj_out_2.": "head.",
+    "final_layer.linear.": "head.",
+}
+RENAMED_IN_BLOCKS = {
+    "norm1.linear.": "modulation.1.",
+    "adaLN_modulation.1.": "modulation.1.",
+    "attn1.to_out.0.": "attn.proj.",
+    "attn.proj.": "attn.proj.",
+    "attn.qkv.": "attn.qkv.",
+    "ff.net.0.proj.": "mlp.fc1.",
+    "ff.net.2.": "mlp.fc2.",
+    "mlp.fc1.": "mlp.fc1.",
+    "mlp.fc2.": "mlp.fc2.",
+}
+EMBEDDINGS = {
+    "norm1.emb.timestep_embedder.": "time.",
+    "norm1.emb.class_embedder.embedding_table.": "label.",
+}
+"""In diffusers' layout every block has a copy of them."""
+
+
+def convert_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a DiT in diffusers' or the original layout, by our names.
+
+    Raises:
+        ValueError: for weights of something else, or when the blocks' copies of the embeddings differ.
+    """
+    if "backbone.blocks.0.attn.qkv.weight" in state:
+        return dict(state)
+    converted: dict[str, Tensor] = {}
+    thirds: dict[str, dict[str, Tensor]] = {}
+    unknown = []
+    for name, tensor in state.items():
+        if name == "pos_embed" or name.endswith("pos_embed.pos_embed"):
+            continue  # fixed, computed anew
+        block = re.match(BLOCKS, name)
+        inside = name[block.end() :] if block else name
+        projection = re.match(r"attn1\.to_([qkv])\.(weight|bias)$", inside)
+        if block and projection:
+            thirds.setdefault(f"backbone.blocks.{block[1]}.attn.qkv.{projection[2]}", {})[projection[1]] = tensor
+            continue
+        table = {**EMBEDDINGS, **RENAMED_IN_BLOCKS} if block else RENAMED
+        start = next((start for start in table if inside.startswith(start)), None)
+        if start is None:
+            unknown.append(name)
+            continue
+        shared = start in EMBEDDINGS or not block
+        target = (
+            ("" if shared else f"backbone.blocks.{block[1] if block else ''}.") + table[start] + inside[len(start) :]
+        )
+        if target in converted and not torch.equal(converted[target], tensor):
+            raise ValueError(
+                f"{name} differs from the first block's: a DiT has one embedding of timestep and class, of which "
+                "diffusers' layout keeps equal copies in all blocks; untrained diffusers models do not"
+            )
+        converted[target] = tensor
+    if unknown or not converted:
+        raise ValueError(f"these are not the weights of a DiT: {', '.join(unknown[:3]) or 'no tensors'} ..")
+    converted |= {name: torch.cat([parts[letter] for letter in "qkv"]) for name, parts in thirds.items()}
+    return converted
+
+
+def read_state(path: str) -> dict[str, Tensor]:
+    """Weights by their own names, from a file, a folder or the hub; nothing in them is executed.
+
+    Args:
+        path: a ``.pt`` or ``.safetensors`` file; a folder of diffusers (model or pipeline) or of ``DiT.save_pretrained``;
+            or a name on the hub, such as ``facebook/DiT-XL-2-256``.
+
+    Raises:
+        FileNotFoundError: when there is nothing at the path.
+        ValueError: when it cannot be read safely.
+    """
+    place = Path(path)
+    try:
+        if place.is_file() and place.suffix == ".safetensors":
+            return load_file(path)
+        if place.is_file():
+            content = torch.load(path, weights_only=True, map_location="cpu")
+            return content.get("ema", content.get("state_dict", content))
+        if (place / "model.safetensors").is_file():
+            return load_file(place / "model.safetensors")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read safely ({str(error).splitlines()[0]})") from error
+    return _read_diffusers(path)
+
+
+def _read_diffusers(path: str) -> dict[str, Tensor]:
+    from diffusers import DiTTransformer2DModel
+
+    config = Path(path) / "config.json"
+    alone = config.is_file() and json.loads(config.read_text()).get("_class_name") == DiTTransformer2DModel.__name__
+    try:
+        model = DiTTransformer2DModel.from_pretrained(path, **({} if alone else {"subfolder": "transformer"}))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise FileNotFoundError(
+            f"pretrained {path} is no file, no folder of a DiT, no name on the hub ({reason})"
+        ) from error
+    return dict(model.state_dict())
+
+
+def load_pretrained(network: DiT, path: str) -> None:
+    """Start ``network`` from published weights; see the module's description.
+
+    Raises:
+        FileNotFoundError: when there is nothing at the path.
+        ValueError: when they are not of a DiT of this size.
+    """
+    state = convert_state(read_state(path))
+    own = network.state_dict()
+    wrong = [
+        f"{n} {list(t.shape)} for {list(own[n].shape)}"
+        for n, t in state.items()
+        if n in own and t.shape != own[n].shape
+    ]
+    foreign = sorted(set(state) - set(own))
+    if wrong or foreign:
+        raise ValueError(
+            f"pretrained {path} is a DiT of another shape: {'; '.join([*wrong, *foreign][:3])}; set size, patch_size, "
+            "channels, num_classes and process.learn_sigma as it was trained"
+        )
+    added = [name for name in own if name not in state]
+    expected = ("mixing.", "lepe.", "gate.", "norm.")
+    missing = [name for name in added if not name.split(".attn.")[-1].startswith(expected) or ".attn." not in name]
+    if missing:
+        raise ValueError(f"pretrained {path} lacks {', '.join(missing[:3])} ({len(missing)} tensors)")
+    for name, module in network.named_modules():
+        if isinstance(module, Attention):
+            start_without_effect(module, {each.removeprefix(f"{name}.") for each in added})
+    network.load_state_dict(state, strict=False)
+    log.info("started from %s: %d tensors loaded, %d new ones of the attention", path, len(state), len(added))
+
+
+@torch.no_grad()
+def start_without_effect(attention: Attention, added: set[str]) -> None:
+    """Let the modules around the operator that ``added`` names start as if they were not there."""
+    if attention.lepe is not None and "lepe.conv.weight" in added:
+        for parameter in attention.lepe.parameters():
+            nn.init.zeros_(parameter)
+    if attention.gate is not None and "gate.weight" in added:
+        nn.init.zeros_(attention.gate.weight)
+        nn.init.constant_(attention.gate.bias, OPEN_GATE)

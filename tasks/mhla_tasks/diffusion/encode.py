@@ -1,0 +1,177 @@
+"""Encode images into latent shards by a diffusers VAE, once, for training without it.
+
+    python -m mhla_tasks.diffusion.encode photos/train latents --vae stabilityai/sd-vae-ft-ema --image-size 256
+    torchrun --nproc-per-node 8 -m mhla_tasks.diffusion.encode 'shards/train-{0000..1023}.tar' latents --vae VAE
+
+The source is a folder that holds one folder of images for each class, or WebDataset shards of NNN.jpg and NNN.cls. Every
+sample keeps means and standard deviations of its latent and of its mirror image's, in float16. A shard gets its name when
+it is complete, so calling again after a stop goes on where it was, with any number of processes: those of torchrun or srun
+share the shards, and each takes the GPU of its local rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, find_shards
+from lightning_mhla.data.images import LabelledFolder, ShardImages
+from lightning_mhla.data.write import check_manifest, shard_writer
+from mhla_tasks.diffusion.codec import LatentCodec
+from mhla_tasks.diffusion.data import FLIPPED, LATENT, SignedImage
+
+
+def process_place() -> tuple[int, int, int]:
+    """Rank, number of processes and local rank, as torchrun or srun say; (0, 1, 0) on its own."""
+    names = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID"))
+    rank, world, local = (
+        int(os.environ.get(torchrun) or os.environ.get(slurm) or default)
+        for (torchrun, slurm), default in zip(names, ("0", "1", "0"), strict=True)
+    )
+    return rank, world, local
+
+
+def encode_images(
+    source: SampleSource,
+    identity: str,
+    target: Path,
+    vae: LatentCodec,
+    prefix: str,
+    per_shard: int,
+    batch_size: int,
+    device: torch.device,
+    image_size: int,
+    share: tuple[int, int] = (0, 1),
+) -> list[Path]:
+    """Write ``target/prefix-00000.tar`` and so on; the shards of this process of ``share``, rank and number.
+
+    Args:
+        source: gives ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``; broken images are an error.
+        identity: what the images are, so that shards of others are not mixed with these.
+        target: made if missing.
+        vae: encodes.
+        prefix: of the file names.
+        per_shard: latents in a shard.
+        batch_size: images encoded at once.
+        device: where.
+        image_size: S.
+        share: which shards.
+
+    Returns:
+        Paths of all shards, of every process.
+
+    Raises:
+        ValueError: when the folder holds shards of other images, or made otherwise.
+        BrokenSampleError: for an image that cannot be read.
+    """
+    manifest = {
+        "samples": len(source),
+        "per_shard": per_shard,
+        "images": identity,
+        "image_size": image_size,
+        "vae": vae.path,
+        "scale": vae.scale(device),
+    }
+    check_manifest(target / f"{prefix}-manifest.json", manifest)
+    starts = range(0, len(source), per_shard)
+    paths = [target / f"{prefix}-{number:05d}.tar" for number in range(len(starts))]
+    mine = list(zip(starts, paths, strict=True))[share[0] :: share[1]]
+    for start, path in track(mine, f"encoding {prefix} shards", disable=share[0] > 0):
+        if not path.exists():
+            with shard_writer(path) as writer:
+                for sample in _encoded(
+                    source, range(start, min(start + per_shard, len(source))), vae, batch_size, device
+                ):
+                    writer.write(sample)
+    return paths
+
+
+def _encoded(
+    source: SampleSource, indices: range, vae: LatentCodec, batch_size: int, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    for start in range(0, len(indices), batch_size):
+        rows = indices[start : start + batch_size]
+        samples = [source[index] for index in rows]
+        images = torch.stack([sample["image"] for sample in samples]).to(device)
+        both = [vae.moments(each).half().cpu() for each in (images, images.flip(-1))]
+        for index, sample, latent, flipped in zip(rows, samples, *both, strict=True):
+            members = {LATENT: _npy(latent), FLIPPED: _npy(flipped), "cls": str(sample["label"]).encode()}
+            yield {"__key__": f"{index:08d}", **members}
+
+
+def _npy(moments: Tensor) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, moments.numpy(), allow_pickle=False)
+    return stream.getvalue()
+
+
+def open_source(name: str, image_size: int, num_classes: int) -> tuple[SampleSource, str]:
+    """The images of a folder or of shards, and what identifies them."""
+    transform = SignedImage(image_size)
+    if Path(name).is_dir() and not list(Path(name).glob("*.tar")):
+        folder = LabelledFolder(name, transform)
+        parts = [f"{path.relative_to(name)} {path.stat().st_size}" for path, _ in folder.labelled]
+        return folder, hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    shards = find_shards(name)
+    parts = [f"{path.name} {path.stat().st_size}" for path in shards]
+    return ShardImages(ShardReader(shards), transform, num_classes), hashlib.sha256(
+        "\n".join(parts).encode()
+    ).hexdigest()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mhla_tasks.diffusion.encode",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", help="folder of class folders, or shards of images")
+    parser.add_argument("target", type=Path, help="folder for the latent shards")
+    parser.add_argument("--vae", required=True, help="folder or hub name of a diffusers AutoencoderKL")
+    parser.add_argument("--image-size", type=int, default=256, help="side of the square that is encoded (default: 256)")
+    parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
+    parser.add_argument("--per-shard", type=int, default=1000, help="latents in a shard (default: 1000)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images encoded at once (default: 32)")
+    parser.add_argument("--num-classes", type=int, default=1000, help="labels of shards lie below it (default: 1000)")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    args = parser.parse_args()
+    rank, world, local = process_place()
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", local % torch.cuda.device_count())
+    try:
+        source, identity = open_source(args.source, args.image_size, args.num_classes)
+        paths = encode_images(
+            source,
+            identity,
+            args.target,
+            LatentCodec(args.vae),
+            args.prefix,
+            args.per_shard,
+            args.batch_size,
+            device,
+            args.image_size,
+            (rank, world),
+        )
+    except (FileNotFoundError, ValueError, BrokenSampleError) as error:
+        sys.exit(f"error: {error}")
+    Console(soft_wrap=True).print(
+        f"{len(source)} latents in {len(paths)} shards: {paths[0]} .. (process {rank} of {world})"
+    )
+
+
+if __name__ == "__main__":
+    main()

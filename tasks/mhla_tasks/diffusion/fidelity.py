@@ -1,0 +1,244 @@
+"""FID, sFID, Inception Score, KID, precision and recall of generated images, by torch-fidelity's formulas in float64."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from PIL import Image
+from rich.progress import track
+from torch import Tensor, nn
+from torch_fidelity.metric_fid import KEY_METRIC_FID, fid_features_to_statistics, fid_statistics_to_metric
+from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, KEY_METRIC_ISC_STD, isc_features_to_metric
+from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, KEY_METRIC_KID_STD, kid_features_to_metric
+from torch_fidelity.metric_prc import KEY_METRIC_PRECISION, KEY_METRIC_RECALL, prc_features_to_metric
+
+from lightning_mhla.data.images import image_files
+from mhla_tasks.diffusion.features import FeatureNetwork, Features
+
+PUBLISHED_COUNT = 50_000
+"""Samples behind a published FID."""
+
+KID_SUBSET = 1000
+"""Samples of a subset, at most (torch-fidelity)."""
+
+SPLITS = 10
+"""Parts whose Inception Scores are averaged (torch-fidelity; 5,000 images each at 50,000, as in ADM's evaluator)."""
+
+
+class Moments(NamedTuple):
+    """Mean ``[D]`` and covariance ``[D, D]`` of features, float64."""
+
+    mean: np.ndarray
+    covariance: np.ndarray
+
+
+def moments(features: Tensor) -> Moments:
+    """Moments of features ``[n, D]``, accumulated in float64."""
+    statistics = fid_features_to_statistics(features.double().cpu())
+    return Moments(statistics["mu"], np.atleast_2d(statistics["sigma"]))
+
+
+def frechet_distance(one: Moments, two: Moments) -> float:
+    """Frechet distance of two normal distributions (FID, arXiv 1706.08500, equation 6)."""
+    pair = [{"mu": np.float64(each.mean), "sigma": np.float64(each.covariance)} for each in (one, two)]
+    return fid_statistics_to_metric(*pair, verbose=False)[KEY_METRIC_FID]
+
+
+@dataclass
+class ImageSet:
+    """Everything that metrics need to know of a set of images.
+
+    Attributes:
+        origin: where it is from, for messages.
+        digest: hash of the images or statistics.
+        count: number of images; None if only their statistics are known.
+        pooled: ``[n, D]`` features, None if only statistics are known.
+        logits: ``[n, K]``, None if there are none.
+        spatial: ``[n, S]``, None if there are none.
+        statistics: moments that came with the set, by ``"pooled"`` and ``"spatial"``.
+    """
+
+    origin: str
+    digest: str
+    count: int | None
+    pooled: Tensor | None = None
+    logits: Tensor | None = None
+    spatial: Tensor | None = None
+    statistics: dict[str, Moments] = field(default_factory=dict)
+
+    def moments(self, name: str) -> Moments | None:
+        """Moments of ``"pooled"`` or ``"spatial"`` features; None if unknown."""
+        features: Tensor | None = getattr(self, name)
+        if name not in self.statistics and features is not None and len(features) > 1:
+            self.statistics[name] = moments(features)
+        return self.statistics.get(name)
+
+
+def image_set(origin: str, batches: Iterable[Tensor], features: FeatureNetwork, device: torch.device) -> ImageSet:
+    """Features of images that come in batches ``[b, C, S, S]`` uint8."""
+    network = features.network().to(device)
+    digest, parts = hashlib.sha256(), []
+    for images in batches:
+        digest.update(images.numpy().tobytes())
+        parts.append(extract(features, network, images.to(device)))
+    return assemble(origin, digest.hexdigest()[:16], parts)
+
+
+@torch.no_grad()
+def extract(features: FeatureNetwork, network: nn.Module, images: Tensor) -> Features:
+    """Features in float32, whatever precision the surroundings ask for."""
+    with torch.autocast(images.device.type, enabled=False):
+        return features.extract(network, images)
+
+
+def assemble(origin: str, digest: str, parts: Sequence[Features]) -> ImageSet:
+    """The set of all parts, in order.
+
+    Raises:
+        ValueError: when there are no images.
+    """
+    if not parts:
+        raise ValueError(f"{origin} holds no images")
+    columns = [None if values[0] is None else torch.cat(values).cpu() for values in zip(*parts, strict=True)]
+    pooled, spatial, logits = columns
+    assert pooled is not None
+    return ImageSet(origin, digest, len(pooled), pooled, logits, spatial)
+
+
+def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_size: int = 64) -> ImageSet:
+    """Images and statistics of a folder of images, or of an ``.npz`` as ADM's evaluator reads it.
+
+    Args:
+        path: folder; or ``.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8, or ``mu``, ``sigma`` (and ``mu_s``, ``sigma_s``
+            for sFID), or both. Statistics that are there are taken as they are: they must be of the same features.
+        features: of the images.
+        device: where features are computed.
+        batch_size: images at once.
+
+    Raises:
+        FileNotFoundError: when there is nothing at the path.
+        ValueError: when the file holds neither images nor statistics, or images have different sizes.
+    """
+    place = Path(path)
+    if place.is_dir():
+        files = image_files(place)
+        chunks = [files[start : start + batch_size] for start in range(0, len(files), batch_size)]
+        batches = (_stack([_open(each) for each in chunk], path) for chunk in chunks)
+        return image_set(path, track(batches, f"features of {place.name}", total=len(chunks)), features, device)
+    if not place.is_file():
+        raise FileNotFoundError(f"{path} does not exist; give a folder of images, or an .npz of images or statistics")
+    try:
+        with np.load(place, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in ("arr_0", "mu", "sigma", "mu_s", "sigma_s") if name in archive}
+    except (BadZipFile, ValueError, OSError, EOFError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is no .npz that can be read safely ({error})") from error
+    return _from_arrays(path, arrays, features, device, batch_size)
+
+
+def _from_arrays(
+    path: str, arrays: Mapping[str, np.ndarray], features: FeatureNetwork, device: torch.device, batch_size: int
+) -> ImageSet:
+    found: dict[str, Moments] = {}
+    for name, keys in {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}.items():
+        if keys[0] in arrays and keys[1] in arrays:
+            mean, covariance = (np.float64(arrays[key]) for key in keys)
+            if mean.ndim != 1 or covariance.shape != (len(mean),) * 2:
+                raise ValueError(f"{path}: {keys[0]} {mean.shape} and {keys[1]} {covariance.shape} are no moments")
+            found[name] = Moments(mean, covariance)
+    images = arrays.get("arr_0")
+    if images is None and "pooled" not in found:
+        raise ValueError(
+            f"{path} holds neither images (arr_0) nor reference statistics (mu, sigma), only {sorted(arrays)}"
+        )
+    digest = hashlib.sha256(b"".join(array.tobytes() for _, array in sorted(arrays.items()))).hexdigest()[:16]
+    if images is None:
+        return ImageSet(path, digest, None, statistics=found)
+    if images.ndim != 4 or images.dtype != np.uint8 or images.shape[-1] not in (1, 3):
+        raise ValueError(f"{path}: arr_0 is {images.dtype} {images.shape}, not uint8 [N, S, S, 3]")
+    chunks = range(0, len(images), batch_size)
+    batches = (torch.from_numpy(images[start : start + batch_size]).permute(0, 3, 1, 2) for start in chunks)
+    known = image_set(path, track(batches, f"features of {Path(path).name}", total=len(chunks)), features, device)
+    known.digest, known.statistics = digest, found
+    return known
+
+
+def _open(path: Path) -> Tensor:
+    with Image.open(path) as image:
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def _stack(images: list[Tensor], path: str) -> Tensor:
+    sizes = {tuple(image.shape[1:]) for image in images}
+    if len(sizes) > 1:
+        raise ValueError(f"{path} holds images of different sizes: {sorted(sizes)[:3]}")
+    return torch.stack(images)
+
+
+@dataclass
+class Scores:
+    """Metrics by name, and what has to be said beside them."""
+
+    values: dict[str, float]
+    marks: list[str]
+
+
+def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
+    """All metrics that both sets allow.
+
+    Args:
+        generated: samples.
+        reference: real images.
+        seed: of the order and subsets that Inception Score and KID use (torch-fidelity's default).
+
+    Raises:
+        ValueError: when their features have different widths.
+    """
+    values: dict[str, float] = {}
+    marks = list(_marks(generated, reference))
+    for metric, name in (("fid", "pooled"), ("sfid", "spatial")):
+        one, two = generated.moments(name), reference.moments(name)
+        if one is None or two is None:
+            continue
+        if len(one.mean) != len(two.mean):
+            raise ValueError(
+                f"{reference.origin} has {len(two.mean)} features and {generated.origin} {len(one.mean)}: they are of "
+                "different feature networks"
+            )
+        values[metric] = frechet_distance(one, two)
+    if generated.logits is not None and len(generated.logits) >= SPLITS:
+        mean, spread = KEY_METRIC_ISC_MEAN, KEY_METRIC_ISC_STD
+        scores = isc_features_to_metric(generated.logits, splits=SPLITS, shuffle=True, rng_seed=seed)
+        values |= {"inception_score": scores[mean], "inception_score_std": scores[spread]}
+    if generated.pooled is None or reference.pooled is None:
+        marks.append(f"no kid, precision, recall: {reference.origin} has statistics only, no images")
+        return Scores(values, marks)
+    subset = min(KID_SUBSET, len(generated.pooled), len(reference.pooled))
+    kid: dict[str, Any] = {"kid_subset_size": subset, "rng_seed": seed, "verbose": False}
+    if subset > 1:
+        found = kid_features_to_metric(generated.pooled.double(), reference.pooled.double(), **kid)
+        values |= {"kid": found[KEY_METRIC_KID_MEAN], "kid_std": found[KEY_METRIC_KID_STD]}
+    if min(len(generated.pooled), len(reference.pooled)) > 4:
+        found = prc_features_to_metric(generated.pooled, reference.pooled, save_cpu_ram=True, verbose=False)
+        values |= {"precision": found[KEY_METRIC_PRECISION], "recall": found[KEY_METRIC_RECALL]}
+    return Scores(values, marks)
+
+
+def _marks(generated: ImageSet, reference: ImageSet) -> Iterator[str]:
+    for each in (generated, reference):
+        known = each.moments("pooled")
+        if known is None:
+            yield f"no fid: {each.count} image of {each.origin} has no covariance"
+        elif each.count is not None and each.count <= len(known.mean):
+            yield (
+                f"fid is not reliable: {each.count:,} images of {each.origin} are fewer than FID needs for "
+                f"{len(known.mean):,} features (their covariance is singular)"
+            )
+    if generated.count is not None and generated.count < PUBLISHED_COUNT:
+        yield f"fid of {generated.count:,} samples is biased upwards; published figures use {PUBLISHED_COUNT:,}"

@@ -1,0 +1,203 @@
+"""Training, validation and sampling of a class-to-image diffusion transformer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning import Callback
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, SumMetric
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.data.sampling import sample_generator
+from lightning_mhla.hyperparameters import keep_plain
+from lightning_mhla.module import TrainingModule
+from lightning_mhla.optim import OptimizerConfig
+from mhla_tasks.diffusion.codec import LatentCodec
+from mhla_tasks.diffusion.convert import load_pretrained
+from mhla_tasks.diffusion.model import DiT, Size
+from mhla_tasks.diffusion.process import ProcessConfig, make_process
+from mhla_tasks.diffusion.sampling import SamplingConfig, check_labels, draw_samples, to_pixels
+from mhla_tasks.diffusion.writer import OutputFormat, SampleWriter
+
+VALIDATION_SEED = 0
+"""Of the noise and timesteps that validation uses: for each sample the same, each time and on any number of processes."""
+
+
+class ClassToImage(TrainingModule):
+    """A DiT trained on labelled images or latents, and sampled by class.
+
+    Args:
+        attention: which attention; see each key.
+        num_classes: number of classes.
+        sample_size: side of what is denoised: of the image in pixels, or of its latent.
+        channels: of what is denoised: 4 for latents of Stable Diffusion's VAE.
+        layer_kinds: kinds of the layers where they differ, repeated to the depth: [mhla, mhla, softmax] gives every third
+            layer softmax; null for attention.kind everywhere.
+        size: DiT's S, B, L or XL; null to give dim, depth and heads.
+        dim: width of the tokens.
+        depth: number of blocks.
+        heads: attention heads.
+        patch_size: side of a token, in pixels of what is denoised.
+        mlp_ratio: inner width of the MLP over the tokens'.
+        frequency_shift: of the timestep's frequencies: 0 as DiT was trained, 1 as diffusers computes them.
+        mlp_norm_eps: epsilon of the norm before the MLP: 1e-6 as DiT was trained, 1e-5 in diffusers.
+        checkpointing: recompute blocks in the backward pass, to save memory.
+        process: what the network learns.
+        sampling: how predict and callbacks draw samples, unless they say otherwise.
+        vae: folder or hub name of a diffusers AutoencoderKL, for latents; null for pixels.
+        pretrained: weights to start from, see mhla_tasks.diffusion.convert; a checkpoint that is resumed goes first.
+        output: what predict writes: png (a file for each sample) or npz (one file, as ADM's evaluator reads it).
+        optimizer: AdamW and its schedule.
+        ema_decay: decay of the moving average of the weights that validation and samples use; null for none.
+    """
+
+    network: DiT
+
+    def __init__(
+        self,
+        attention: AttentionConfig,
+        num_classes: int,
+        sample_size: int,
+        channels: int,
+        layer_kinds: list[str] | None = None,
+        size: Size | None = None,
+        dim: int | None = None,
+        depth: int | None = None,
+        heads: int | None = None,
+        patch_size: int = 2,
+        mlp_ratio: float = 4.0,
+        frequency_shift: float = 0.0,
+        mlp_norm_eps: float = 1e-6,
+        checkpointing: bool = False,
+        process: ProcessConfig = ProcessConfig(),
+        sampling: SamplingConfig = SamplingConfig(),
+        vae: str | None = None,
+        pretrained: str | None = None,
+        output: OutputFormat = "png",
+        optimizer: OptimizerConfig = OptimizerConfig(),
+        ema_decay: float | None = None,
+    ) -> None:
+        attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
+        process = ProcessConfig(**process) if isinstance(process, dict) else process
+        sampling = SamplingConfig(**sampling) if isinstance(sampling, dict) else sampling
+        optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
+        super().__init__(optimizer, ema_decay)
+        self.save_hyperparameters(ignore=["pretrained", "output"])
+        keep_plain(self)
+        self.sampling, self.output = sampling, output
+        self.process = make_process(process)
+        if sampling.sampler is not None:
+            self.process.check_sampler(sampling.sampler)
+        self.network = DiT(
+            sample_size,
+            channels,
+            num_classes,
+            attention,
+            layer_kinds=layer_kinds,
+            size=size,
+            dim=dim,
+            depth=depth,
+            heads=heads,
+            patch_size=patch_size,
+            out_channels=channels * (2 if process.learns_sigma else 1),
+            mlp_ratio=mlp_ratio,
+            frequency_shift=frequency_shift,
+            mlp_norm_eps=mlp_norm_eps,
+            checkpointing=checkpointing,
+        )
+        if pretrained is not None:
+            load_pretrained(self.network, pretrained)
+        self.codec = None if vae is None else LatentCodec(vae)
+        self.val_loss, self.val_samples = MeanMetric(), SumMetric()
+
+    def layers(self) -> list[nn.Module]:
+        """See :meth:`TrainingModule.layers`."""
+        return list(self.network.backbone.blocks)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Also the writer of samples."""
+        return [SampleWriter(self.output)] if self.trainer.state.fn == "predict" else super().configure_callbacks()
+
+    def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        """What the network predicts; see :meth:`DiT.forward`."""
+        return self.network(x, times, labels)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The process's loss at random timesteps."""
+        clean = self._clean(batch)
+        times = self.process.draw_times(len(clean), None, clean.device)
+        labels = self.process.drop_labels(batch["label"], self.network.num_classes)
+        loss = self.process.losses(self.network, clean, torch.randn_like(clean), times, labels).mean()
+        return self.log_loss(loss, len(clean))
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """The same loss, at timesteps and with noise that belong to each sample."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """As in validation."""
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Pixels, labels and indices of the samples that count."""
+        pixels = self.draw(batch["label"], batch["index"].tolist(), int(batch["seed"][0]), self.sampling)
+        drawn = {"pixels": pixels, "label": batch["label"], "index": batch["index"]}
+        return {name: values[batch["valid"]] for name, values in drawn.items()}
+
+    def draw(self, labels: Tensor, indices: list[int], seed: int, sampling: SamplingConfig) -> Tensor:
+        """Samples as 8-bit pixels ``[B, C, S, S]``; see :func:`mhla_tasks.diffusion.sampling.draw_samples`."""
+        samples = draw_samples(self.network, self.process, sampling, labels, indices, seed)
+        return to_pixels(samples if self.codec is None else self.codec.decode(samples))
+
+    def check_drawable(self) -> None:
+        """Find out before training whether samples can become images.
+
+        Raises:
+            ValueError: for latents without a VAE.
+        """
+        if self.codec is None and self.network.channels not in (1, 3):
+            raise ValueError(
+                f"samples of {self.network.channels} channels are latents; name the VAE that decodes them: "
+                "--model.init_args.vae=FOLDER_OR_NAME"
+            )
+        if self.codec is not None:
+            self.codec.model(torch.device("cpu"))
+
+    def on_predict_start(self) -> None:
+        """See :meth:`check_drawable`."""
+        self.check_drawable()
+
+    def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
+        valid, clean = batch["valid"], self._clean(batch)
+        generators = [sample_generator(VALIDATION_SEED, int(index)) for index in batch["index"]]
+        cpu = torch.device("cpu")
+        times = torch.cat([self.process.draw_times(1, each, cpu) for each in generators]).to(clean.device)
+        noise = torch.stack([torch.randn(clean.shape[1:], generator=each) for each in generators]).to(clean)
+        losses = self.process.losses(self.network, clean, noise, times, batch["label"])[valid]
+        if len(losses):
+            self.val_loss.update(losses)
+            self.val_samples.update(valid.sum())
+        self.log(f"{stage}/loss", self.val_loss, on_epoch=True, prog_bar=True, batch_size=len(valid))
+        self.log(f"{stage}/samples", self.val_samples, on_epoch=True, batch_size=len(valid))
+
+    def _clean(self, batch: dict[str, Any]) -> Tensor:
+        """What is denoised: latents as they come or encoded, or pixels.
+
+        Raises:
+            ValueError: for images of another size than the model's, or without the VAE that they need.
+        """
+        clean = batch["latent"] if "latent" in batch else batch["image"]
+        if "image" in batch and self.codec is not None:
+            clean = self.codec.encode(clean)
+        expected = (self.network.channels, self.network.sample_size, self.network.sample_size)
+        if clean.shape[1:] != expected:
+            what = "latents" if "latent" in batch or self.codec is not None else "images"
+            raise ValueError(
+                f"{what} of channels and sides {tuple(clean.shape[1:])} for a model of {expected}; set "
+                "--model.init_args.sample_size and channels, or vae for images that become latents"
+            )
+        if not batch["label"].numel() or int(batch["label"].max()) >= self.network.num_classes:
+            check_labels(batch["label"].tolist(), self.network.num_classes)
+        return clean

@@ -1,0 +1,97 @@
+"""What predict writes: a folder of PNG files, or one npz file as ADM's evaluator reads it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+from zipfile import ZIP_STORED, ZipFile
+
+import numpy as np
+from lightning import Callback, LightningModule, Trainer
+from numpy.lib.format import open_memmap
+from PIL import Image
+from torch import Tensor
+
+from lightning_mhla.callbacks.folder import run_folder
+
+log = logging.getLogger(__name__)
+
+OutputFormat = Literal["png", "npz"]
+
+
+class SampleWriter(Callback):
+    """Writes samples as they are drawn, every process its own.
+
+    ``png``: ``samples/000017-class3.png`` and so on. ``npz``: ``samples.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8 and
+    ``arr_1`` ``[N]`` int64, in order of the index; the processes fill one file together, so they must share the folder.
+
+    Args:
+        output: ``"png"`` or ``"npz"``.
+    """
+
+    def __init__(self, output: OutputFormat) -> None:
+        if output not in ("png", "npz"):
+            raise ValueError(f"output={output!r} is not one of 'png', 'npz'")
+        self.output = output
+        self._folder, self._count = Path(), 0
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the folder, on every rank."""
+        self._folder = run_folder(trainer)
+        loaders: Any = trainer.predict_dataloaders
+        self._count = len(loaders.source)
+        if trainer.is_global_zero:
+            (self._folder / "samples").mkdir(parents=True, exist_ok=True)
+            for path in (*(self._folder / "samples").glob("*.png"), *self._arrays()):
+                path.unlink(missing_ok=True)
+        trainer.strategy.barrier()
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Tensor], *_: Any
+    ) -> None:
+        """Write the samples of a batch."""
+        pixels = outputs["pixels"].permute(0, 2, 3, 1).cpu().numpy()
+        rows = list(zip(outputs["index"].tolist(), outputs["label"].tolist(), pixels, strict=True))
+        if self.output == "png":
+            for index, label, image in rows:
+                name = f"{index:06d}-class{label}.png"
+                Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(self._folder / "samples" / name)
+            return
+        images, labels = self._open(trainer, pixels.shape[1])
+        for index, label, image in rows:
+            images[index], labels[index] = image, label
+        images.flush()
+        labels.flush()
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the arrays together, on the first process."""
+        trainer.strategy.barrier()
+        if not trainer.is_global_zero:
+            return
+        if self.output == "png":
+            log.info("%d samples written to %s", self._count, self._folder / "samples")
+            return
+        target = self._folder / "samples.npz"
+        aside = target.with_name("samples.npz.part")
+        with ZipFile(aside, "w", ZIP_STORED) as archive:
+            for name, path in zip(("arr_0", "arr_1"), self._arrays(), strict=True):
+                archive.write(path, f"{name}.npy")
+                path.unlink()
+        aside.replace(target)
+        (self._folder / "samples").rmdir()
+        log.info("%d samples written to %s", self._count, target)
+
+    def _arrays(self) -> tuple[Path, Path]:
+        return self._folder / "samples" / "images.npy.part", self._folder / "samples" / "labels.npy.part"
+
+    def _open(self, trainer: Trainer, side: int) -> tuple[Any, Any]:
+        """The files that all processes fill, made by the first."""
+        shapes = ((self._count, side, side, 3), np.uint8), ((self._count,), np.int64)
+        if trainer.is_global_zero:
+            for path, (shape, dtype) in zip(self._arrays(), shapes, strict=True):
+                if not path.exists():
+                    open_memmap(path, mode="w+", dtype=dtype, shape=shape).flush()
+        trainer.strategy.barrier()
+        images, labels = (open_memmap(path, mode="r+") for path in self._arrays())
+        return images, labels
