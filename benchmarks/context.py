@@ -20,9 +20,10 @@ from mhla_tasks.language.checkpoint import load_checkpoint
 from rich.progress import track
 from torch import Tensor
 
-from benchmarks.language import VARIANTS, newest_checkpoint, slug
+from benchmarks.language import VARIANTS
 from benchmarks.machine import describe
 from benchmarks.pictures import plain_numbers
+from benchmarks.runs import newest_checkpoint, slug
 
 
 @torch.no_grad()

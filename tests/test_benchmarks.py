@@ -12,7 +12,7 @@ import pytest
 import torch
 from mhla_kernels import mhla_attention
 
-from benchmarks import attention, context, generation, language, peers
+from benchmarks import attention, context, generation, language, peers, runs
 from benchmarks.shapes import MODELS, Rates, Shape, least_cost
 
 
@@ -106,7 +106,7 @@ def test_the_report_of_language_models_goes_on_and_is_read_by_the_next(
     assert {**again[0], "seconds": 0} == {**first[0], "seconds": 0}, "it did not go on from its checkpoint"
     assert again[0]["seconds"] > first[0]["seconds"]  # type: ignore[operator]
     first = again
-    monkeypatch.setattr(language.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(runs.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
     assert report(*small) == first
     with pytest.raises(SystemExit, match="was trained with"):
         report("--trainer.max_steps=3")
