@@ -60,11 +60,16 @@ class LearningCurves(Callback):
         """Points so far."""
         self.points = defaultdict(list, {name: [(p[0], p[1]) for p in points] for name, points in state_dict.items()})
 
+    def note(self, name: str, step: int, value: float) -> None:
+        """Add a point to the curve ``name``, ``train/loss`` say, unless it has one of this step."""
+        points = self.points[name]
+        if not points or points[-1][0] < step:
+            points.append((step, value))
+
     def _note(self, trainer: Trainer, prefix: str) -> None:
         for name, value in trainer.callback_metrics.items():
-            points = self.points[name] if name.startswith(prefix) else None
-            if points is not None and (not points or points[-1][0] < trainer.global_step):
-                points.append((trainer.global_step, float(value)))
+            if name.startswith(prefix):
+                self.note(name, trainer.global_step, float(value))
 
     def _moves(self, name: str) -> bool:
         return len({value for _, value in self.points[name]}) > 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
+
+from lightning_mhla.callbacks.curves import LearningCurves
 
 
 class PeriodicEvaluation(Callback):
@@ -45,6 +48,15 @@ class PeriodicEvaluation(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do not evaluate the same weights twice."""
         self._evaluated = state_dict["evaluated"]
+
+    def log_values(self, trainer: Trainer, prefix: str, values: Mapping[str, float]) -> None:
+        """Log ``prefix/name`` to every logger and to the learning curves, on the first process."""
+        for logger in trainer.loggers:
+            logger.log_metrics({f"{prefix}/{name}": value for name, value in values.items()}, trainer.global_step)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
+            if isinstance(callback, LearningCurves):
+                for name, value in values.items():
+                    callback.note(f"{prefix}/{name}", trainer.global_step, value)
 
     def _once(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step != self._evaluated:

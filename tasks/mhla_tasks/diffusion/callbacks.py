@@ -187,8 +187,7 @@ class GenerationMetrics(PeriodicEvaluation):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as stream:
             stream.write(json.dumps(row) + "\n")
-        for logger in trainer.loggers:
-            logger.log_metrics({f"{self.name}/{key}": value for key, value in scores.values.items()}, step)
+        self.log_values(trainer, self.name, scores.values)
         figure = draw_grid(grid, module.network.num_classes, f"step {step:,}, guidance {sampling.guidance:g}")
         (folder / "pictures").mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / "pictures" / f"{self.name}-step{step:07d}.png", dpi=110)

@@ -241,4 +241,4 @@ def _marks(generated: ImageSet, reference: ImageSet) -> Iterator[str]:
                 f"{len(known.mean):,} features (their covariance is singular)"
             )
     if generated.count is not None and generated.count < PUBLISHED_COUNT:
-        yield f"fid of {generated.count:,} samples is biased upwards; published figures use {PUBLISHED_COUNT:,}"
+        yield f"fid of {generated.count:,} samples: higher than with the {PUBLISHED_COUNT:,} that are usual"

@@ -187,10 +187,13 @@ class DenoisingProcess(NoiseProcess):
         return terms.flatten(1).mean(1) / math.log(2)
 
     def scheduler(self, sampler: Sampler) -> Any:
-        """See :meth:`NoiseProcess.scheduler`; timesteps are spread over all 1,000, as in DiT's code."""
+        """See :meth:`NoiseProcess.scheduler`; ddpm spreads timesteps over all 1,000, as DiT's code does.
+
+        ddim wants them equally far apart, down to the last step (``trailing``): diffusers' takes one stride for all.
+        """
         self.check_sampler(sampler)
         if sampler == "ddim":
-            return DDIMScheduler(**BETAS, clip_sample=False, timestep_spacing="linspace")
+            return DDIMScheduler(**BETAS, clip_sample=False, timestep_spacing="trailing")
         if sampler == "dpm-solver++":
             return DPMSolverMultistepScheduler(**BETAS, algorithm_type="dpmsolver++", timestep_spacing="linspace")
         variance = "learned_range" if self.config.learn_sigma else "fixed_large"

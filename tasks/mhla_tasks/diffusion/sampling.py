@@ -54,15 +54,18 @@ def draw_samples(
         ValueError: for a sampler that does not go with the process, or a label out of range.
     """
     check_labels(labels.tolist(), network.num_classes)
-    scheduler = process.scheduler(config.sampler or process.samplers[0])
+    sampler = config.sampler or process.samplers[0]
+    scheduler = process.scheduler(sampler)
     scheduler.set_timesteps(config.steps, device=labels.device)
     generators = [sample_generator(seed, index) for index in indices]
     shape = (len(labels), network.channels, network.sample_size, network.sample_size)
     x = randn_tensor(shape, generator=generators, device=labels.device, dtype=torch.float32)
     x = x * getattr(scheduler, "init_noise_sigma", 1.0)
-    noise: dict[str, Any] = {"generator": generators} if config.sampler in (None, "ddpm") else {}
+    noise: dict[str, Any] = {"generator": generators} if sampler == "ddpm" else {}
     for time in scheduler.timesteps:
         predicted = _guided(network, x, time.expand(len(x)), labels, config.guidance)
+        if sampler != "ddpm":  # the only one that takes a learned variance
+            predicted = predicted[:, : network.channels]
         x = scheduler.step(predicted, time, x, **noise).prev_sample
     return x
 

@@ -130,8 +130,7 @@ class LMEval(PeriodicEvaluation):
     def _log(self, trainer: Trainer, folder: Path, results: dict[str, Any], shares: Mapping[str, float]) -> None:
         self.scores = flat_scores({**results["results"], **results.get("groups", {})})
         self.scores |= {f"{task}/prompts_cut": share for task, share in shares.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics({f"lm_eval/{name}": value for name, value in self.scores.items()}, trainer.global_step)
+        self.log_values(trainer, "lm_eval", self.scores)
         kept = {"step": trainer.global_step, "scores": self.scores, "versions": results.get("versions", {})}
         kept["num_fewshot"] = results.get("n-shot", {})
         path = folder / "lm_eval" / f"step{trainer.global_step:07d}.json"
