@@ -12,6 +12,7 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 from PIL import Image
+from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 from torch_fidelity.metric_fid import KEY_METRIC_FID, fid_features_to_statistics, fid_statistics_to_metric
@@ -131,7 +132,7 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
         files = image_files(place)
         chunks = [files[start : start + batch_size] for start in range(0, len(files), batch_size)]
         batches = (_stack([_open(each) for each in chunk], path) for chunk in chunks)
-        return image_set(path, track(batches, f"features of {place.name}", total=len(chunks)), features, device)
+        return image_set(path, _shown(batches, place, len(chunks)), features, device)
     if not place.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a folder of images, or an .npz of images or statistics")
     try:
@@ -164,9 +165,14 @@ def _from_arrays(
         raise ValueError(f"{path}: arr_0 is {images.dtype} {images.shape}, not uint8 [N, S, S, 3]")
     chunks = range(0, len(images), batch_size)
     batches = (torch.from_numpy(images[start : start + batch_size]).permute(0, 3, 1, 2) for start in chunks)
-    known = image_set(path, track(batches, f"features of {Path(path).name}", total=len(chunks)), features, device)
+    known = image_set(path, _shown(batches, Path(path), len(chunks)), features, device)
     known.digest, known.statistics = digest, found
     return known
+
+
+def _shown(batches: Iterable[Tensor], path: Path, count: int) -> Iterable[Tensor]:
+    """With a progress bar, on the error stream so that results can be piped."""
+    return track(batches, f"features of {path.name}", total=count, console=Console(stderr=True))
 
 
 def _open(path: Path) -> Tensor:

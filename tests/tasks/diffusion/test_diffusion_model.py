@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiTTransformer2DModel
+from mhla_tasks.diffusion import DiT
+from mhla_tasks.diffusion.convert import convert_state, load_pretrained, read_state
 from safetensors.torch import save_file
 from tiny import tiny_dit
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
-from mhla_tasks.diffusion import DiT
-from mhla_tasks.diffusion.convert import convert_state, load_pretrained, read_state
 
 KINDS = ("mhla", "linear", "softmax")
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import yaml
 from diffusers import AutoencoderKL
+from mhla_tasks.diffusion import DiT
 
 from lightning_mhla import AttentionConfig
-from mhla_tasks.diffusion import DiT
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs/diffusion/digits.yaml"

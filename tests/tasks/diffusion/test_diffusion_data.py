@@ -1,0 +1,200 @@
+"""Encoding into latent shards, reading them, images encoded on the fly, and what is wrong with either."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from mhla_tasks.classification.shards import images_to_shards
+from mhla_tasks.diffusion import ClassToImage, DigitImages, ImageShards, LatentShards
+from mhla_tasks.diffusion import encode as encode_command
+from mhla_tasks.diffusion.codec import LatentCodec
+from mhla_tasks.diffusion.data import RequestedSamples, SampleRequest, SignedImage
+from PIL import Image
+from tiny import save_vae, tiny_dit
+from torch import Tensor
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.data import BrokenSampleError
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of ten photos in two classes, a VAE, and their latents in shards of four."""
+    folder = tmp_path_factory.mktemp("latents")
+    generator = np.random.default_rng(0)
+    for number in range(10):
+        path = folder / "photos" / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (40, 32, 3), dtype=np.uint8)).save(path)
+    save_vae(folder / "vae")
+    encode(folder)
+    return folder
+
+
+def encode(folder: Path, *options: str, rank: int = 0, world: int = 1) -> None:
+    """The command, as torchrun would start it."""
+    command = ["encode", str(folder / "photos"), str(folder / "latents"), "--vae", str(folder / "vae")]
+    command += ["--image-size", "16", "--per-shard", "4", "--device", "cpu", *options]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", command)
+        for name, value in {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}.items():
+            patch.setenv(name, str(value))
+        encode_command.main()
+
+
+def data(place: Path, **options: object) -> LatentShards:
+    settings: dict[str, object] = {"sample_size": 8, "num_classes": 2, "batch_size": 2, "num_workers": 0, **options}
+    return LatentShards(str(place / "latents"), str(place / "latents"), **settings)  # type: ignore[arg-type]
+
+
+def moments_of(place: Path, number: int, mirrored: bool) -> Tensor:
+    """Mean and deviation by diffusers itself; photos are numbered as in the shards, class by class."""
+    vae = AutoencoderKL.from_pretrained(place / "vae").eval()
+    photo = [*range(0, 10, 2), *range(1, 10, 2)][number]
+    image = SignedImage(16)(Image.open(place / "photos" / f"class{photo % 2}" / f"{photo}.png"))
+    with torch.no_grad():
+        posterior = vae.encode((image.flip(-1) if mirrored else image)[None]).latent_dist
+    return torch.cat([posterior.mean, posterior.std], 1)[0]
+
+
+def test_shards_hold_the_latents_of_images_and_mirror_images(place: Path) -> None:
+    source = data(place).source("train")
+    assert len(source) == 10
+    assert sorted(path.name for path in (place / "latents").glob("*.tar")) == [f"train-0000{i}.tar" for i in range(3)]
+    for mirrored, member in ((False, "latent.npy"), (True, "flip.npy")):
+        stored = torch.from_numpy(source._moments(7, member)).float()  # type: ignore[attr-defined]
+        torch.testing.assert_close(stored, moments_of(place, 7, mirrored), rtol=2e-3, atol=2e-3)
+    assert [source[i]["label"] for i in (0, 4, 5, 9)] == [0, 0, 1, 1]
+
+
+def test_latents_are_drawn_anew_and_flipped_as_asked(place: Path) -> None:
+    scale = 0.18215
+    mean, deviation = moments_of(place, 3, False).chunk(2)
+    source = data(place, flip=0.0).source("train")
+    drawn = torch.stack([source[3]["latent"] for _ in range(400)])
+    torch.testing.assert_close(drawn.mean(0), mean * scale, rtol=0, atol=0.2 * float(deviation.max()) * scale)
+    torch.testing.assert_close(drawn.std(0).mean(), deviation.mean() * scale, rtol=0.05, atol=0)
+    torch.manual_seed(0)
+    flipped = moments_of(place, 3, True)[:4] * scale
+    both = data(place, flip=0.5).source("train")
+    nearer = [
+        float((latent - flipped).square().sum()) < float((latent - mean * scale).square().sum())
+        for latent in (both[3]["latent"] for _ in range(100))
+    ]
+    assert 30 < sum(nearer) < 70
+    assert data(place).source("validate").flip == 0  # type: ignore[attr-defined]
+
+
+def test_encoding_goes_on_after_a_stop_and_is_shared_by_processes(place: Path, tmp_path: Path) -> None:
+    for name in ("photos", "vae"):
+        (tmp_path / name).symlink_to(place / name)
+    whole = {path.name: path.read_bytes() for path in (place / "latents").glob("*.tar")}
+    encode(tmp_path, rank=1, world=2)
+    assert [path.name for path in (tmp_path / "latents").glob("*.tar")] == ["train-00001.tar"]
+    (tmp_path / "latents/train-00000.tar.part").write_bytes(b"stopped here")
+    before = (tmp_path / "latents/train-00001.tar").stat().st_mtime_ns
+    encode(tmp_path)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "latents").glob("*.tar")} == whole
+    assert (tmp_path / "latents/train-00001.tar").stat().st_mtime_ns == before, "written again"
+    with pytest.raises(SystemExit, match=r"made otherwise \(train-manifest\.json: image_size\)"):
+        encode(tmp_path, "--image-size", "32")
+
+
+def test_a_model_trains_on_latents_and_on_images_encoded_on_the_fly(place: Path) -> None:
+    latents = data(place).source("train")[0]["latent"]
+    attention = AttentionConfig(block_grid=[2, 2])
+    model = ClassToImage(attention, 2, 8, 4, dim=16, depth=1, heads=2, vae=str(place / "vae"))
+    batch = {"latent": latents[None], "label": torch.tensor([0])}
+    assert torch.equal(model._clean(batch), latents[None])
+    images = SignedImage(16)(Image.open(place / "photos/class0/0.png"))[None]
+    torch.manual_seed(0)
+    encoded = torch.stack([model._clean({"image": images, "label": torch.tensor([0])}) for _ in range(50)])
+    mean, deviation = moments_of(place, 0, False).chunk(2)
+    torch.testing.assert_close(encoded.mean(0)[0], mean * 0.18215, rtol=0, atol=0.6 * float(deviation.max()) * 0.18215)
+    assert model.codec is not None
+    assert not [name for name in model.state_dict() if "vae" in name or "codec" in name]
+    assert model.codec.decode(latents[None]).shape == (1, 3, 16, 16)
+
+
+def test_images_are_shrunk_cut_and_scaled() -> None:
+    """A wide image whose left third is dark: the middle square is kept, values lie in -1 .. 1."""
+    pixels = np.full((64, 128, 3), 255, dtype=np.uint8)
+    pixels[:, :48] = 0
+    image = SignedImage(16)(Image.fromarray(pixels))
+    assert image.shape == (3, 16, 16)
+    assert image[:, :, :3].max() < -0.9
+    assert image[:, :, 6:].min() > 0.9
+    mirrored = SignedImage(16, flip=1.0)(Image.fromarray(pixels))
+    assert torch.equal(mirrored, image.flip(-1))
+
+
+def test_latents_that_are_wrong(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"latents of 8 x 8 for a model of 16 x 16; set --data\.init_args\.sample_size=8"
+    ):
+        data(place, sample_size=16).source("train")
+    with pytest.raises(BrokenSampleError, match=r"label b'1' is not one of the classes 0 to 0"):
+        data(place, num_classes=1).source("train")[9]
+    moved = tmp_path / "latents"
+    moved.mkdir()
+    (moved / "train-00000.tar").write_bytes((place / "latents/train-00000.tar").read_bytes())
+    with pytest.raises(FileNotFoundError, match=r"train-manifest\.json is missing: it says how the latents are scaled"):
+        data(tmp_path).source("train")
+    manifest = json.loads((place / "latents/train-manifest.json").read_text())
+    (moved / "train-manifest.json").write_text(json.dumps(manifest))
+    (moved / "val-00000.tar").write_bytes((moved / "train-00000.tar").read_bytes())
+    (moved / "val-manifest.json").write_text(json.dumps({**manifest, "scale": 1.0}))
+    with pytest.raises(ValueError, match="different scales"):
+        data(tmp_path).source("train")
+    with pytest.raises(SystemExit, match="photos does not exist; give a folder"):
+        encode(tmp_path)
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(SystemExit, match="must hold one folder of images for each class"):
+        encode(tmp_path)
+
+
+def test_batches_that_do_not_fit_the_model(place: Path) -> None:
+    attention = AttentionConfig(block_grid=[2, 2])
+    model = ClassToImage(attention, 2, 8, 4, dim=16, depth=1, heads=2)
+    with pytest.raises(ValueError, match=r"latents of channels and sides \(4, 16, 16\) for a model of \(4, 8, 8\)"):
+        model._clean({"latent": torch.zeros(1, 4, 16, 16), "label": torch.tensor([0])})
+    with pytest.raises(ValueError, match=r"images of channels and sides \(3, 64, 64\).*vae for images that become"):
+        model._clean({"image": torch.zeros(1, 3, 64, 64), "label": torch.tensor([0])})
+    with pytest.raises(ValueError, match="class 2 is not one of 0 to 1"):
+        model._clean({"latent": torch.zeros(1, 4, 8, 8), "label": torch.tensor([2])})
+    with pytest.raises(ValueError, match="samples of 4 channels are latents; name the VAE"):
+        model.check_drawable()
+    with pytest.raises(FileNotFoundError, match="vae nowhere is no folder"):
+        LatentCodec("nowhere").model(torch.device("cpu"))
+
+
+def test_requests_of_samples() -> None:
+    requested = RequestedSamples(SampleRequest(classes=[7, 3], per_class=2, seed=5), 10)
+    assert [requested[i] for i in range(len(requested))] == [
+        {"index": index, "label": label, "seed": 5} for index, label in enumerate([7, 3, 7, 3])
+    ]
+    assert len(DigitImages().requested()) == 80
+    with pytest.raises(ValueError, match=r"class 10 is not one of 0 to 9; see samples\.classes"):
+        RequestedSamples(SampleRequest(classes=[10]), 10)
+    with pytest.raises(ValueError, match="per_class=0"):
+        SampleRequest(per_class=0)
+    with pytest.raises(ValueError, match="classes is empty"):
+        SampleRequest(classes=[])
+
+
+def test_image_shards_are_those_of_classification(place: Path, tmp_path: Path) -> None:
+    images_to_shards(place / "photos", tmp_path, "train", 4, 0)
+    shards = ImageShards(str(tmp_path), str(tmp_path), image_size=16, num_classes=2, batch_size=2, num_workers=0)
+    sample = shards.source("train")[0]
+    assert sample["image"].shape == (3, 16, 16)
+    assert sample["image"].min() < -0.5
+    assert sample["label"] in (0, 1)
+    assert (
+        tiny_dit(channels=3, sample_size=16)(sample["image"][None], torch.zeros(1), torch.tensor([1])).shape[-1] == 16
+    )

@@ -1,0 +1,313 @@
+"""FID and its kin against torch-fidelity's own command and ADM's formula; what is said beside them; one process and two."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mhla_tasks.diffusion import ClassToImage, DigitFeatures, DiT, FeatureNetwork, InceptionFeatures
+from mhla_tasks.diffusion import score as score_command
+from mhla_tasks.diffusion.features import Features, fingerprint
+from mhla_tasks.diffusion.fidelity import ImageSet, Moments, frechet_distance, moments, read_set, score
+from mhla_tasks.diffusion.sampling import SamplingConfig
+from PIL import Image
+from processes import run_cli
+from scipy import linalg
+from tiny import ROOT, digits_config, tiny_dit
+from torch import Tensor, nn
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.checkpoints import load_module
+from lightning_mhla.data.digits import load_digits
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights in the layout of torch-fidelity's Inception-v3, its activations normalised."""
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+    path = tmp_path_factory.mktemp("inception") / "weights.pth"
+    torch.manual_seed(0)
+    original = FeatureExtractorInceptionV3.load_state_dict
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "load", lambda *_, **__: {})
+        patch.setattr(FeatureExtractorInceptionV3, "load_state_dict", lambda *_: None)
+        network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048"], "none")
+    assert FeatureExtractorInceptionV3.load_state_dict is original
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 1.0
+    network.train()(torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8))
+    torch.save(network.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two folders of fourteen images of different brightness and size."""
+    place, generator = tmp_path_factory.mktemp("folders"), np.random.default_rng(0)
+    for name, low in (("one", 0), ("two", 60)):
+        (place / name).mkdir()
+        for number in range(14):
+            pixels = generator.integers(low, 256 - number * 5, (24, 24, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(place / name / f"{number:02d}.png")
+    return [str(place / "one"), str(place / "two")]
+
+
+def test_metrics_are_those_of_torch_fidelitys_command(
+    weights: Path, folders: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--isc", "--fid", "--kid", "--prc", "--kid-subset-size", "14", "--json", "--silent", "--no-cache"]
+    command = [
+        str(Path(sys.executable).with_name("fidelity")),
+        *options,
+        "--cpu",
+        "--feature-extractor",
+        "inception-v3-compat",
+    ]
+    command += ["--input1", folders[0], "--input2", folders[1], "--feature-extractor-weights-path", str(weights)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    want = json.loads(done.stdout)
+    monkeypatch.setattr(
+        sys, "argv", ["score", *folders, "--weights", str(weights), "--json", "--device", "cpu", "--batch-size", "8"]
+    )
+    score_command.main()
+    found = json.loads(capsys.readouterr().out)
+    names = {
+        "fid": "frechet_inception_distance",
+        "inception_score": "inception_score_mean",
+        "inception_score_std": "inception_score_std",
+        "kid": "kernel_inception_distance_mean",
+        "precision": "precision",
+        "recall": "recall",
+    }
+    for ours, theirs in names.items():
+        assert found[ours] == pytest.approx(want[theirs], rel=5e-5, abs=1e-9), ours
+    assert found["fid"] > 1
+    assert found["sfid"] > 0
+    assert any("14 images of" in mark and "fewer than FID needs for 2,048 features" in mark for mark in found["marks"])
+
+
+def test_spatial_features_are_those_of_adms_evaluator(weights: Path) -> None:
+    """The first seven channels of mixed_6/conv, 17 x 17, channels last."""
+    features = InceptionFeatures(str(weights))
+    network: Any = features.network()
+    images = torch.randint(0, 256, (2, 1, 20, 20), dtype=torch.uint8)
+    kept: list[Tensor] = []
+    hook = network.Mixed_6c.register_forward_hook(lambda module, args, out: kept.append(out))
+    pooled, spatial, logits = features.extract(network, images)
+    hook.remove()
+    want = torch.relu(network.Mixed_6d.branch1x1.bn(network.Mixed_6d.branch1x1.conv(kept[0])))[:, :7]
+    assert spatial is not None
+    assert logits is not None
+    assert spatial.shape == (2, 7 * 17 * 17)
+    assert torch.equal(spatial.view(2, 17, 17, 7), want.permute(0, 2, 3, 1))
+    assert pooled.shape == (2, 2048)
+    torch.testing.assert_close(logits, pooled @ network.fc.weight.T)
+
+
+def test_statistics_of_an_npz_give_the_formula_of_adms_evaluator(tmp_path: Path) -> None:
+    """|mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)), with scipy's matrix root as there."""
+    generator = np.random.default_rng(0)
+
+    class Mean(FeatureNetwork):
+        """Sixty-four pixels as pooled features, twelve as spatial ones."""
+
+        def network(self) -> nn.Module:
+            return nn.Identity()
+
+        def extract(self, network: nn.Module, images: Tensor) -> Features:
+            values = images.float().flatten(1)
+            return Features(values[:, :64], values[:, 64:76], None)
+
+    def random_moments(width: int) -> tuple[np.ndarray, np.ndarray]:
+        root = generator.normal(size=(width, width)) * 60
+        return generator.normal(size=width) * 30 + 120, root @ root.T / width
+
+    statistics = dict(zip(("mu", "sigma", "mu_s", "sigma_s"), (*random_moments(64), *random_moments(12)), strict=True))
+    images = generator.integers(0, 256, (300, 6, 6, 3), dtype=np.uint8)
+    np.savez(tmp_path / "reference.npz", **statistics)
+    np.savez(tmp_path / "samples.npz", arr_0=images, arr_1=np.zeros(300, dtype=np.int64))
+    sets = [read_set(str(tmp_path / name), Mean(), CPU) for name in ("samples.npz", "reference.npz")]
+    found = score(*sets)
+    values = images.transpose(0, 3, 1, 2).reshape(300, -1).astype(np.float64)
+    for metric, columns, names in (
+        ("fid", slice(0, 64), ("mu", "sigma")),
+        ("sfid", slice(64, 76), ("mu_s", "sigma_s")),
+    ):
+        mean, covariance = values[:, columns].mean(0), np.cov(values[:, columns], rowvar=False)
+        other, spread = (statistics[name] for name in names)
+        root = linalg.sqrtm(covariance @ spread).real
+        want = ((mean - other) ** 2).sum() + np.trace(covariance) + np.trace(spread) - 2 * np.trace(root)
+        assert found.values[metric] == pytest.approx(want, rel=1e-9)
+    assert set(found.values) == {"fid", "sfid"}
+    assert any("no kid, precision, recall" in mark for mark in found.marks)
+
+
+def test_moments_accumulate_in_float64() -> None:
+    """A large mean and a small deviation, of which float32 sums would leave little."""
+    torch.manual_seed(0)
+    features = (1000 + 0.01 * torch.randn(20_000, 3)).float()
+    want = np.cov(features.numpy().astype(np.float64), rowvar=False)
+    np.testing.assert_allclose(moments(features).covariance, want, rtol=1e-9)
+    same = moments(features)
+    assert frechet_distance(same, same) == pytest.approx(0, abs=1e-9)
+    moved = Moments(same.mean + 2, same.covariance)
+    assert frechet_distance(same, moved) == pytest.approx(12, rel=1e-9)
+
+
+def test_what_is_said_beside_values() -> None:
+    torch.manual_seed(0)
+    few = ImageSet("a few", "", 20, torch.randn(20, 64), torch.randn(20, 10))
+    many = ImageSet("many", "", 200, torch.randn(200, 64))
+    marks = score(few, many).marks
+    assert any("20 images of a few are fewer than FID needs for 64 features" in mark for mark in marks)
+    assert any("fid of 20 samples: higher than with the 50,000" in mark for mark in marks)
+    assert not any("of many" in mark for mark in marks)
+    one = ImageSet("one", "", 1, torch.randn(1, 64))
+    alone = score(one, many)
+    assert "fid" not in alone.values
+    assert any("1 image of one has no covariance" in mark for mark in alone.marks)
+    with pytest.raises(ValueError, match="different feature networks"):
+        score(few, ImageSet("other", "", 200, torch.randn(200, 32)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"other": np.zeros(3)}, r"neither images \(arr_0\) nor reference statistics \(mu, sigma\), only \[\]"),
+        ({"arr_0": np.zeros((2, 4, 4, 3))}, r"arr_0 is float64 \(2, 4, 4, 3\), not uint8"),
+        ({"mu": np.zeros(3), "sigma": np.zeros((2, 2))}, "are no moments"),
+    ],
+)
+def test_references_that_are_no_references(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+    np.savez(tmp_path / "reference.npz", **content)
+    with pytest.raises(ValueError, match=message):
+        read_set(str(tmp_path / "reference.npz"), DigitFeatures(), CPU)
+
+
+def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist; give a folder of images, or an"):
+        read_set(str(tmp_path / "missing.npz"), DigitFeatures(), CPU)
+    (tmp_path / "broken.npz").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"broken\.npz is no \.npz that can be read safely"):
+        read_set(str(tmp_path / "broken.npz"), DigitFeatures(), CPU)
+    with pytest.raises(FileNotFoundError, match=r"Inception-v3: .*none\.pth does not exist"):
+        InceptionFeatures(str(tmp_path / "none.pth")).network()
+    torch.save({"weights": Path()}, tmp_path / "code.pth")
+    with pytest.raises(ValueError, match=r"code\.pth holds no weights of torch-fidelity's Inception-v3"):
+        InceptionFeatures(str(tmp_path / "code.pth")).network()
+
+
+def test_the_classifier_of_digits_names_those_held_out() -> None:
+    features = DigitFeatures()
+    images, labels = load_digits(train=False)
+    pixels = (images * 255).round().to(torch.uint8)
+    logits = features.extract(features.network(), pixels).logits
+    assert logits is not None
+    assert (logits.argmax(1) == labels).float().mean() > 0.97
+    one, two, other = (fingerprint(DigitFeatures(seed, epochs=1).network()) for seed in (0, 0, 1))
+    assert one == two != other
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DiT of digits that makes something of noise."""
+    folder = tmp_path_factory.mktemp("start") / "dit"
+    tiny_dit(channels=1, patch_size=1, attention={"lepe": 3, "gate": True}).save_pretrained(folder)
+    return folder
+
+
+def test_one_process_and_two_log_the_same(start: Path, tmp_path: Path) -> None:
+    rows = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        config = digits_config(
+            folder,
+            attention={"kind": "mhla", "block_grid": [2, 2], "lepe": 3, "gate": True},
+            pretrained=str(start),
+            optimizer={"lr": 0.0, "weight_decay": 0.0},
+        )
+        overlay = ["--config", str(ROOT / "configs/trainer/ddp.yaml"), f"--trainer.devices={processes}"]
+        run_cli("fit", "--config", str(config), *overlay, "--trainer.accelerator=cpu", "--trainer.max_steps=1")
+        (line,) = (folder / "log/generation.jsonl").read_text().splitlines()
+        rows.append(json.loads(line))
+        assert list((folder / "log/pictures").glob("generation-step0000001.png"))
+    one, two = rows
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert two[name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
+    depends = {"samples": 35, "sampler": "euler", "sampling_steps": 3, "guidance": 1.5, "ema_decay": 0.5, "step": 1}
+    assert depends.items() <= one.items()
+    assert one["reference_images"] == 1437
+    assert len(one["features_sha256"]) == len(one["reference_sha256"]) == 16
+    assert "35 samples are not the same number of each class" in one["marks"]
+    assert {"fid", "kid", "precision", "recall", "inception_score", "label_accuracy"} <= one.keys()
+
+
+def test_averaged_weights_are_sampled_and_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drawn samples are those of the checkpoint's averaged weights, which are not the live ones."""
+    from mhla_tasks import cli
+
+    drawn: list[Tensor] = []
+    original = ClassToImage.draw
+
+    def draw(self: ClassToImage, *args: Any) -> Tensor:
+        drawn.append(original(self, *args))
+        return drawn[-1]
+
+    monkeypatch.setattr(ClassToImage, "draw", draw)
+    config = digits_config(tmp_path, optimizer={"lr": 0.02, "weight_decay": 0.0}, ema_decay=0.9)
+    cli.main(["fit", "--config", str(config), "--trainer.max_steps=6"])
+    path = tmp_path / "checkpoints/step=6.ckpt"
+    averaged, live = (load_module(ClassToImage, path, live=live) for live in (False, True))
+    labels, sampling = torch.arange(8), SamplingConfig("euler", 3, 1.5)
+    want, other = (original(module, labels, list(range(8)), 0, sampling).int() for module in (averaged, live))
+    assert (drawn[0].int() - want).abs().max() <= 1
+    assert (other - want).abs().max() > 3, "averaged and live weights draw the same: the test shows nothing"
+    from mhla_tasks.diffusion import checkpoint
+
+    monkeypatch.setattr(sys, "argv", ["checkpoint", str(path), str(tmp_path / "exported")])
+    checkpoint.main()
+    exported = DiT.from_pretrained(str(tmp_path / "exported"))
+    for name, tensor in exported.state_dict().items():
+        assert torch.equal(tensor, averaged.network.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["reference=missing.npz"], "missing.npz does not exist; give a folder of images"),
+        (["sampling.sampler=ddim"], "sampler='ddim' does not go with objective 'flow'; use euler, dpm-solver++"),
+    ],
+)
+def test_what_cannot_be_scored_is_an_error_before_training(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mhla_tasks import cli
+
+    config = digits_config(tmp_path)
+    text = config.read_text()
+    for option in options:
+        name, value = option.split("=")
+        text = text.replace("sampler: euler\n", f"sampler: {value}\n", 1) if "sampler" in name else text
+        text = text.replace("samples: 35", f"samples: 35\n      {name}: {value}") if "sampler" not in name else text
+    config.write_text(text)
+    with pytest.raises(SystemExit):
+        cli.main(["fit", "--config", str(config)])
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_attention_options_are_not_needed_to_sample(start: Path) -> None:
+    model = DiT.from_pretrained(str(start))
+    assert model.backbone.layers[0].attn.config == AttentionConfig(block_grid=[2, 2], lepe=3, gate=True)

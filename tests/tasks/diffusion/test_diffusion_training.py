@@ -1,0 +1,184 @@
+"""The command line: training, exact resume, predict on any number of processes, and errors a user meets."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from mhla_tasks import cli
+from mhla_tasks.diffusion import ClassToImage
+from mhla_tasks.diffusion.callbacks import draw_grid
+from PIL import Image
+from processes import run_cli
+from tiny import ROOT, digits_config
+
+from lightning_mhla import AttentionConfig
+
+DDP = ["--config", str(ROOT / "configs/trainer/ddp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2"]
+FSDP = ["--config", str(ROOT / "configs/trainer/fsdp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2"]
+
+
+def losses(folder: Path) -> dict[int, str]:
+    with (folder / "log/metrics.csv").open() as stream:
+        return {int(row["step"]): row["train/loss"] for row in csv.DictReader(stream) if row.get("train/loss")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps, over an epoch's end, that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    cli.main(["fit", "--config", str(digits_config(folder)), "--trainer.max_steps=8"])
+    return folder
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_resume_is_bitwise_exact(whole: Path, tmp_path: Path, step: int) -> None:
+    checkpoint = whole / f"checkpoints/step={step}.ckpt"
+    cli.main(["fit", "--config", str(digits_config(tmp_path)), "--trainer.max_steps=8", f"--ckpt_path={checkpoint}"])
+    assert losses(tmp_path) == {k: v for k, v in losses(whole).items() if k >= step}
+    one, two = (torch.load(f / "checkpoints/step=8.ckpt", weights_only=True) for f in (whole, tmp_path))
+    for key in ("state_dict", "current_model_state"):
+        assert all(torch.equal(value, two[key][name]) for name, value in one[key].items()), key
+    drawn = [(f / "log/generation.jsonl").read_text() for f in (whole, tmp_path)]
+    assert drawn[0] == drawn[1]
+
+
+def test_validation_is_the_same_each_time_and_counts_every_sample(whole: Path) -> None:
+    checkpoint = str(whole / "checkpoints/step=8.ckpt")
+    values = []
+    for batch_size in (240, 100):
+        module = ClassToImage.load_from_checkpoint(checkpoint, weights_only=True)
+        from lightning import Trainer
+        from mhla_tasks.diffusion import DigitImages
+
+        trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+        values += trainer.validate(module, DigitImages(batch_size=batch_size), verbose=False)
+    assert values[0]["val/samples"] == values[1]["val/samples"] == 360
+    assert values[0]["val/loss"] == pytest.approx(values[1]["val/loss"], rel=1e-5)
+
+
+def predict(folder: Path, checkpoint: Path, *options: str, processes: int = 1) -> Path:
+    """Draw samples from a checkpoint; the run's log folder."""
+    logger = yaml.safe_dump(
+        {
+            "trainer": {
+                "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": str(folder), "name": "", "version": ""}}
+            }
+        }
+    )
+    folder.mkdir()
+    (folder / "logger.yaml").write_text(logger)
+    places = [f"--ckpt_path={checkpoint}", "--config", str(folder / "logger.yaml")]
+    arguments = [
+        "predict",
+        *places,
+        "--model.init_args.sampling.steps=4",
+        *options,
+        "--trainer.enable_progress_bar=false",
+    ]
+    if processes > 1:
+        run_cli(*arguments, *DDP)
+    else:
+        cli.main([*arguments, "--trainer.accelerator=cpu"])
+    return folder
+
+
+def test_predict_draws_the_same_on_any_number_of_processes(whole: Path, tmp_path: Path) -> None:
+    checkpoint = whole / "checkpoints/step=8.ckpt"
+    classes = ["--data.init_args.samples.classes=[3,7]", "--data.init_args.samples.per_class=5"]
+    one = predict(tmp_path / "one", checkpoint, *classes)
+    batched = predict(tmp_path / "batched", checkpoint, *classes, "--data.init_args.batch_size=4")
+    two = predict(tmp_path / "two", checkpoint, *classes, "--data.init_args.batch_size=6", processes=2)
+    other = predict(tmp_path / "other", checkpoint, *classes, "--data.init_args.samples.seed=1")
+    names = [f"{index:06d}-class{(3, 7)[index % 2]}.png" for index in range(10)]
+    pictures = {}
+    for folder in (one, batched, two, other):
+        assert sorted(path.name for path in (folder / "samples").iterdir()) == names
+        pictures[folder] = np.stack([np.array(Image.open(folder / "samples" / name)) for name in names]).astype(int)
+    assert pictures[one].shape == (10, 8, 8)
+    assert np.abs(pictures[batched] - pictures[one]).max() <= 1
+    assert np.abs(pictures[two] - pictures[one]).max() <= 1
+    assert np.abs(pictures[other] - pictures[one]).max() > 20
+    array = predict(
+        tmp_path / "npz",
+        checkpoint,
+        *classes,
+        "--model.init_args.output=npz",
+        "--data.init_args.batch_size=4",
+        processes=2,
+    )
+    with np.load(array / "samples.npz") as content:
+        assert content["arr_0"].shape == (10, 8, 8, 3)
+        assert content["arr_0"].dtype == np.uint8
+        assert np.abs(content["arr_0"].astype(int) - pictures[one][..., None]).max() <= 1
+        assert content["arr_1"].tolist() == [3, 7] * 5
+    assert not (array / "samples").exists()
+
+
+def test_sharded_training_logs_samples_too(tmp_path: Path) -> None:
+    printed = run_cli("fit", "--config", str(digits_config(tmp_path)), *FSDP, "--model.init_args.ema_decay=null")
+    assert (tmp_path / "log/generation.jsonl").exists(), printed
+
+
+def test_ddpm_with_learned_variance_trains_and_samples(tmp_path: Path) -> None:
+    config = digits_config(
+        tmp_path, process={"objective": "ddpm", "learn_sigma": True}, sampling={"sampler": "ddpm", "steps": 5}
+    )
+    config.write_text(config.read_text().replace("sampler: euler", "sampler: ddim"))
+    cli.main(["fit", "--config", str(config)])
+    assert (tmp_path / "log/generation.jsonl").exists()
+    state = torch.load(tmp_path / "checkpoints/step=3.ckpt", weights_only=True)["state_dict"]
+    assert state["network.head.weight"].shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model.init_args.optimizer.lr=1e30", "--trainer.max_steps=9"], "at step 1; lower the learning rate"),
+        (["--model.init_args.sample_size=16"], "images of channels and sides (1, 8, 8) for a model of (1, 16, 16)"),
+        (["--model.init_args.num_classes=5"], "is not one of 0 to 4"),
+        (["--model.init_args.sampling.sampler=ddim"], "sampler='ddim' does not go with objective 'flow'"),
+        (["--model.init_args.pretrained=nowhere"], "pretrained nowhere is no file, no folder of a DiT"),
+        (["--model.init_args.attention.block_grid=[9,4]"], "9"),
+        (["--data.init_args.batch_size=2000"], "do not fill one batch of batch_size=2000"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["fit", "--config", str(digits_config(tmp_path)), *options])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_predict_of_a_class_that_there_is_not(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        predict(tmp_path / "wrong", whole / "checkpoints/step=8.ckpt", "--data.init_args.samples.classes=[10]")
+    assert "class 10 is not one of 0 to 9; see samples.classes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/diffusion").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_builds_its_model(path: Path) -> None:
+    content: dict[str, Any] = yaml.safe_load(path.read_text())
+    options = content["model"]["init_args"]
+    options.pop("pretrained", None)
+    with torch.device("meta"):
+        model = ClassToImage(**{**options, "attention": AttentionConfig(**options["attention"])})
+    assert model.network.sample_size == content["data"]["init_args"].get("sample_size", 8)
+    blocks = [layer.attn.layout.num_blocks for layer in model.network.backbone.layers]
+    assert set(blocks) == {16}
+
+
+def test_grids_of_many_classes_are_in_order() -> None:
+    images = torch.zeros(23, 3, 70, 70, dtype=torch.uint8)
+    figure = draw_grid(images, 1000, "title")
+    assert figure.axes[0].images[0].get_array().shape == (3 * 71 - 1, 10 * 71 - 1, 3)  # type: ignore[union-attr]
+    labelled = draw_grid(torch.zeros(20, 1, 8, 8, dtype=torch.uint8), 10, "title")
+    assert [text.get_text() for text in labelled.axes[0].get_yticklabels()] == [str(label) for label in range(10)]
