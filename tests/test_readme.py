@@ -10,11 +10,17 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-READMES = ("README.md", "kernels/mhla_kernels/README.md", "tasks/mhla_tasks/language/README.md")
+READMES = (
+    "README.md",
+    "kernels/mhla_kernels/README.md",
+    "tasks/mhla_tasks/language/README.md",
+    "tasks/mhla_tasks/diffusion/README.md",
+)
 SHAPES = {
     "README.md": [("out", (2, 256, 6, 64)), ("attention", None)],
     READMES[1]: [("out", (2, 1024, 6, 64)), ("out", (1, 4096, 4, 64)), ("out", (2, 4, 64))],
     READMES[2]: [("tokens", (2, 28))],
+    READMES[3]: [("predicted", (2, 8, 32, 32))],
 }
 
 

@@ -1,0 +1,177 @@
+"""Whole diffusion transformers: time and memory of a training step, for each kind of attention and each size of image.
+
+    python -m benchmarks.models --out benchmarks/results                      # on a GPU if there is one
+    python -m benchmarks.models --device cpu --models S/2 --pixels 256 512
+
+DiT-S/2 and DiT-XL/2 on latents of 256, 512 and 1,024 pixels (256, 1,024 and 4,096 tokens), forward and backward of DiT's
+objective, M = 16 blocks. On a GPU in bfloat16; on a CPU in float32, one image at a time, each measurement in a process of its
+own, whose peak memory counts. Rows that a result file has already are kept: a stopped benchmark goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from mhla_tasks.diffusion import DiT
+from mhla_tasks.diffusion.process import ProcessConfig, make_process
+
+from benchmarks.machine import describe
+from lightning_mhla import AttentionConfig
+from lightning_mhla.files import write_whole
+
+KINDS = ("softmax", "linear", "mhla")
+MODELS = {"S/2": "S", "XL/2": "XL"}
+PIXELS = (256, 512, 1024)
+GPU_IMAGES = {
+    ("S/2", 256): 256,
+    ("S/2", 512): 64,
+    ("S/2", 1024): 16,
+    ("XL/2", 256): 32,
+    ("XL/2", 512): 8,
+    ("XL/2", 1024): 2,
+}
+"""Images at once on a GPU: as many tokens for each size, and room for 80 GB."""
+
+
+def training_step(model: str, pixels: int, kind: str, images: int, device: torch.device) -> Callable[[], None]:
+    """Forward and backward of one batch of random latents."""
+    torch.manual_seed(0)
+    attention = AttentionConfig(kind=kind, block_grid=[4, 4])
+    size: Any = MODELS[model]
+    network = DiT(pixels // 8, 4, 1000, attention, size=size, out_channels=8).to(device)
+    process = make_process(ProcessConfig()).to(device)
+    clean = torch.randn(images, 4, pixels // 8, pixels // 8, device=device)
+    labels = torch.randint(0, 1000, (images,), device=device)
+    times = torch.randint(0, 1000, (images,), device=device)
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            loss = process.losses(network, clean, torch.randn_like(clean), times, labels).mean()
+        loss.backward()
+        network.zero_grad(set_to_none=True)
+
+    return step
+
+
+def measure(model: str, pixels: int, kind: str, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
+    """One row: median seconds of a step over at least two (and about ``seconds``), images a second, and peak memory."""
+    step = training_step(model, pixels, kind, images, device)
+
+    def once() -> float:
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    first = once()
+    if device.type == "cuda":
+        once()
+        torch.cuda.reset_peak_memory_stats()
+        first = once()
+    times = [once() for _ in range(max(1, min(50, round(seconds / first))))]
+    times = times if len(times) > 1 else [first, *times]
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if device.type == "cuda"
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
+    each = median(times)
+    return {
+        "model": model,
+        "pixels": pixels,
+        "tokens": (pixels // 16) ** 2,
+        "kind": kind,
+        "images": images,
+        "seconds": each,
+        "images_per_second": images / each,
+        "peak_bytes": peak,
+    }
+
+
+def measure_apart(
+    model: str, pixels: int, kind: str, images: int, device: torch.device, seconds: float
+) -> dict[str, Any]:
+    """The same in a process of its own; a row without figures if it did not come back, for want of memory say."""
+    case = json.dumps([model, pixels, kind, images, str(device), seconds])
+    command = [sys.executable, "-m", "benchmarks.models", "--case", case]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
+        return {"model": model, "pixels": pixels, "kind": kind, "images": images, "failed": reason[0]}
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a line for each model and size, and in it the kinds; how many times softmax's throughput each has."""
+    lines = [
+        "| model | pixels | tokens | images at once | softmax | linear | mhla | mhla / softmax |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    cases = {(row["model"], row["pixels"], row["images"]): (row["pixels"] // 16) ** 2 for row in rows}
+    for (model, pixels, images), tokens in cases.items():
+        found = {
+            row["kind"]: row for row in rows if (row["model"], row["pixels"], row["images"]) == (model, pixels, images)
+        }
+        cells = [_cell(found.get(kind)) for kind in KINDS]
+        speed = {kind: row["images_per_second"] for kind, row in found.items() if "seconds" in row}
+        ratio = f"{speed['mhla'] / speed['softmax']:.2f}" if {"mhla", "softmax"} <= set(speed) else ""
+        lines.append(f"| {' | '.join([f'DiT-{model}', f'{pixels:,}', f'{tokens:,}', str(images), *cells, ratio])} |")
+    return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if "failed" in row:
+        return "did not fit"
+    return f"{row['images_per_second']:.3g} images/s, {row['peak_bytes'] / 2**30:.1f} GiB"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--pixels", nargs="+", type=int, default=list(PIXELS))
+    parser.add_argument("--images", type=int, help="images at once; by default one on a CPU, a full GPU else")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement, about (default: 10)")
+    parser.add_argument("--out", type=Path, help="folder for the JSON file")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        model, pixels, kind, images, name, seconds = json.loads(args.case)
+        print(json.dumps(measure(model, pixels, kind, images, torch.device(name), seconds)))
+        return
+    device = torch.device(args.device)
+    path = None if args.out is None else args.out / f"models-{device.type}.json"
+    machine = describe(device)
+    known = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    same = {key: value for key, value in known.get("machine", {}).items() if key != "date"}
+    rows = known["rows"] if same == {key: value for key, value in machine.items() if key != "date"} else []
+    done = {(row["model"], row["pixels"], row["kind"], row["images"]) for row in rows}
+    for model in args.models:
+        for pixels in args.pixels:
+            images = args.images or (GPU_IMAGES.get((model, pixels), 1) if device.type == "cuda" else 1)
+            for kind in KINDS:
+                if (model, pixels, kind, images) in done:
+                    continue
+                rows.append(measure_apart(model, pixels, kind, images, device, args.seconds))
+                if path is not None:
+                    write_whole(path, json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
