@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from mhla_kernels import mhla_attention
 
-from benchmarks import attention, context, generation, language, peers, runs
+from benchmarks import attention, context, diffusion, generation, language, models, peers, runs
 from benchmarks.shapes import MODELS, Rates, Shape, least_cost
 
 
@@ -119,3 +120,47 @@ def test_the_report_of_language_models_goes_on_and_is_read_by_the_next(
     (row,) = json.loads((tmp_path / "context-stdlib.json").read_text())["rows"]
     assert len(row["perplexity"]) == 64
     assert "| linear |" in capsys.readouterr().out
+
+
+def test_the_report_of_diffusion_models_reads_what_was_logged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [
+        "--trainer.max_steps=2",
+        "--model.init_args.depth=1",
+        "--model.init_args.dim=16",
+        "--model.init_args.heads=1",
+    ]
+    places = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path), "--only", "mhla + gate"]
+    monkeypatch.setattr(sys, "argv", ["diffusion", *places, "--", *small, "--trainer.enable_progress_bar=false"])
+    diffusion.main()
+    (row,) = json.loads((tmp_path / "diffusion-digits.json").read_text())["rows"]
+    (logged,) = tmp_path.glob("runs/mhla-and-gate/logs/version_0/generation.jsonl")
+    assert row["fid"] == json.loads(logged.read_text().splitlines()[-1])["fid"] > 0
+    assert row["steps"] == 2
+    assert row["depends"]["samples"] == 1000
+    assert "| `mhla + gate` |" in capsys.readouterr().out
+
+
+def test_models_are_measured_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, so that it is quick; one case that fails is a row too, and is said."""
+    measured = []
+
+    def apart(model: str, pixels: int, kind: str, *rest: Any) -> dict[str, Any]:
+        measured.append(kind)
+        if kind == "linear":
+            return {"model": model, "pixels": pixels, "kind": kind, "images": rest[0], "failed": "no memory"}
+        return models.measure(model, pixels, kind, *rest)
+
+    monkeypatch.setattr(models, "measure_apart", apart)
+    options = ["--device", "cpu", "--models", "S/2", "--pixels", "64", "--seconds", "0", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["models", *options])
+    models.main()
+    models.main()
+    assert measured == list(models.KINDS)
+    rows = json.loads((tmp_path / "models-cpu.json").read_text())["rows"]
+    assert [row["tokens"] for row in rows if "tokens" in row] == [16, 16]
+    assert all(row["images_per_second"] > 0 and row["peak_bytes"] > 1e8 for row in rows if "seconds" in row)
+    assert "did not fit" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,26 +161,25 @@ class DigitFeatures(FeatureNetwork):
 
     def __init__(self, seed: int = 0, epochs: int = 30) -> None:
         self.seed, self.epochs = seed, epochs
-        self._network: DigitNetwork | None = None
 
     def network(self) -> nn.Module:
-        """See :meth:`FeatureNetwork.network`."""
-        if self._network is None:
-            with kept_random_state(), torch.inference_mode(False), torch.enable_grad():
-                torch.default_generator.manual_seed(self.seed)
-                self._network = self._train().eval().requires_grad_(False)
-        return self._network
+        """See :meth:`FeatureNetwork.network`; trained once in a process."""
+        return _train_on_digits(self.seed, self.epochs)
 
     def extract(self, network: nn.Module, images: Tensor) -> Features:
         """See :meth:`FeatureNetwork.extract`."""
         pooled, logits = network(images[:, :1].float() / 255)
         return Features(pooled, None, logits)
 
-    def _train(self) -> DigitNetwork:
-        images, labels = load_digits(train=True)
+
+@cache
+def _train_on_digits(seed: int, epochs: int) -> DigitNetwork:
+    images, labels = load_digits(train=True)
+    with kept_random_state(), torch.inference_mode(False), torch.enable_grad():
+        torch.default_generator.manual_seed(seed)
         network = DigitNetwork()
         optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
-        for _ in range(self.epochs):
+        for _ in range(epochs):
             for rows in torch.randperm(len(labels)).split(64):
                 shifts = torch.randint(-1, 2, (2,)).tolist()
                 scores = network(images[rows].roll(shifts, (2, 3)))[1]
@@ -187,4 +187,4 @@ class DigitFeatures(FeatureNetwork):
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        return network
+    return network.eval().requires_grad_(False)
