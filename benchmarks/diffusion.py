@@ -20,6 +20,21 @@ from benchmarks.runs import Row, report
 
 CONFIG = "configs/diffusion/digits.yaml"
 
+DEPENDS = (
+    "samples",
+    "sampler",
+    "sampling_steps",
+    "guidance",
+    "seed",
+    "ema_decay",
+    "reference",
+    "reference_images",
+    "reference_sha256",
+    "features",
+    "features_sha256",
+    "marks",
+)
+
 PLAIN = {"lepe": 0, "gate": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     "softmax": {"kind": "softmax", **PLAIN},
@@ -44,6 +59,9 @@ def measure(name: str, checkpoint: Path, seconds: float) -> Row:
     content = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
     logs = checkpoint.parents[2]
     plain, guided = logged(logs, "generation"), logged(logs, "guided")
+    if {plain[-1]["step"], guided[-1]["step"]} != {content["global_step"]}:
+        raise SystemExit(f"error: the last evaluation in {logs} is not of the last step; delete the folder")
+    shown = {"generation": plain, "guided": guided}
     return {
         "variant": name,
         "fid": plain[-1]["fid"],
@@ -55,7 +73,7 @@ def measure(name: str, checkpoint: Path, seconds: float) -> Row:
         "steps": content["global_step"],
         "seconds": round(seconds),
         "parameters": sum(t.numel() for key, t in content["state_dict"].items() if key.startswith("network.")),
-        "depends": {key: value for key, value in plain[-1].items() if not isinstance(value, float)},
+        "depends": {name: {key: rows[-1][key] for key in DEPENDS} for name, rows in shown.items()},
     }
 
 

@@ -49,7 +49,7 @@ def training_step(model: str, pixels: int, kind: str, images: int, device: torch
     attention = AttentionConfig(kind=kind, block_grid=[4, 4])
     size: Any = MODELS[model]
     network = DiT(pixels // 8, 4, 1000, attention, size=size, out_channels=8).to(device)
-    process = make_process(ProcessConfig()).to(device)
+    process = make_process(ProcessConfig())
     clean = torch.randn(images, 4, pixels // 8, pixels // 8, device=device)
     labels = torch.randint(0, 1000, (images,), device=device)
     times = torch.randint(0, 1000, (images,), device=device)
@@ -135,7 +135,7 @@ def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
     if "failed" in row:
-        return "did not fit"
+        return f"failed: {row['failed']}"
     return f"{row['images_per_second']:.3g} images/s, {row['peak_bytes'] / 2**30:.1f} GiB"
 
 
@@ -158,8 +158,8 @@ def main() -> None:
     path = None if args.out is None else args.out / f"models-{device.type}.json"
     machine = describe(device)
     known = json.loads(path.read_text()) if path is not None and path.exists() else {}
-    same = {key: value for key, value in known.get("machine", {}).items() if key != "date"}
-    rows = known["rows"] if same == {key: value for key, value in machine.items() if key != "date"} else []
+    undated, before = ({**each, "date": None} for each in (machine, known.get("machine", {})))
+    rows = [row for row in known["rows"] if "seconds" in row] if before == undated else []
     done = {(row["model"], row["pixels"], row["kind"], row["images"]) for row in rows}
     for model in args.models:
         for pixels in args.pixels:

@@ -310,7 +310,7 @@ class Backbone(nn.Module):
 
 
 def _init_linear(module: nn.Module) -> None:
-    """Truncated normal of standard deviation 0.02 for weights, zeros for biases (ViT, DeiT and DiT alike)."""
+    """Truncated normal of standard deviation 0.02 for weights, zeros for biases (ViT and DeiT alike)."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

@@ -11,9 +11,10 @@ from lightning_mhla.callbacks.curves import LearningCurves
 
 
 class PeriodicEvaluation(Callback):
-    """Calls :meth:`evaluate` on every process, never twice for the same weights, resumes included.
+    """Calls :meth:`evaluate` on every process, once for the same weights; a run that is stopped meanwhile does it again.
 
-    It runs just before the step that follows, when the weight average has the last one in it.
+    It runs just before the step that follows, when the weight average has the last one in it, and after checkpoints of
+    the same step: going on from such a checkpoint evaluates once more.
 
     Args:
         every_n_steps: optimiser steps between two evaluations; None for none on the way.
@@ -39,6 +40,11 @@ class PeriodicEvaluation(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the last weights."""
         if self.at_end:
+            self._once(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make up for an evaluation of the last weights during which the run was stopped."""
+        if self.at_end and trainer.global_step:
             self._once(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class SuiteCLI(LightningCLI):
         words = sys.argv[1:] if args is None else list(args) if isinstance(args, Sequence) else []
         for each in self._subcommand_parsers.values():
             each.set_defaults({"weights_only": True})
+        self._subcommand_parsers["predict"].set_defaults({"return_predictions": False})  # callbacks write them
         subcommand = next((word for word in words if word in self._subcommand_parsers), None)
         if subcommand is not None:
             chosen = self._subcommand_parsers[subcommand]
@@ -62,6 +63,13 @@ class SuiteCLI(LightningCLI):
                     except ValueError as error:
                         chosen.error(str(error))
         super().parse_arguments(parser, args)
+
+    def before_instantiate_classes(self) -> None:
+        """Leave weights to start from alone where a checkpoint brings others."""
+        options = self.config[self.subcommand]
+        start = options.get("model", {}).get("init_args", {})
+        if options.get("ckpt_path") and "pretrained" in start:
+            start["pretrained"] = None
 
     def _parse_ckpt_path(self) -> None:
         """Nothing here: :meth:`parse_arguments` has made the checkpoint's memory the weakest source."""

@@ -20,14 +20,20 @@ from torch import Tensor
 from lightning_mhla.callbacks import PeriodicEvaluation
 from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.callbacks.folder import run_folder
-from lightning_mhla.data.module import ResumableDataModule, process_share
+from lightning_mhla.data import SampleSource
+from lightning_mhla.data.module import process_share
 from lightning_mhla.data.sampling import Ticket, evaluation_batches, kept_random_state
+from lightning_mhla.files import write_whole
+from mhla_tasks.diffusion.data import ClassImages
 from mhla_tasks.diffusion.features import FeatureNetwork, Features, InceptionFeatures, fingerprint
 from mhla_tasks.diffusion.fidelity import ImageSet, Scores, assemble, extract, image_set, read_set, score
 from mhla_tasks.diffusion.module import ClassToImage
-from mhla_tasks.diffusion.sampling import SamplingConfig, to_pixels
+from mhla_tasks.diffusion.sampling import SamplingConfig, check_sampling, to_pixels
 
 log = logging.getLogger(__name__)
+
+MOST_REAL = 50_000
+"""Images of the data that samples are compared with, at most."""
 
 GRID = 10
 """Rows and columns of a picture of samples."""
@@ -45,7 +51,8 @@ class GenerationMetrics(PeriodicEvaluation):
 
     Args:
         samples: number of samples; published figures use 50,000.
-        reference: train or validate, for that part of the data; a folder of images; or an .npz of ADM's evaluator.
+        reference: train or validate, for that part of the data (50,000 images of it at most, spread evenly); a folder of
+            images; or an .npz of ADM's evaluator.
         features: network whose features are compared.
         sampling: how samples are drawn; null for the model's own.
         every_n_steps: optimiser steps between two evaluations; null for none on the way.
@@ -90,10 +97,8 @@ class GenerationMetrics(PeriodicEvaluation):
         """
         module = _checked(pl_module)
         module.check_drawable()
-        sampling = self._sampling(module)
-        if sampling.sampler is not None:
-            module.process.check_sampler(sampling.sampler)
-        self._real(trainer, module)
+        check_sampling(module.process, self._sampling(module))
+        self._find_reference(trainer, module)
 
     def state_dict(self) -> dict[str, Any]:
         """Also the rows so far."""
@@ -108,7 +113,7 @@ class GenerationMetrics(PeriodicEvaluation):
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw and score, on every process; log and draw on the first."""
         module = _checked(pl_module)
-        reference = self._real(trainer, module)
+        self._find_reference(trainer, module)
         with (
             kept_random_state(),
             evaluation_weights(trainer, module),
@@ -117,7 +122,8 @@ class GenerationMetrics(PeriodicEvaluation):
             generated, grid, right = self._draw(trainer, module)
         folder = run_folder(trainer)
         if trainer.is_global_zero:
-            scores = score(generated, reference)
+            assert self._reference is not None
+            scores = score(generated, self._reference)
             if right is not None:
                 scores.values["label_accuracy"] = right
             self._keep(trainer, module, folder, scores, grid)
@@ -146,16 +152,43 @@ class GenerationMetrics(PeriodicEvaluation):
         share = right / self.samples if self.features.names_labels else None
         return generated, torch.cat(shown)[:wanted], share
 
-    def _real(self, trainer: Trainer, module: ClassToImage) -> ImageSet:
-        """Features of the reference, computed when first needed; on every process, so that all meet the same error."""
-        if self._reference is None:
-            if self.reference in ("train", "validate"):
-                batches = _data_images(trainer, self.reference, self.batch_size)
-                origin = f"the data's part {self.reference!r}"
-                self._reference = image_set(origin, batches, self.features, module.device)
-            else:
-                self._reference = read_set(self.reference, self.features, module.device, self.batch_size)
-        return self._reference
+    def _find_reference(self, trainer: Trainer, module: ClassToImage) -> None:
+        """Features of the reference, computed on the first process when first needed; all processes meet its errors."""
+        failed: Exception | None = None
+        if trainer.is_global_zero and self._reference is None:
+            try:
+                reference = self._read_reference(trainer, module.device)
+                self._check_width(reference, module)
+                self._reference = reference
+            except (ValueError, FileNotFoundError) as error:
+                failed = type(error)(str(error))
+        failed = trainer.strategy.broadcast(failed)
+        if failed is not None:
+            raise failed
+
+    def _read_reference(self, trainer: Trainer, device: torch.device) -> ImageSet:
+        if self.reference not in ("train", "validate"):
+            return read_set(self.reference, self.features, device, self.batch_size)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
+        if not isinstance(data, ClassImages):
+            raise ValueError(f"reference={self.reference!r} names a part of {type(data).__name__}, which has no images")
+        batches = _batches(data.real_images(self.reference), self.batch_size)
+        return image_set(f"the data's part {self.reference!r}", batches, self.features, device)
+
+    def _check_width(self, reference: ImageSet, module: ClassToImage) -> None:
+        """Find out before samples are drawn whether reference and samples have the same features."""
+        known = reference.moments("pooled")
+        if known is None or reference.pooled is not None:
+            return
+        latent = module.codec is not None
+        channels, side = (3, 64) if latent else (module.network.channels, module.network.sample_size)
+        image = torch.zeros(1, channels, side, side, dtype=torch.uint8)
+        width = extract(self.features, self.features.network().cpu(), image).pooled.shape[1]
+        if len(known.mean) != width:
+            raise ValueError(
+                f"reference {self.reference} has {len(known.mean)} features, {type(self.features).__name__} gives {width}: "
+                "they are of different feature networks"
+            )
 
     def _sampling(self, module: ClassToImage) -> SamplingConfig:
         return self.sampling or module.sampling
@@ -182,11 +215,8 @@ class GenerationMetrics(PeriodicEvaluation):
             "features": type(self.features).__name__,
             "features_sha256": fingerprint(self.features.network()),
         }
-        self.rows.append(row)
-        path = folder / f"{self.name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as stream:
-            stream.write(json.dumps(row) + "\n")
+        self.rows = [*(each for each in self.rows if each["step"] < step), row]
+        write_whole(folder / f"{self.name}.jsonl", "".join(json.dumps(each) + "\n" for each in self.rows))
         self.log_values(trainer, self.name, scores.values)
         figure = draw_grid(grid, module.network.num_classes, f"step {step:,}, guidance {sampling.guidance:g}")
         (folder / "pictures").mkdir(parents=True, exist_ok=True)
@@ -224,25 +254,13 @@ def _gathered(
     return Features(columns[0], *columns[1:]), everyone(pixels)[kept], everyone(indices)[kept].cpu()  # type: ignore[arg-type]
 
 
-def _data_images(trainer: Trainer, part: str, batch_size: int) -> Iterator[Tensor]:
-    """Images of the data as they are trained on, without flips, in batches ``[b, C, S, S]`` uint8.
-
-    Raises:
-        ValueError: when the data are latents.
-    """
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
-    assert isinstance(data, ResumableDataModule)
-    source = data.source(part)
-    first = source[0]
-    if "image" not in first:
-        raise ValueError(
-            "the data are latents, and FID compares images: set reference to a folder of images or to an .npz of reference "
-            "statistics (VIRTUAL_imagenet256_labeled.npz of guided-diffusion, say)"
-        )
-    chunks = range(0, len(source), batch_size)
-    for start in track(chunks, "features of the reference", disable=not trainer.is_global_zero or len(chunks) < 50):
-        rows = range(start, min(start + batch_size, len(source)))
-        yield to_pixels(torch.stack([source[index]["image"] for index in rows]))
+def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
+    """Images of a source, at most ``MOST_REAL`` spread evenly over it, in batches ``[b, C, S, S]`` uint8."""
+    count = min(len(source), MOST_REAL)
+    chosen = [index * len(source) // count for index in range(count)]
+    chunks = range(0, count, batch_size)
+    for start in track(chunks, "features of the reference", disable=len(chunks) < 50):
+        yield to_pixels(torch.stack([source[index]["image"] for index in chosen[start : start + batch_size]]))
 
 
 def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:

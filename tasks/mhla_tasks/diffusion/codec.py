@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CHUNK = 8
+"""Images that go through the VAE together: its activations are far larger than the images."""
+
 
 class LatentCodec:
     """A frozen VAE of diffusers, loaded when first used; not a module, so that it is neither trained nor kept in checkpoints.
@@ -40,28 +43,33 @@ class LatentCodec:
     @torch.no_grad()
     def moments(self, images: Tensor) -> Tensor:
         """Mean and standard deviation ``[B, 2 * C, s, s]`` float32 of the latents of images ``[B, 3, S, S]`` in -1 .. 1."""
-        images = images.float()
+        model = self.model(images.device)
         with torch.autocast(images.device.type, enabled=False):
-            posterior = self.model(images.device).encode(images).latent_dist
-        return torch.cat([posterior.mean, posterior.std], 1)
+            posteriors = [model.encode(part).latent_dist for part in images.float().split(CHUNK)]
+        return torch.cat([torch.cat([each.mean, each.std], 1) for each in posteriors])
 
-    def encode(self, images: Tensor) -> Tensor:
-        """Latents drawn from the posterior, scaled as diffusion wants them."""
-        return draw_latents(self.moments(images), self.scale(images.device))
+    def encode(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Latents ``[B, C, s, s]`` drawn from the posterior, scaled as diffusion wants them.
+
+        Args:
+            images: ``[B, 3, S, S]`` in -1 .. 1.
+            noise: standard normal, as the latents; None to draw it.
+        """
+        return draw_latents(self.moments(images), self.scale(images.device), noise)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Images ``[B, 3, S, S]`` in about -1 .. 1 of scaled latents."""
-        latents = latents.float()
+        model, scaled = self.model(latents.device), latents.float() / self.scale(latents.device)
         with torch.autocast(latents.device.type, enabled=False):
-            return self.model(latents.device).decode(latents / self.scale(latents.device)).sample
+            return torch.cat([model.decode(part).sample for part in scaled.split(CHUNK)])
 
     def scale(self, device: torch.device) -> float:
         """Factor from the VAE's latents to those that diffusion works on."""
         return float(self.model(device).config.scaling_factor)
 
 
-def draw_latents(moments: Tensor, scale: float) -> Tensor:
-    """Scaled latents drawn from ``[..., 2 * C, s, s]`` of means and standard deviations."""
+def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> Tensor:
+    """Scaled latents drawn from ``[..., 2 * C, s, s]`` of means and standard deviations, with ``noise`` if given."""
     mean, deviation = moments.float().chunk(2, dim=-3)
-    return (mean + deviation * torch.randn_like(mean)) * scale
+    return (mean + deviation * (torch.randn_like(mean) if noise is None else noise)) * scale

@@ -6,6 +6,7 @@ new attention has starts without effect: ``lepe`` adds nothing, the gate is 1; m
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import pickle
@@ -106,15 +107,21 @@ def read_state(path: str) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: when there is nothing at the path.
-        ValueError: when it cannot be read safely.
+        ValueError: when it cannot be read safely, or is a checkpoint of training.
     """
     place = Path(path)
     try:
         if place.is_file() and place.suffix == ".safetensors":
             return load_file(path)
         if place.is_file():
-            content = torch.load(path, weights_only=True, map_location="cpu")
-            return content.get("ema", content.get("state_dict", content))
+            with torch.serialization.safe_globals([argparse.Namespace]):  # DiT's train.py keeps its options so
+                content = torch.load(path, weights_only=True, map_location="cpu")
+            if "pytorch-lightning_version" in content:
+                raise ValueError(
+                    f"{path} is a checkpoint of training; make a folder of it first: "
+                    f"python -m mhla_tasks.diffusion.checkpoint {path} FOLDER"
+                )
+            return content.get("ema", content)
         if (place / "model.safetensors").is_file():
             return load_file(place / "model.safetensors")
     except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from lightning_mhla.data.digits import DigitSamples
 from lightning_mhla.data.images import ShardImages
 from lightning_mhla.hyperparameters import keep_plain
 from mhla_tasks.diffusion.codec import draw_latents
+
+log = logging.getLogger(__name__)
 
 LATENT, FLIPPED = "latent.npy", "flip.npy"
 """Members of a latent sample: means and standard deviations of the image and of its mirror image."""
@@ -101,6 +104,17 @@ class ClassImages(ResumableDataModule):
         self.num_classes = num_classes
         self.samples = SampleRequest(**samples) if isinstance(samples, dict) else samples
 
+    def real_images(self, part: str) -> SampleSource:
+        """Images of ``"train"`` or ``"validate"`` as they are, without mirror images, to compare samples with.
+
+        Raises:
+            ValueError: when the data are no images.
+        """
+        raise ValueError(
+            "the data are latents, and FID compares images: set reference to a folder of images or to an .npz of reference "
+            "statistics (VIRTUAL_imagenet256_labeled.npz of guided-diffusion, say)"
+        )
+
     def requested(self) -> RequestedSamples:
         """What predict draws."""
         return RequestedSamples(self.samples, self.num_classes)
@@ -128,7 +142,11 @@ class DigitImages(ClassImages):
 
     def source(self, stage: str) -> SampleSource:
         """See :meth:`ResumableDataModule.source`."""
-        return self.requested() if stage == "predict" else DigitSamples(stage == "train", _to_signed)
+        return self.requested() if stage == "predict" else self.real_images(stage)
+
+    def real_images(self, part: str) -> SampleSource:
+        """See :meth:`ClassImages.real_images`."""
+        return DigitSamples(part == "train", _to_signed)
 
 
 def _to_signed(image: Tensor) -> Tensor:
@@ -217,6 +235,10 @@ class ImageShards(ShardData):
         flip = self.flip if stage == "train" else 0.0
         return ShardImages(self.reader(stage), SignedImage(self.image_size, flip), self.num_classes)
 
+    def real_images(self, part: str) -> SampleSource:
+        """See :meth:`ClassImages.real_images`."""
+        return ShardImages(self.reader(part), SignedImage(self.image_size), self.num_classes)
+
 
 class SignedImage:
     """Image to tensor ``[3, S, S]`` in -1 .. 1: shrunk until its shorter side is S, the middle cut out, maybe mirrored.
@@ -231,7 +253,9 @@ class SignedImage:
 
     def __call__(self, image: Image.Image) -> Tensor:
         """The tensor of one image."""
-        image = v2.functional.center_crop(shrink(image, self.size), [self.size, self.size])
+        image = shrink(image, self.size)
+        left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
+        image = image.crop((left, top, left + self.size, top + self.size))
         pixels = v2.functional.pil_to_tensor(image).float() / 127.5 - 1
         return pixels.flip(-1) if self.flip and float(torch.rand(())) < self.flip else pixels
 
@@ -250,7 +274,7 @@ class LatentShards(ShardData):
     A latent is drawn from the stored posterior of the image, or of its mirror image, each time anew.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these.
+        train: shards to train on: a folder, DIR/train-{00000..01281}.tar, a glob, or a list of these.
         val: shards to validate on, likewise.
         sample_size: side of the latents.
         batch_size: samples of a batch over all processes together.
@@ -261,7 +285,7 @@ class LatentShards(ShardData):
         seed: order and random numbers of the samples; null takes seed_everything.
         max_skipped: broken training samples that one process skips, with a warning each, before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+        cache_dir: folder for member tables of read-only folders; null for the user's cache.
     """
 
     def __init__(
@@ -363,22 +387,37 @@ class LatentSamples:
         return moments
 
 
+def _prefix(shard: Path) -> Path:
+    return shard.parent / shard.stem.rpartition("-")[0]
+
+
 def latent_scale(reader: ShardReader) -> float:
     """The factor that the shards' manifest names for their latents.
 
     Raises:
         FileNotFoundError: when there is no manifest beside the shards.
-        ValueError: when shards have different factors.
+        ValueError: when shards have different factors, or hold no latents.
     """
     scales = set()
-    for prefix in sorted({path.parent / path.stem.rpartition("-")[0] for path in reader.shards}):
+    for prefix in sorted({_prefix(path) for path in reader.shards}):
         manifest = prefix.with_name(prefix.name + "-manifest.json")
         if not manifest.is_file():
             raise FileNotFoundError(
                 f"{manifest} is missing: it says how the latents are scaled; copy it along with the shards that "
                 "python -m mhla_tasks.diffusion.encode wrote"
             )
-        scales.add(float(json.loads(manifest.read_text())["scale"]))
+        content = json.loads(manifest.read_text())
+        if "scale" not in content:
+            raise ValueError(
+                f"{manifest} is not of latents: encode the shards first, with python -m mhla_tasks.diffusion.encode, or "
+                "train on images with ImageShards and --model.init_args.vae"
+            )
+        scales.add(float(content["scale"]))
+        here = sum(
+            size for path, size in zip(reader.shards, reader.shard_sizes, strict=True) if _prefix(path) == prefix
+        )
+        if here != content["samples"]:
+            log.warning("%s: %d of %d latents are here", prefix, here, content["samples"])
     if len(scales) > 1:
         raise ValueError(f"the shards hold latents of different scales, {sorted(scales)}: they are of different VAEs")
     return scales.pop() if scales else 1.0

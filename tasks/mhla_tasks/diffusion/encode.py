@@ -32,14 +32,18 @@ from lightning_mhla.data.write import check_manifest, shard_writer
 from mhla_tasks.diffusion.codec import LatentCodec
 from mhla_tasks.diffusion.data import FLIPPED, LATENT, SignedImage
 
+SHUFFLE_SEED = 0
+"""Of the order in which images of a folder are encoded."""
+
 
 def process_place() -> tuple[int, int, int]:
-    """Rank, number of processes and local rank, as torchrun or srun say; (0, 1, 0) on its own."""
-    names = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID"))
-    rank, world, local = (
-        int(os.environ.get(torchrun) or os.environ.get(slurm) or default)
-        for (torchrun, slurm), default in zip(names, ("0", "1", "0"), strict=True)
-    )
+    """Rank, number of processes and local rank, as torchrun or srun say; (0, 1, 0) on its own.
+
+    SLURM's numbers count inside a step that srun started; a batch script or a shell of salloc is one process.
+    """
+    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID") if "SLURM_STEP_ID" in os.environ else ("", "", "")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK") if "RANK" in os.environ else names
+    rank, world, local = (int(os.environ.get(name, default)) for name, default in zip(names, "010", strict=True))
     return rank, world, local
 
 
@@ -122,6 +126,8 @@ def open_source(name: str, image_size: int, num_classes: int) -> tuple[SampleSou
     transform = SignedImage(image_size)
     if Path(name).is_dir() and not list(Path(name).glob("*.tar")):
         folder = LabelledFolder(name, transform)
+        order = np.random.default_rng(SHUFFLE_SEED).permutation(len(folder))  # or a shard would hold one class
+        folder.labelled = [folder.labelled[index] for index in order]
         parts = [f"{path.relative_to(name)} {path.stat().st_size}" for path, _ in folder.labelled]
         return folder, hashlib.sha256("\n".join(parts).encode()).hexdigest()
     shards = find_shards(name)
@@ -168,9 +174,9 @@ def main() -> None:
         )
     except (FileNotFoundError, ValueError, BrokenSampleError) as error:
         sys.exit(f"error: {error}")
-    Console(soft_wrap=True).print(
-        f"{len(source)} latents in {len(paths)} shards: {paths[0]} .. (process {rank} of {world})"
-    )
+    mine = len(paths[rank::world])
+    share = f", {mine} of them by process {rank} of {world}" if world > 1 else ""
+    Console(soft_wrap=True).print(f"{len(source)} latents in {len(paths)} shards{share}: {paths[0]} ..")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class FeatureNetwork:
     names_labels = False
 
     def network(self) -> nn.Module:
-        """The network on the CPU, made or loaded when first asked for, and whole."""
+        """The network, made or loaded when first asked for; the same one each time."""
         raise NotImplementedError
 
     def extract(self, network: nn.Module, images: Tensor) -> Features:
@@ -84,9 +84,7 @@ class InceptionFeatures(FeatureNetwork):
 
             path = self._file()
             try:
-                torch.load(
-                    path, weights_only=True, map_location="cpu", mmap=True
-                )  # torch-fidelity's own load runs code
+                torch.load(path, weights_only=True, map_location="cpu")  # torch-fidelity's own load runs code
                 names = ["2048", "logits_unbiased"]
                 self._network = FeatureExtractorInceptionV3("inception-v3-compat", names, str(path))
             except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -168,6 +166,8 @@ class DigitFeatures(FeatureNetwork):
 
     def extract(self, network: nn.Module, images: Tensor) -> Features:
         """See :meth:`FeatureNetwork.extract`."""
+        if images.shape[-2:] != (8, 8):
+            raise ValueError(f"images of {tuple(images.shape[-2:])} pixels; DigitFeatures knows digits of (8, 8)")
         pooled, logits = network(images[:, :1].float() / 255)
         return Features(pooled, None, logits)
 

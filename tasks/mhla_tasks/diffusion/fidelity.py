@@ -59,7 +59,7 @@ class ImageSet:
     Attributes:
         origin: where it is from, for messages.
         digest: hash of the images or statistics.
-        count: number of images; None if only their statistics are known.
+        count: number of images behind the moments; None if those came with the set.
         pooled: ``[n, D]`` features, None if only statistics are known.
         logits: ``[n, K]``, None if there are none.
         spatial: ``[n, S]``, None if there are none.
@@ -87,7 +87,7 @@ def image_set(origin: str, batches: Iterable[Tensor], features: FeatureNetwork, 
     network = features.network().to(device)
     digest, parts = hashlib.sha256(), []
     for images in batches:
-        digest.update(images.numpy().tobytes())
+        digest.update(images.contiguous().numpy().data)
         parts.append(extract(features, network, images.to(device)))
     return assemble(origin, digest.hexdigest()[:16], parts)
 
@@ -158,15 +158,19 @@ def _from_arrays(
         raise ValueError(
             f"{path} holds neither images (arr_0) nor reference statistics (mu, sigma), only {sorted(arrays)}"
         )
-    digest = hashlib.sha256(b"".join(array.tobytes() for _, array in sorted(arrays.items()))).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for _, array in sorted(arrays.items()):
+        digest.update(np.ascontiguousarray(array).data)
     if images is None:
-        return ImageSet(path, digest, None, statistics=found)
+        return ImageSet(path, digest.hexdigest()[:16], None, statistics=found)
     if images.ndim != 4 or images.dtype != np.uint8 or images.shape[-1] not in (1, 3):
         raise ValueError(f"{path}: arr_0 is {images.dtype} {images.shape}, not uint8 [N, S, S, 3]")
     chunks = range(0, len(images), batch_size)
     batches = (torch.from_numpy(images[start : start + batch_size]).permute(0, 3, 1, 2) for start in chunks)
     known = image_set(path, _shown(batches, Path(path), len(chunks)), features, device)
-    known.digest, known.statistics = digest, found
+    known.digest, known.statistics = digest.hexdigest()[:16], found
+    if "pooled" in found:
+        known.count = None  # of the statistics, which may be those of more images
     return known
 
 

@@ -128,7 +128,7 @@ class DiT(
             raise ValueError(f"samples of {tuple(x.shape[1:])} for a model of channels and sides {expected}")
         frequencies = self.frequencies(times).to(self.time.linear_1.weight.dtype)
         condition = self.time(frequencies) + self.label(labels)
-        tokens = self.backbone(self.patches(x) + self.position, condition)
+        tokens = self.backbone(self.patches(x.to(frequencies.dtype)) + self.position, condition)
         shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
         patches = self.head(tokens * (1 + scale) + shift)
         return _join_patches(patches, self.patch_size)

@@ -18,7 +18,7 @@ from mhla_tasks.diffusion.codec import LatentCodec
 from mhla_tasks.diffusion.convert import load_pretrained
 from mhla_tasks.diffusion.model import DiT, Size
 from mhla_tasks.diffusion.process import ProcessConfig, make_process
-from mhla_tasks.diffusion.sampling import SamplingConfig, check_labels, draw_samples, to_pixels
+from mhla_tasks.diffusion.sampling import SamplingConfig, check_labels, check_sampling, draw_samples, to_pixels
 from mhla_tasks.diffusion.writer import OutputFormat, SampleWriter
 
 VALIDATION_SEED = 0
@@ -47,7 +47,7 @@ class ClassToImage(TrainingModule):
         process: what the network learns.
         sampling: how predict and callbacks draw samples, unless they say otherwise.
         vae: folder or hub name of a diffusers AutoencoderKL, for latents; null for pixels.
-        pretrained: weights to start from, see mhla_tasks.diffusion.convert; a checkpoint that is resumed goes first.
+        pretrained: weights to start from, see mhla_tasks.diffusion.convert; not read where --ckpt_path brings weights.
         output: what predict writes: png (a file for each sample) or npz (one file, as ADM's evaluator reads it).
         optimizer: AdamW and its schedule.
         ema_decay: decay of the moving average of the weights that validation and samples use; null for none.
@@ -88,8 +88,7 @@ class ClassToImage(TrainingModule):
         keep_plain(self)
         self.sampling, self.output = sampling, output
         self.process = make_process(process)
-        if sampling.sampler is not None:
-            self.process.check_sampler(sampling.sampler)
+        check_sampling(self.process, sampling)
         self.network = DiT(
             sample_size,
             channels,
@@ -170,9 +169,9 @@ class ClassToImage(TrainingModule):
         self.check_drawable()
 
     def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
-        valid, clean = batch["valid"], self._clean(batch)
+        valid, cpu = batch["valid"], torch.device("cpu")
         generators = [sample_generator(VALIDATION_SEED, int(index)) for index in batch["index"]]
-        cpu = torch.device("cpu")
+        clean = self._clean(batch, generators)
         times = torch.cat([self.process.draw_times(1, each, cpu) for each in generators]).to(clean.device)
         noise = torch.stack([torch.randn(clean.shape[1:], generator=each) for each in generators]).to(clean)
         losses = self.process.losses(self.network, clean, noise, times, batch["label"])[valid]
@@ -182,16 +181,17 @@ class ClassToImage(TrainingModule):
         self.log(f"{stage}/loss", self.val_loss, on_epoch=True, prog_bar=True, batch_size=len(valid))
         self.log(f"{stage}/samples", self.val_samples, on_epoch=True, batch_size=len(valid))
 
-    def _clean(self, batch: dict[str, Any]) -> Tensor:
-        """What is denoised: latents as they come or encoded, or pixels.
+    def _clean(self, batch: dict[str, Any], generators: list[torch.Generator] | None = None) -> Tensor:
+        """What is denoised: latents as they come or encoded (with noise of ``generators``, one each), or pixels.
 
         Raises:
             ValueError: for images of another size than the model's, or without the VAE that they need.
         """
         clean = batch["latent"] if "latent" in batch else batch["image"]
-        if "image" in batch and self.codec is not None:
-            clean = self.codec.encode(clean)
         expected = (self.network.channels, self.network.sample_size, self.network.sample_size)
+        if "image" in batch and self.codec is not None:
+            drawn = None if generators is None else [torch.randn(expected, generator=each) for each in generators]
+            clean = self.codec.encode(clean, None if drawn is None else torch.stack(drawn).to(clean.device))
         if clean.shape[1:] != expected:
             what = "latents" if "latent" in batch or self.codec is not None else "images"
             raise ValueError(

@@ -19,7 +19,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
 )
 from diffusers.training_utils import compute_density_for_timestep_sampling
-from torch import Tensor, nn
+from torch import Tensor
 
 from mhla_tasks.diffusion.model import DiT
 
@@ -64,8 +64,8 @@ class ProcessConfig:
         return self.objective == "ddpm" and self.learn_sigma
 
 
-class NoiseProcess(nn.Module):
-    """A way from data to noise and back.
+class NoiseProcess:
+    """A way from data to noise and back; no module, so that its tables stay float32 in every precision.
 
     Args:
         config: see :class:`ProcessConfig`.
@@ -74,7 +74,6 @@ class NoiseProcess(nn.Module):
     samplers: tuple[Sampler, ...] = ()
 
     def __init__(self, config: ProcessConfig) -> None:
-        super().__init__()
         self.config = config
 
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -124,19 +123,15 @@ class DenoisingProcess(NoiseProcess):
     """DDPM: predict the noise; with ``learn_sigma`` also where the log variance of a step lies between its bounds."""
 
     samplers = ("ddpm", "ddim", "dpm-solver++")
-    kept: Tensor
-    before: Tensor
-    posterior: Tensor
 
     def __init__(self, config: ProcessConfig) -> None:
         super().__init__(config)
-        kept = DDPMScheduler(**BETAS).alphas_cumprod
-        before = torch.cat([torch.ones(1), kept[:-1]])
+        self.kept: Tensor = DDPMScheduler(**BETAS).alphas_cumprod
+        kept = self.kept.double()
+        before = torch.cat([kept.new_ones(1), kept[:-1]])
         posterior = (1 - before) / (1 - kept) * (1 - kept / before)
         posterior[0] = posterior[1]  # 0 otherwise, without a logarithm
-        self.register_buffer("kept", kept, persistent=False)
-        self.register_buffer("before", before, persistent=False)
-        self.register_buffer("posterior", posterior.log(), persistent=False)
+        self.before, self.posterior = before.float(), posterior.log().float()
 
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
         """See :meth:`NoiseProcess.draw_times`; integers 0 to 999."""
@@ -147,7 +142,7 @@ class DenoisingProcess(NoiseProcess):
 
         The bound trains the variance alone, as the mean in it is detached, and is not weighted (DiT's code).
         """
-        kept = self.kept[times][:, None, None, None]
+        (kept,) = self._at(times, self.kept)
         noisy = kept.sqrt() * clean + (1 - kept).sqrt() * noise
         out = network(noisy, times, labels).float()
         if not self.config.learn_sigma:
@@ -171,8 +166,7 @@ class DenoisingProcess(NoiseProcess):
         Returns:
             ``[B]``.
         """
-        tables = (self.kept, self.before, self.posterior)
-        kept, before, posterior = (table[times][:, None, None, None] for table in tables)
+        kept, before, posterior = self._at(times, self.kept, self.before, self.posterior)
         beta = 1 - kept / before
         to_clean, to_noisy = (x / (1 - kept) for x in (before.sqrt() * beta, (kept / before).sqrt() * (1 - before)))
         guess = (noisy - (1 - kept).sqrt() * predicted) / kept.sqrt()
@@ -185,6 +179,10 @@ class DenoisingProcess(NoiseProcess):
             times[:, None, None, None] == 0, _negative_log_likelihood(clean, mean, log_variance), divergence
         )
         return terms.flatten(1).mean(1) / math.log(2)
+
+    def _at(self, times: Tensor, *tables: Tensor) -> list[Tensor]:
+        """Values of tables at ``times``, ``[B, 1, 1, 1]`` on their device."""
+        return [table.to(times.device)[times][:, None, None, None] for table in tables]
 
     def scheduler(self, sampler: Sampler) -> Any:
         """See :meth:`NoiseProcess.scheduler`; ddpm spreads timesteps over all 1,000, as DiT's code does.
@@ -220,7 +218,7 @@ class FlowProcess(NoiseProcess):
         return (out - (noise - clean)).square().flatten(1).mean(1)
 
     def scheduler(self, sampler: Sampler) -> Any:
-        """See :meth:`NoiseProcess.scheduler`."""
+        """See :meth:`NoiseProcess.scheduler`; dpm-solver++ rounds the times that the network sees to integers."""
         self.check_sampler(sampler)
         if sampler == "euler":
             return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=self.config.shift)

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from lightning_mhla.data.sampling import sample_generator
 from mhla_tasks.diffusion.model import DiT
-from mhla_tasks.diffusion.process import NoiseProcess, Sampler
+from mhla_tasks.diffusion.process import TIMESTEPS, NoiseProcess, Sampler
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,16 @@ def draw_samples(
         seed: of all samples.
 
     Raises:
-        ValueError: for a sampler that does not go with the process, or a label out of range.
+        ValueError: for options that do not go with the process, or a label out of range.
     """
     check_labels(labels.tolist(), network.num_classes)
+    check_sampling(process, config)
     sampler = config.sampler or process.samplers[0]
     scheduler = process.scheduler(sampler)
-    scheduler.set_timesteps(config.steps, device=labels.device)
+    if sampler == "euler":  # equal steps from noise to data; diffusers' own grid would end with one of a thousandth
+        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / config.steps, config.steps), device=labels.device)
+    else:
+        scheduler.set_timesteps(config.steps, device=labels.device)
     generators = [sample_generator(seed, index) for index in indices]
     shape = (len(labels), network.channels, network.sample_size, network.sample_size)
     x = randn_tensor(shape, generator=generators, device=labels.device, dtype=torch.float32)
@@ -78,6 +83,23 @@ def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: fl
     given, free = network(x.repeat(2, 1, 1, 1), times.repeat(2), both).float().chunk(2)
     mean = free[:, : network.channels] + guidance * (given - free)[:, : network.channels]
     return torch.cat([mean, given[:, network.channels :]], 1)
+
+
+def check_sampling(process: NoiseProcess, config: SamplingConfig) -> None:
+    """Refuse samplers, steps and guidance that the process cannot do.
+
+    Raises:
+        ValueError: naming what it can.
+    """
+    sampler = config.sampler or process.samplers[0]
+    process.check_sampler(sampler)
+    least = 2 if sampler == "ddpm" else 1
+    if not least <= config.steps <= TIMESTEPS:
+        raise ValueError(f"steps={config.steps} of sampler {sampler!r} must lie between {least} and {TIMESTEPS:,}")
+    if config.guidance != 1 and not process.config.label_dropout:
+        raise ValueError(
+            f"guidance={config.guidance} needs a model that was trained without labels too: process.label_dropout above 0"
+        )
 
 
 def check_labels(labels: Iterable[int], num_classes: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
 from lightning import Callback, LightningModule, Trainer
-from numpy.lib.format import open_memmap
+from numpy.lib.format import open_memmap, read_array_header_1_0, read_magic
 from PIL import Image
 from torch import Tensor
 
@@ -52,17 +53,15 @@ class SampleWriter(Callback):
     ) -> None:
         """Write the samples of a batch."""
         pixels = outputs["pixels"].permute(0, 2, 3, 1).cpu().numpy()
-        rows = list(zip(outputs["index"].tolist(), outputs["label"].tolist(), pixels, strict=True))
+        indices, labels = outputs["index"].tolist(), outputs["label"].cpu().numpy()
         if self.output == "png":
-            for index, label, image in rows:
+            for index, label, image in zip(indices, labels, pixels, strict=True):
                 name = f"{index:06d}-class{label}.png"
                 Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(self._folder / "samples" / name)
             return
-        images, labels = self._open(trainer, pixels.shape[1])
-        for index, label, image in rows:
-            images[index], labels[index] = image, label
-        images.flush()
-        labels.flush()
+        self._make(trainer, pixels.shape[1])
+        for path, values in zip(self._arrays(), (np.broadcast_to(pixels, (*pixels.shape[:3], 3)), labels), strict=True):
+            _write_rows(path, indices, np.ascontiguousarray(values))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the arrays together, on the first process."""
@@ -85,7 +84,7 @@ class SampleWriter(Callback):
     def _arrays(self) -> tuple[Path, Path]:
         return self._folder / "samples" / "images.npy.part", self._folder / "samples" / "labels.npy.part"
 
-    def _open(self, trainer: Trainer, side: int) -> tuple[Any, Any]:
+    def _make(self, trainer: Trainer, side: int) -> None:
         """The files that all processes fill, made by the first."""
         shapes = ((self._count, side, side, 3), np.uint8), ((self._count,), np.int64)
         if trainer.is_global_zero:
@@ -93,5 +92,14 @@ class SampleWriter(Callback):
                 if not path.exists():
                     open_memmap(path, mode="w+", dtype=dtype, shape=shape).flush()
         trainer.strategy.barrier()
-        images, labels = (open_memmap(path, mode="r+") for path in self._arrays())
-        return images, labels
+
+
+def _write_rows(path: Path, indices: list[int], rows: np.ndarray) -> None:
+    """Put rows into an array file, byte for byte: mapped memory would write whole pages, neighbours' rows with them."""
+    with path.open("r+b") as stream:
+        version = read_magic(stream)
+        assert version == (1, 0)
+        read_array_header_1_0(stream)
+        start = stream.tell()
+        for index, row in zip(indices, rows, strict=True):
+            os.pwrite(stream.fileno(), row.tobytes(), start + index * row.nbytes)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from lightning import Trainer
 from mhla_tasks.classification.shards import images_to_shards
 from mhla_tasks.diffusion import ClassToImage, DigitImages, ImageShards, LatentShards
 from mhla_tasks.diffusion import encode as encode_command
 from mhla_tasks.diffusion.codec import LatentCodec
 from mhla_tasks.diffusion.data import RequestedSamples, SampleRequest, SignedImage
+from mhla_tasks.diffusion.sampling import SamplingConfig
 from PIL import Image
-from tiny import save_vae, tiny_dit
+from tiny import save_vae
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.optim import OptimizerConfig
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +57,15 @@ def data(place: Path, **options: object) -> LatentShards:
     return LatentShards(str(place / "latents"), str(place / "latents"), **settings)  # type: ignore[arg-type]
 
 
+def photo_of(number: int) -> int:
+    """Which photo sample ``number`` of the shards is: those of a folder are shuffled."""
+    return [*range(0, 10, 2), *range(1, 10, 2)][np.random.default_rng(0).permutation(10)[number]]
+
+
 def moments_of(place: Path, number: int, mirrored: bool) -> Tensor:
-    """Mean and deviation by diffusers itself; photos are numbered as in the shards, class by class."""
+    """Mean and deviation by diffusers itself."""
     vae = AutoencoderKL.from_pretrained(place / "vae").eval()
-    photo = [*range(0, 10, 2), *range(1, 10, 2)][number]
+    photo = photo_of(number)
     image = SignedImage(16)(Image.open(place / "photos" / f"class{photo % 2}" / f"{photo}.png"))
     with torch.no_grad():
         posterior = vae.encode((image.flip(-1) if mirrored else image)[None]).latent_dist
@@ -70,7 +79,8 @@ def test_shards_hold_the_latents_of_images_and_mirror_images(place: Path) -> Non
     for mirrored, member in ((False, "latent.npy"), (True, "flip.npy")):
         stored = torch.from_numpy(source._moments(7, member)).float()  # type: ignore[attr-defined]
         torch.testing.assert_close(stored, moments_of(place, 7, mirrored), rtol=2e-3, atol=2e-3)
-    assert [source[i]["label"] for i in (0, 4, 5, 9)] == [0, 0, 1, 1]
+    labels = [source[i]["label"] for i in range(10)]
+    assert labels == [photo_of(i) % 2 for i in range(10)] != sorted(labels)
 
 
 def test_latents_are_drawn_anew_and_flipped_as_asked(place: Path) -> None:
@@ -106,7 +116,7 @@ def test_encoding_goes_on_after_a_stop_and_is_shared_by_processes(place: Path, t
         encode(tmp_path, "--image-size", "32")
 
 
-def test_a_model_trains_on_latents_and_on_images_encoded_on_the_fly(place: Path) -> None:
+def test_what_is_denoised_are_latents_as_they_come_or_images_encoded_on_the_fly(place: Path) -> None:
     latents = data(place).source("train")[0]["latent"]
     attention = AttentionConfig(block_grid=[2, 2])
     model = ClassToImage(attention, 2, 8, 4, dim=16, depth=1, heads=2, vae=str(place / "vae"))
@@ -115,7 +125,8 @@ def test_a_model_trains_on_latents_and_on_images_encoded_on_the_fly(place: Path)
     images = SignedImage(16)(Image.open(place / "photos/class0/0.png"))[None]
     torch.manual_seed(0)
     encoded = torch.stack([model._clean({"image": images, "label": torch.tensor([0])}) for _ in range(50)])
-    mean, deviation = moments_of(place, 0, False).chunk(2)
+    first = next(number for number in range(10) if photo_of(number) == 0)
+    mean, deviation = moments_of(place, first, False).chunk(2)
     torch.testing.assert_close(encoded.mean(0)[0], mean * 0.18215, rtol=0, atol=0.6 * float(deviation.max()) * 0.18215)
     assert model.codec is not None
     assert not [name for name in model.state_dict() if "vae" in name or "codec" in name]
@@ -140,7 +151,7 @@ def test_latents_that_are_wrong(place: Path, tmp_path: Path) -> None:
     ):
         data(place, sample_size=16).source("train")
     with pytest.raises(BrokenSampleError, match=r"label b'1' is not one of the classes 0 to 0"):
-        data(place, num_classes=1).source("train")[9]
+        data(place, num_classes=1).source("train")[next(i for i in range(10) if photo_of(i) % 2)]
     moved = tmp_path / "latents"
     moved.mkdir()
     (moved / "train-00000.tar").write_bytes((place / "latents/train-00000.tar").read_bytes())
@@ -195,6 +206,46 @@ def test_image_shards_are_those_of_classification(place: Path, tmp_path: Path) -
     assert sample["image"].shape == (3, 16, 16)
     assert sample["image"].min() < -0.5
     assert sample["label"] in (0, 1)
-    assert (
-        tiny_dit(channels=3, sample_size=16)(sample["image"][None], torch.zeros(1), torch.tensor([1])).shape[-1] == 16
+    real, mirrored = shards.real_images("train"), shards.source("train")
+    for _ in range(8):
+        assert torch.equal(real[0]["image"], real[0]["image"])
+    assert any(torch.equal(mirrored[0]["image"], real[0]["image"].flip(-1)) for _ in range(20))
+    with pytest.raises(ValueError, match=r"train-manifest\.json is not of latents"):
+        LatentShards(str(tmp_path), str(tmp_path), num_classes=2).source("train")
+    with pytest.raises(ValueError, match="the data are latents, and FID compares images"):
+        data(place).real_images("train")
+
+
+@pytest.mark.parametrize("kind", ["latents", "images"])
+def test_models_train_validate_and_draw_with_a_vae(place: Path, tmp_path: Path, kind: str) -> None:
+    """Validation of images encodes them with noise of each sample: the same loss each time."""
+    images_to_shards(place / "photos", tmp_path, "train", 4, 0)
+    both = data(place) if kind == "latents" else None
+    module = both or ImageShards(
+        str(tmp_path),
+        str(tmp_path),
+        image_size=16,
+        num_classes=2,
+        batch_size=2,
+        num_workers=0,
+        samples=SampleRequest([1], 3),
     )
+    model = ClassToImage(
+        AttentionConfig(block_grid=[2, 2]),
+        *(2, 8, 4),
+        dim=16,
+        depth=1,
+        heads=2,
+        vae=str(place / "vae"),
+        sampling=SamplingConfig("ddim", 2),
+        optimizer=OptimizerConfig(schedule="constant"),
+    )
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator="cpu", max_steps=3, default_root_dir=tmp_path, enable_model_summary=False, **quiet)
+    trainer.fit(model, module)
+    assert trainer.global_step == 3
+    first, second = (trainer.validate(model, module, verbose=False)[0] for _ in range(2))
+    assert first == second
+    assert first["val/samples"] == 10
+    trainer.predict(model, module, return_predictions=False)
+    assert len(list(tmp_path.glob("samples/*.png"))) == (16 if kind == "latents" else 3)

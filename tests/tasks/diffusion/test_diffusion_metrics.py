@@ -46,7 +46,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 1.0
     network.train()(torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8))
-    torch.save(network.state_dict(), path)
+    torch.save(network.state_dict(), path, _use_new_zipfile_serialization=False)  # as the published file
     return path
 
 
@@ -287,6 +287,7 @@ def test_averaged_weights_are_sampled_and_exported(tmp_path: Path, monkeypatch: 
     ("options", "message"),
     [
         (["reference=missing.npz"], "missing.npz does not exist; give a folder of images"),
+        (["reference=other.npz"], "has 2048 features, DigitFeatures gives 64: they are of different feature networks"),
         (["sampling.sampler=ddim"], "sampler='ddim' does not go with objective 'flow'; use euler, dpm-solver++"),
     ],
 )
@@ -296,9 +297,11 @@ def test_what_cannot_be_scored_is_an_error_before_training(
     from mhla_tasks import cli
 
     config = digits_config(tmp_path)
+    np.savez(tmp_path / "other.npz", mu=np.zeros(2048), sigma=np.eye(2048))
     text = config.read_text()
     for option in options:
         name, value = option.split("=")
+        value = str(tmp_path / value) if value == "other.npz" else value
         text = text.replace("sampler: euler\n", f"sampler: {value}\n", 1) if "sampler" in name else text
         text = text.replace("samples: 35", f"samples: 35\n      {name}: {value}") if "sampler" not in name else text
     config.write_text(text)

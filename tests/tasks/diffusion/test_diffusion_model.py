@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 from pathlib import Path
@@ -153,6 +154,13 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         convert_state({"something.else": torch.zeros(1)})
     with pytest.raises(FileNotFoundError, match=r"nowhere is no file"):
         read_state(str(tmp_path / "nowhere"))
+    torch.save(
+        {"ema": original_layout(published()), "args": argparse.Namespace(model="DiT-S/2")}, tmp_path / "train.pt"
+    )
+    assert "final_layer.linear.weight" in read_state(str(tmp_path / "train.pt"))
+    torch.save({"pytorch-lightning_version": "2.6"}, tmp_path / "run.ckpt")
+    with pytest.raises(ValueError, match=r"a checkpoint of training; make a folder of it first: python -m mhla_tasks"):
+        read_state(str(tmp_path / "run.ckpt"))
     torch.save({"args": Path()}, tmp_path / "code.pt")
     with pytest.raises(ValueError, match="cannot be read safely"):
         read_state(str(tmp_path / "code.pt"))

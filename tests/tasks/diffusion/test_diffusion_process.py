@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from mhla_tasks.diffusion.process import DenoisingProcess, ProcessConfig, make_process
-from mhla_tasks.diffusion.sampling import SamplingConfig, draw_samples, to_pixels
+from mhla_tasks.diffusion.sampling import SamplingConfig, check_sampling, draw_samples, to_pixels
 from scipy.stats import norm
 from tiny import tiny_dit
 from torch import Tensor, nn
@@ -156,7 +156,13 @@ def test_ddpm_250_visits_dits_timesteps() -> None:
 
 @pytest.mark.parametrize(
     ("process", "sampler"),
-    [(ProcessConfig(), "ddpm"), (ProcessConfig(), "ddim"), (ProcessConfig(objective="flow"), "euler")],
+    [
+        (ProcessConfig(), "ddpm"),
+        (ProcessConfig(), "ddim"),
+        (ProcessConfig(), "dpm-solver++"),
+        (ProcessConfig(objective="flow"), "euler"),
+        (ProcessConfig(objective="flow"), "dpm-solver++"),
+    ],
 )
 def test_a_sample_does_not_depend_on_those_drawn_with_it(process: ProcessConfig, sampler: Any) -> None:
     network = tiny_dit(out_channels=8 if process.learns_sigma else 4)
@@ -200,6 +206,15 @@ def test_times_are_shifted_towards_noise() -> None:
         (lambda: ProcessConfig(shift=3.0), "belong to objective: flow"),
         (lambda: ProcessConfig(label_dropout=1.0), "label_dropout=1.0"),
         (lambda: SamplingConfig(steps=0), "steps=0"),
+        (
+            lambda: check_sampling(make_process(ProcessConfig()), SamplingConfig(steps=1)),
+            "'ddpm' must lie between 2 and 1,000",
+        ),
+        (lambda: check_sampling(make_process(ProcessConfig()), SamplingConfig(steps=1001)), "between 2 and 1,000"),
+        (
+            lambda: check_sampling(make_process(ProcessConfig(label_dropout=0)), SamplingConfig(guidance=2.0)),
+            "guidance=2.0 needs a model that was trained without labels too",
+        ),
         (lambda: SamplingConfig(guidance=-1.0), "guidance=-1.0"),
     ],
 )

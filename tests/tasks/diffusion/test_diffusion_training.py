@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ import pytest
 import torch
 import yaml
 from mhla_tasks import cli
-from mhla_tasks.diffusion import ClassToImage
+from mhla_tasks.diffusion import ClassToImage, GenerationMetrics
 from mhla_tasks.diffusion.callbacks import draw_grid
 from PIL import Image
 from processes import run_cli
-from tiny import ROOT, digits_config
+from tiny import ROOT, digits_config, tiny_dit
 
 from lightning_mhla import AttentionConfig
 
+DRESSED = {"kind": "mhla", "block_grid": [2, 2], "lepe": 3, "gate": True}
 DDP = ["--config", str(ROOT / "configs/trainer/ddp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2"]
 FSDP = ["--config", str(ROOT / "configs/trainer/fsdp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2"]
 
@@ -26,6 +28,14 @@ FSDP = ["--config", str(ROOT / "configs/trainer/fsdp.yaml"), "--trainer.accelera
 def losses(folder: Path) -> dict[int, str]:
     with (folder / "log/metrics.csv").open() as stream:
         return {int(row["step"]): row["train/loss"] for row in csv.DictReader(stream) if row.get("train/loss")}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DiT of digits that makes something of noise."""
+    folder = tmp_path_factory.mktemp("start") / "dit"
+    tiny_dit(channels=1, patch_size=1, attention={"lepe": 3, "gate": True}).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +130,57 @@ def test_predict_draws_the_same_on_any_number_of_processes(whole: Path, tmp_path
     assert not (array / "samples").exists()
 
 
-def test_sharded_training_logs_samples_too(tmp_path: Path) -> None:
-    printed = run_cli("fit", "--config", str(digits_config(tmp_path)), *FSDP, "--model.init_args.ema_decay=null")
-    assert (tmp_path / "log/generation.jsonl").exists(), printed
+def test_sharded_training_logs_the_same_samples(start: Path, tmp_path: Path) -> None:
+    """Weights that do not move, on two processes that share them and on one."""
+    still = {"optimizer": {"lr": 0.0, "weight_decay": 0.0}, "ema_decay": None}
+    rows = []
+    for name in ("one", "sharded"):
+        folder = tmp_path / name
+        config = digits_config(folder, **still, attention=DRESSED, pretrained=str(start))
+        if name == "one":
+            cli.main(["fit", "--config", str(config), "--trainer.max_steps=1"])
+        else:
+            run_cli("fit", "--config", str(config), *FSDP, "--trainer.max_steps=1")
+        rows.append(json.loads((folder / "log/generation.jsonl").read_text()))
+    assert rows[0]["fid"] == pytest.approx(rows[1]["fid"], rel=1e-4)
+    assert rows[0]["kid"] == pytest.approx(rows[1]["kid"], rel=1e-4)
+
+
+def test_weights_to_start_from_are_not_read_where_a_checkpoint_is(start: Path, tmp_path: Path) -> None:
+    config = digits_config(tmp_path, attention=DRESSED, pretrained=str(start))
+    cli.main(["fit", "--config", str(config), "--trainer.max_steps=1"])
+    config = digits_config(tmp_path, attention=DRESSED, pretrained="gone")
+    checkpoint = tmp_path / "checkpoints/step=1.ckpt"
+    cli.main(["fit", "--config", str(config), "--trainer.max_steps=2", f"--ckpt_path={checkpoint}"])
+    assert (tmp_path / "checkpoints/step=2.ckpt").exists()
+
+
+def test_samples_are_scored_on_the_way_and_once_more_if_stopped_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = digits_config(tmp_path)
+    config.write_text(config.read_text().replace("every_n_steps: null", "every_n_steps: 2"))
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationMetrics, "on_train_end", stopped)
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            cli.main(["fit", "--config", str(config), "--trainer.max_steps=4"])
+    rows = tmp_path / "log/generation.jsonl"
+    assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [2]
+    last = tmp_path / "checkpoints/step=4.ckpt"
+    cli.main(["fit", "--config", str(config), "--trainer.max_steps=4", f"--ckpt_path={last}"])
+    assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [2, 4]
+
+
+@pytest.mark.parametrize("objective", ["ddpm", "flow"])
+def test_true_half_precision_trains(tmp_path: Path, objective: str) -> None:
+    config = digits_config(tmp_path, process={"objective": objective}, sampling={"steps": 3})
+    config.write_text(config.read_text().replace("sampler: euler", "sampler: null"))
+    cli.main(["fit", "--config", str(config), "--trainer.precision=bf16-true", "--trainer.max_steps=2"])
+    assert json.loads((tmp_path / "log/generation.jsonl").read_text())["fid"] > 0
 
 
 def test_ddpm_with_learned_variance_trains_and_samples(tmp_path: Path) -> None:
