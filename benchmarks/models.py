@@ -32,6 +32,7 @@ from lightning_mhla.files import write_whole
 KINDS = ("softmax", "linear", "mhla")
 MODELS = {"S/2": "S", "XL/2": "XL"}
 PIXELS = (256, 512, 1024)
+MINUTE = 60.0
 GPU_IMAGES = {
     ("S/2", 256): 256,
     ("S/2", 512): 64,
@@ -64,7 +65,10 @@ def training_step(model: str, pixels: int, kind: str, images: int, device: torch
 
 
 def measure(model: str, pixels: int, kind: str, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
-    """One row: median seconds of a step over at least two (and about ``seconds``), images a second, and peak memory."""
+    """One row: median seconds of a step, images a second, and peak memory.
+
+    After a first step, for about ``seconds``; a step of more than a minute is done once.
+    """
     step = training_step(model, pixels, kind, images, device)
 
     def once() -> float:
@@ -79,8 +83,8 @@ def measure(model: str, pixels: int, kind: str, images: int, device: torch.devic
         once()
         torch.cuda.reset_peak_memory_stats()
         first = once()
-    times = [once() for _ in range(max(1, min(50, round(seconds / first))))]
-    times = times if len(times) > 1 else [first, *times]
+    again = 0 if first > MINUTE else max(1, min(50, round(seconds / first)))
+    times = [once() for _ in range(again)] or [first]
     peak = (
         torch.cuda.max_memory_allocated()
         if device.type == "cuda"
