@@ -106,14 +106,20 @@ class ClassToImage(TrainingModule):
             mlp_norm_eps=mlp_norm_eps,
             checkpointing=checkpointing,
         )
-        if pretrained is not None:
-            load_pretrained(self.network, pretrained)
+        self._pretrained = pretrained
         self.codec = None if vae is None else LatentCodec(vae)
         self.val_loss, self.val_samples = MeanMetric(), SumMetric()
 
     def layers(self) -> list[nn.Module]:
         """See :meth:`TrainingModule.layers`."""
         return list(self.network.backbone.blocks)
+
+    def configure_model(self) -> None:
+        """Take over published weights, where training starts; then see :meth:`TrainingModule.configure_model`."""
+        if self._pretrained is not None and self.trainer.state.fn == "fit":
+            load_pretrained(self.network, self._pretrained)
+            self._pretrained = None
+        super().configure_model()
 
     def configure_callbacks(self) -> list[Callback]:
         """Also the writer of samples."""
