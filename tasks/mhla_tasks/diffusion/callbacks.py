@@ -161,7 +161,7 @@ class GenerationMetrics(PeriodicEvaluation):
                 self._check_width(reference, module)
                 self._reference = reference
             except (ValueError, FileNotFoundError) as error:
-                failed = type(error)(str(error))
+                failed = (FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)(str(error))
         failed = trainer.strategy.broadcast(failed)
         if failed is not None:
             raise failed
