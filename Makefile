@@ -22,7 +22,7 @@ demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, s
 	$(BIN)/lightning fit --config configs/classification/digits.yaml
 
 test: .venv/test-installed  ## install, run all tests (no GPU, no network beyond the package index)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/test-installed  ## ruff, mypy, and the import contract
 	$(BIN)/ruff check .

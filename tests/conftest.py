@@ -11,6 +11,8 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 import torch
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # or the workers' threads fight for the cores
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 

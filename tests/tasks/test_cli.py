@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,12 @@ def test_overlays_go_over_every_experiment_and_set_no_lists(monkeypatch: pytest.
         assert config.trainer.strategy != "auto"
 
 
+@cache
+def known_tasks() -> set[str]:
+    """All that lm-eval has; it takes seconds to list them."""
+    return set(TaskManager().all_tasks)
+
+
 @pytest.mark.parametrize("path", EVALUATIONS, ids=lambda path: path.stem)
 def test_evaluations_add_themselves_to_a_language_model(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     experiment = str(ROOT / "configs/language/stdlib.yaml")
@@ -165,8 +172,7 @@ def test_evaluations_add_themselves_to_a_language_model(monkeypatch: pytest.Monk
     added = parse(monkeypatch, "fit", "--config", experiment, "--config", str(path)).config.fit.trainer.callbacks
     assert [each.class_path for each in added[:-1]] == [each.class_path for each in alone]
     assert added[-1].class_path == "mhla_tasks.language.evaluation.LMEval"
-    known = set(TaskManager().all_tasks)
-    assert set(added[-1].init_args.tasks) <= known
+    assert set(added[-1].init_args.tasks) <= known_tasks()
 
 
 def test_the_language_models_of_the_paper_differ_in_attention_alone() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mhla_tasks import cli
 from mhla_tasks.diffusion import ClassToImage, DigitFeatures, DiT, FeatureNetwork, InceptionFeatures
 from mhla_tasks.diffusion import score as score_command
 from mhla_tasks.diffusion.features import Features, fingerprint
@@ -237,8 +238,11 @@ def test_one_process_and_two_log_the_same(start: Path, tmp_path: Path) -> None:
             pretrained=str(start),
             optimizer={"lr": 0.0, "weight_decay": 0.0},
         )
-        overlay = ["--config", str(ROOT / "configs/trainer/ddp.yaml"), f"--trainer.devices={processes}"]
-        run_cli("fit", "--config", str(config), *overlay, "--trainer.accelerator=cpu", "--trainer.max_steps=1")
+        arguments = ["fit", "--config", str(config), "--trainer.max_steps=1", "--trainer.accelerator=cpu"]
+        if processes == 1:
+            cli.main(arguments)
+        else:
+            run_cli(*arguments, "--config", str(ROOT / "configs/trainer/ddp.yaml"), "--trainer.devices=2")
         (line,) = (folder / "log/generation.jsonl").read_text().splitlines()
         rows.append(json.loads(line))
         assert list((folder / "log/pictures").glob("generation-step0000001.png"))
@@ -256,8 +260,6 @@ def test_one_process_and_two_log_the_same(start: Path, tmp_path: Path) -> None:
 
 def test_averaged_weights_are_sampled_and_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drawn samples are those of the checkpoint's averaged weights, which are not the live ones."""
-    from mhla_tasks import cli
-
     drawn: list[Tensor] = []
     original = ClassToImage.draw
 
@@ -294,8 +296,6 @@ def test_averaged_weights_are_sampled_and_exported(tmp_path: Path, monkeypatch: 
 def test_what_cannot_be_scored_is_an_error_before_training(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mhla_tasks import cli
-
     config = digits_config(tmp_path)
     np.savez(tmp_path / "other.npz", mu=np.zeros(2048), sigma=np.eye(2048))
     text = config.read_text()
