@@ -140,7 +140,9 @@ def _cell(row: dict[str, Any] | None) -> str:
         return ""
     if "failed" in row:
         return f"failed: {row['failed']}"
-    return f"{row['images_per_second']:.3g} images/s, {row['peak_bytes'] / 2**30:.1f} GiB"
+    each, memory = row["seconds"] / row["images"], row["peak_bytes"] / 2**30
+    speed = f"{1 / each:.3g} images/s" if each < 0.1 else f"{each:.3g} s an image"
+    return f"{speed}, {memory:.1f} GiB"
 
 
 def main() -> None:
