@@ -43,6 +43,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mhla + lepe": {"kind": "mhla", "lepe": 3, "gate": False},
     "mhla + gate": {"kind": "mhla", "lepe": 0, "gate": True},
     "mhla + lepe + gate": {"kind": "mhla", "lepe": 3, "gate": True},
+    "linear + lepe + gate": {"kind": "linear", "lepe": 3, "gate": True},
+    "softmax + lepe + gate": {"kind": "softmax", "lepe": 3, "gate": True},
 }
 
 

@@ -174,6 +174,7 @@ def main() -> None:
                 if (model, pixels, kind, images) in done:
                     continue
                 rows.append(measure_apart(model, pixels, kind, images, device, args.seconds))
+                rows.sort(key=lambda row: (list(MODELS).index(row["model"]), row["pixels"], KINDS.index(row["kind"])))
                 if path is not None:
                     write_whole(path, json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
     print(table(rows))

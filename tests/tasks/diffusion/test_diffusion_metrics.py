@@ -20,7 +20,7 @@ from mhla_tasks.diffusion.sampling import SamplingConfig
 from PIL import Image
 from processes import run_cli
 from scipy import linalg
-from tiny import ROOT, digits_config, tiny_dit
+from tiny import ROOT, digits_config
 from torch import Tensor, nn
 
 from lightning_mhla import AttentionConfig
@@ -218,14 +218,6 @@ def test_the_classifier_of_digits_names_those_held_out() -> None:
     assert (logits.argmax(1) == labels).float().mean() > 0.97
     one, two, other = (fingerprint(DigitFeatures(seed, epochs=1).network()) for seed in (0, 0, 1))
     assert one == two != other
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DiT of digits that makes something of noise."""
-    folder = tmp_path_factory.mktemp("start") / "dit"
-    tiny_dit(channels=1, patch_size=1, attention={"lepe": 3, "gate": True}).save_pretrained(folder)
-    return folder
 
 
 def test_one_process_and_two_log_the_same(start: Path, tmp_path: Path) -> None:

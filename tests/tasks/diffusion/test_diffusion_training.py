@@ -16,7 +16,7 @@ from mhla_tasks.diffusion import ClassToImage, GenerationMetrics
 from mhla_tasks.diffusion.callbacks import draw_grid
 from PIL import Image
 from processes import run_cli
-from tiny import ROOT, digits_config, tiny_dit
+from tiny import ROOT, digits_config
 
 from lightning_mhla import AttentionConfig
 
@@ -28,14 +28,6 @@ FSDP = ["--config", str(ROOT / "configs/trainer/fsdp.yaml"), "--trainer.accelera
 def losses(folder: Path) -> dict[int, str]:
     with (folder / "log/metrics.csv").open() as stream:
         return {int(row["step"]): row["train/loss"] for row in csv.DictReader(stream) if row.get("train/loss")}
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DiT of digits that makes something of noise."""
-    folder = tmp_path_factory.mktemp("start") / "dit"
-    tiny_dit(channels=1, patch_size=1, attention={"lepe": 3, "gate": True}).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
