@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -47,10 +48,19 @@ def train(config: str, name: str, attention: Mapping[str, Any], folder: Path, op
     """
     place = (folder / slug(name)).resolve()
     clock = place / "seconds.json"
-    fresh = {"seconds": 0.0, "done": False, "options": options}
-    spent: dict[str, Any] = json.loads(clock.read_text()) if clock.exists() else fresh
-    if spent["options"] != options:
-        raise SystemExit(f"error: {place} was trained with {spent['options']}, not {options}; choose another --runs")
+    asked = {
+        "options": options,
+        "attention": dict(attention),
+        "config_sha256": hashlib.sha256((ROOT / config).read_bytes()).hexdigest()[:16],
+    }
+    spent: dict[str, Any] = {"seconds": 0.0, "done": False, **asked}
+    if clock.exists():
+        spent = json.loads(clock.read_text())
+    for key, value in asked.items():
+        if spent.get(key, value) != value:
+            raise SystemExit(
+                f"error: {place} was trained with {key} {spent[key]}, not {value}; choose another --runs, or delete it"
+            )
     if not spent["done"]:
         place.mkdir(parents=True, exist_ok=True)
         chosen = [f"--model.init_args.attention.{key}={value}" for key, value in attention.items()]
