@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ from mhla_tasks.diffusion.features import FeatureNetwork, Features, InceptionFea
 from mhla_tasks.diffusion.fidelity import ImageSet, Scores, assemble, extract, image_set, read_set, score
 from mhla_tasks.diffusion.module import ClassToImage
 from mhla_tasks.diffusion.sampling import SamplingConfig, check_sampling, to_pixels
-
-log = logging.getLogger(__name__)
 
 MOST_REAL = 50_000
 """Images of the data that samples are compared with, at most."""

@@ -19,7 +19,6 @@ from torchvision.transforms import v2
 from lightning_mhla.data import BrokenSampleError, ResumableDataModule, SampleSource, ShardReader, find_shards
 from lightning_mhla.data.digits import DigitSamples
 from lightning_mhla.data.images import ShardImages
-from lightning_mhla.hyperparameters import keep_plain
 from mhla_tasks.diffusion.codec import draw_latents
 
 log = logging.getLogger(__name__)
@@ -225,7 +224,6 @@ class ImageShards(ShardData):
             shuffle_window=shuffle_window,
         )
         self.save_hyperparameters(ignore=["samples"])
-        keep_plain(self)
         self.image_size, self.flip = image_size, flip
 
     def source(self, stage: str) -> SampleSource:
@@ -316,7 +314,6 @@ class LatentShards(ShardData):
             shuffle_window=shuffle_window,
         )
         self.save_hyperparameters(ignore=["samples"])
-        keep_plain(self)
         self.sample_size, self.flip = sample_size, flip
 
     def source(self, stage: str) -> SampleSource:

@@ -124,17 +124,18 @@ def _npy(moments: Tensor) -> bytes:
 def open_source(name: str, image_size: int, num_classes: int) -> tuple[SampleSource, str]:
     """The images of a folder or of shards, and what identifies them."""
     transform = SignedImage(image_size)
+    source: SampleSource
     if Path(name).is_dir() and not list(Path(name).glob("*.tar")):
         folder = LabelledFolder(name, transform)
         order = np.random.default_rng(SHUFFLE_SEED).permutation(len(folder))  # or a shard would hold one class
         folder.labelled = [folder.labelled[index] for index in order]
         parts = [f"{path.relative_to(name)} {path.stat().st_size}" for path, _ in folder.labelled]
-        return folder, hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    shards = find_shards(name)
-    parts = [f"{path.name} {path.stat().st_size}" for path in shards]
-    return ShardImages(ShardReader(shards), transform, num_classes), hashlib.sha256(
-        "\n".join(parts).encode()
-    ).hexdigest()
+        source = folder
+    else:
+        shards = find_shards(name)
+        parts = [f"{path.name} {path.stat().st_size}" for path in shards]
+        source = ShardImages(ShardReader(shards), transform, num_classes)
+    return source, hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def main() -> None:

@@ -191,7 +191,8 @@ class ClassToImage(TrainingModule):
         """What is denoised: latents as they come or encoded (with noise of ``generators``, one each), or pixels.
 
         Raises:
-            ValueError: for images of another size than the model's, or without the VAE that they need.
+            ValueError: for images of another size than the model's, or without the VAE that they need; for a label that the
+            model does not know.
         """
         clean = batch["latent"] if "latent" in batch else batch["image"]
         expected = (self.network.channels, self.network.sample_size, self.network.sample_size)
@@ -204,6 +205,5 @@ class ClassToImage(TrainingModule):
                 f"{what} of channels and sides {tuple(clean.shape[1:])} for a model of {expected}; set "
                 "--model.init_args.sample_size and channels, or vae for images that become latents"
             )
-        if not batch["label"].numel() or int(batch["label"].max()) >= self.network.num_classes:
-            check_labels(batch["label"].tolist(), self.network.num_classes)
+        check_labels(batch["label"].tolist(), self.network.num_classes)
         return clean

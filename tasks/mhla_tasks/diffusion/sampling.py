@@ -65,7 +65,6 @@ def draw_samples(
     generators = [sample_generator(seed, index) for index in indices]
     shape = (len(labels), network.channels, network.sample_size, network.sample_size)
     x = randn_tensor(shape, generator=generators, device=labels.device, dtype=torch.float32)
-    x = x * getattr(scheduler, "init_noise_sigma", 1.0)
     noise: dict[str, Any] = {"generator": generators} if sampler == "ddpm" else {}
     for time in scheduler.timesteps:
         predicted = _guided(network, x, time.expand(len(x)), labels, config.guidance)

@@ -177,8 +177,9 @@ def test_batches_that_do_not_fit_the_model(place: Path) -> None:
         model._clean({"latent": torch.zeros(1, 4, 16, 16), "label": torch.tensor([0])})
     with pytest.raises(ValueError, match=r"images of channels and sides \(3, 64, 64\).*vae for images that become"):
         model._clean({"image": torch.zeros(1, 3, 64, 64), "label": torch.tensor([0])})
-    with pytest.raises(ValueError, match="class 2 is not one of 0 to 1"):
-        model._clean({"latent": torch.zeros(1, 4, 8, 8), "label": torch.tensor([2])})
+    for label in (2, -1):
+        with pytest.raises(ValueError, match=f"class {label} is not one of 0 to 1"):
+            model._clean({"latent": torch.zeros(1, 4, 8, 8), "label": torch.tensor([label])})
     with pytest.raises(ValueError, match="samples of 4 channels are latents; name the VAE"):
         model.check_drawable()
     with pytest.raises(FileNotFoundError, match="vae nowhere is no folder"):
