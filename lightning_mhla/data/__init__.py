@@ -1,7 +1,7 @@
 """The data pipeline of every domain: shards, an order that depends on seed and epoch alone, exact resume."""
 
 from lightning_mhla.data.loader import ResumableLoader
-from lightning_mhla.data.module import ResumableDataModule
+from lightning_mhla.data.module import ResumableDataModule, ShardSets
 from lightning_mhla.data.shards import ShardReader, find_shards
 from lightning_mhla.data.source import BrokenSampleError, SampleSource
 from lightning_mhla.data.write import write_shards
@@ -12,6 +12,7 @@ __all__ = [
     "ResumableLoader",
     "SampleSource",
     "ShardReader",
+    "ShardSets",
     "find_shards",
     "write_shards",
 ]

@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from lightning import LightningDataModule, Trainer
 
 from lightning_mhla.data.loader import Progress, ResumableLoader
+from lightning_mhla.data.shards import ShardReader, find_shards
 from lightning_mhla.data.source import SampleSource
+
+
+class ShardSets:
+    """The training and validation shards of a data module.
+
+    Args:
+        train: where they are, see :func:`find_shards`.
+        val: likewise; tests read them too.
+        cache_dir: folder for downloaded shards and for member tables of read-only folders; None for the user's cache.
+    """
+
+    def __init__(self, train: str | list[str], val: str | list[str], cache_dir: str | None) -> None:
+        self.places = {"train": train, "validate": val, "test": val}
+        self.cache = Path(cache_dir) if cache_dir else None
+
+    def prepare(self, trainer: Trainer | None) -> None:
+        """Find or download the shards that ``trainer`` is going to read, and read their member tables."""
+        stages = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",)}
+        for stage in stages.get(str(trainer.state.fn.value), ()) if trainer is not None and trainer.state.fn else ():
+            self.reader(stage)
+
+    def find(self, stage: str) -> list[Path]:
+        """Local paths of the shards of a stage."""
+        return find_shards(self.places[stage], self.cache)
+
+    def reader(self, stage: str) -> ShardReader:
+        """The shards of a stage."""
+        return ShardReader(self.find(stage), self.cache)
 
 
 def batches_trained(trainer: Trainer) -> int:

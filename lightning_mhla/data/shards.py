@@ -7,6 +7,7 @@ A shard is an uncompressed tar file; the members of one sample follow each other
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import re
@@ -251,6 +252,23 @@ class ShardReader:
         if len(data) < size:
             raise BrokenSampleError(f"{self.describe(index)}: .{extension} is cut short, {len(data)} of {size} bytes")
         return data
+
+    def array(self, index: int, extension: str) -> np.ndarray:
+        """The array of one ``.npy`` member.
+
+        Raises:
+            BrokenSampleError: if it is missing, or no array of finite floating-point numbers.
+        """
+        data = self.read(index, self.extension(index, (extension,)))
+        try:
+            values = np.load(io.BytesIO(data), allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise BrokenSampleError(f"{self.describe(index)}: .{extension} is no array ({error})") from error
+        if values.dtype.kind != "f" or not np.isfinite(values).all():
+            raise BrokenSampleError(
+                f"{self.describe(index)}: .{extension} holds {values.dtype}, not finite numbers only"
+            )
+        return values
 
     def label(self, index: int, num_classes: int) -> int:
         """The class label in a sample's ``.cls``.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import webdataset as wds
 from rich.progress import track
+from torch import Tensor
 
 from lightning_mhla.files import write_whole
 
@@ -52,6 +55,13 @@ def write_shards(
             for number in range(start, min(start + per_shard, len(items))):
                 writer.write({"__key__": f"{number:08d}", **encode(items[number])})
     return paths
+
+
+def array_bytes(values: Tensor) -> bytes:
+    """A tensor as the bytes of a ``.npy`` file, which :meth:`ShardReader.array` reads."""
+    stream = io.BytesIO()
+    np.save(stream, values.cpu().numpy(), allow_pickle=False)
+    return stream.getvalue()
 
 
 @contextmanager

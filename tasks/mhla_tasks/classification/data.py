@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from timm.data import create_transform
 from torch import Tensor
 from torchvision.transforms import v2
 
-from lightning_mhla.data import ResumableDataModule, SampleSource, ShardReader, find_shards
+from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples
 from lightning_mhla.data.images import FolderImages, ShardImages
 from lightning_mhla.hyperparameters import keep_plain
@@ -112,28 +111,20 @@ class ImageNetShards(ResumableDataModule):
         super().__init__(batch_size, num_workers, seed, max_skipped, shuffle_window)
         self.save_hyperparameters(ignore=["predict_dir"])
         keep_plain(self)
-        self.shards = {"train": train, "validate": val, "test": val}
+        self.shards = ShardSets(train, val, cache_dir)
         self.image_size, self.num_classes, self.crop_share = image_size, num_classes, crop_share
         self.augment = AugmentConfig(**augment) if isinstance(augment, dict) else augment
-        self.cache = Path(cache_dir) if cache_dir else None
         self.predict_dir = predict_dir
 
     def prepare_data(self) -> None:
-        """Find or download the shards and read their member tables, once on each node."""
-        if self.trainer is None or self.trainer.state.fn in (None, "predict"):
-            return
-        stages = ("train", "validate") if self.trainer.state.fn == "fit" else (self.trainer.state.fn.value,)
-        for stage in stages:
-            self._reader(stage)
+        """See :meth:`ShardSets.prepare`."""
+        self.shards.prepare(self.trainer)
 
     def source(self, stage: str) -> SampleSource:
         """See :meth:`ResumableDataModule.source`."""
         if stage == "predict":
             return FolderImages(_predict_folder(self.predict_dir), self._transform(train=False))
-        return ShardImages(self._reader(stage), self._transform(train=stage == "train"), self.num_classes)
-
-    def _reader(self, stage: str) -> ShardReader:
-        return ShardReader(find_shards(self.shards[stage], self.cache), self.cache)
+        return ShardImages(self.shards.reader(stage), self._transform(train=stage == "train"), self.num_classes)
 
     def _transform(self, train: bool) -> Any:
         if not train:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
-from lightning_mhla.data import BrokenSampleError, ResumableDataModule, SampleSource, ShardReader, find_shards
+from lightning_mhla.data import BrokenSampleError, ResumableDataModule, SampleSource, ShardReader, ShardSets
 from lightning_mhla.data.digits import DigitSamples
 from lightning_mhla.data.images import ShardImages
 from mhla_tasks.diffusion.codec import draw_latents
@@ -164,18 +163,11 @@ class ShardData(ClassImages):
 
     def __init__(self, train: str | list[str], val: str | list[str], cache_dir: str | None, **options: Any) -> None:
         super().__init__(**options)
-        self.shards = {"train": train, "validate": val, "test": val}
-        self.cache = Path(cache_dir) if cache_dir else None
+        self.shards = ShardSets(train, val, cache_dir)
 
     def prepare_data(self) -> None:
-        """Find or download the shards and read their member tables, once on each node."""
-        if self.trainer is not None and self.trainer.state.fn in ("fit", "validate", "test"):
-            for stage in ("train", "validate") if self.trainer.state.fn == "fit" else (self.trainer.state.fn.value,):
-                self.reader(stage)
-
-    def reader(self, stage: str) -> ShardReader:
-        """The shards of a stage."""
-        return ShardReader(find_shards(self.shards[stage], self.cache), self.cache)
+        """See :meth:`ShardSets.prepare`."""
+        self.shards.prepare(self.trainer)
 
 
 class ImageShards(ShardData):
@@ -231,11 +223,11 @@ class ImageShards(ShardData):
         if stage == "predict":
             return self.requested()
         flip = self.flip if stage == "train" else 0.0
-        return ShardImages(self.reader(stage), SignedImage(self.image_size, flip), self.num_classes)
+        return ShardImages(self.shards.reader(stage), SignedImage(self.image_size, flip), self.num_classes)
 
     def real_images(self, part: str) -> SampleSource:
         """See :meth:`ClassImages.real_images`."""
-        return ShardImages(self.reader(part), SignedImage(self.image_size), self.num_classes)
+        return ShardImages(self.shards.reader(part), SignedImage(self.image_size), self.num_classes)
 
 
 class SignedImage:
@@ -321,7 +313,7 @@ class LatentShards(ShardData):
         if stage == "predict":
             return self.requested()
         flip = self.flip if stage == "train" else 0.0
-        return LatentSamples(self.reader(stage), self.sample_size, self.num_classes, flip)
+        return LatentSamples(self.shards.reader(stage), self.sample_size, self.num_classes, flip)
 
 
 class LatentSamples:
@@ -371,15 +363,10 @@ class LatentSamples:
         }
 
     def _moments(self, index: int, member: str) -> np.ndarray:
-        data = self.reader.read(index, self.reader.extension(index, (member,)))
-        try:
-            moments = np.load(io.BytesIO(data), allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
-            raise BrokenSampleError(f"{self.reader.describe(index)}: .{member} is no array ({error})") from error
-        if moments.ndim != 3 or moments.shape[0] % 2 or moments.dtype.kind != "f" or not np.isfinite(moments).all():
+        moments = self.reader.array(index, member)
+        if moments.ndim != 3 or moments.shape[0] % 2:
             raise BrokenSampleError(
-                f"{self.reader.describe(index)}: .{member} is {moments.dtype} {moments.shape}, not finite means and "
-                "deviations [2 C, S, S]"
+                f"{self.reader.describe(index)}: .{member} is {moments.shape}, not means and deviations [2 C, S, S]"
             )
         return moments
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import io
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,27 +22,16 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
 
 from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, find_shards
 from lightning_mhla.data.images import LabelledFolder, ShardImages
-from lightning_mhla.data.write import check_manifest, shard_writer
+from lightning_mhla.data.write import array_bytes, check_manifest, shard_writer
+from lightning_mhla.processes import process_place
 from mhla_tasks.diffusion.codec import LatentCodec
 from mhla_tasks.diffusion.data import FLIPPED, LATENT, SignedImage
 
 SHUFFLE_SEED = 0
 """Of the order in which images of a folder are encoded."""
-
-
-def process_place() -> tuple[int, int, int]:
-    """Rank, number of processes and local rank, as torchrun or srun say; (0, 1, 0) on its own.
-
-    SLURM's numbers count inside a step that srun started; a batch script or a shell of salloc is one process.
-    """
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID") if "SLURM_STEP_ID" in os.environ else ("", "", "")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK") if "RANK" in os.environ else names
-    rank, world, local = (int(os.environ.get(name, default)) for name, default in zip(names, "010", strict=True))
-    return rank, world, local
 
 
 def encode_images(
@@ -111,14 +98,8 @@ def _encoded(
         images = torch.stack([sample["image"] for sample in samples]).to(device)
         both = [vae.moments(each).half().cpu() for each in (images, images.flip(-1))]
         for index, sample, latent, flipped in zip(rows, samples, *both, strict=True):
-            members = {LATENT: _npy(latent), FLIPPED: _npy(flipped), "cls": str(sample["label"]).encode()}
+            members = {LATENT: array_bytes(latent), FLIPPED: array_bytes(flipped), "cls": str(sample["label"]).encode()}
             yield {"__key__": f"{index:08d}", **members}
-
-
-def _npy(moments: Tensor) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, moments.numpy(), allow_pickle=False)
-    return stream.getvalue()
 
 
 def open_source(name: str, image_size: int, num_classes: int) -> tuple[SampleSource, str]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lightning_mhla.data import ResumableDataModule, SampleSource, ShardReader, find_shards
+from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.loader import samples_each
 from lightning_mhla.data.module import process_share
 from mhla_tasks.language.documents import check_text, encode_document, encode_documents
@@ -283,14 +283,12 @@ class TokenShards(TextData):
             shuffle_window=shuffle_window,
         )
         self.save_hyperparameters(ignore=["prompts"])
-        self.shards = {"train": train, "validate": val}
-        self.tokenizer_name, self.cache = tokenizer, Path(cache_dir) if cache_dir else None
+        self.shards = ShardSets(train, val, cache_dir)
+        self.tokenizer_name = tokenizer
 
     def prepare_data(self) -> None:
-        """Find or download the shards and read their member tables, once on each node."""
-        if self.trainer is not None and self.trainer.state.fn in ("fit", "validate", "test"):
-            for stage in ("train", "validate") if self.trainer.state.fn == "fit" else ("validate",):
-                self._reader(stage)
+        """See :meth:`ShardSets.prepare`."""
+        self.shards.prepare(self.trainer)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -298,7 +296,7 @@ class TokenShards(TextData):
         return load_tokenizer(self.tokenizer_name or self._beside())
 
     def _beside(self) -> Path:
-        folder = find_shards(self.shards["train"], self.cache)[0].parent / "tokenizer"
+        folder = self.shards.find("train")[0].parent / "tokenizer"
         if not folder.is_dir():
             raise FileNotFoundError(
                 f"{folder} is not there, so the tokenizer of the shards is unknown; name it with "
@@ -309,7 +307,4 @@ class TokenShards(TextData):
     def windows(self, stage: str) -> TokenWindows:
         """See :class:`TextData`."""
         table = token_bytes(self.tokenizer)
-        return TokenWindows(ShardRuns(self._reader(stage)), self.context, table, self.separate_documents)
-
-    def _reader(self, stage: str) -> ShardReader:
-        return ShardReader(find_shards(self.shards[stage], self.cache), self.cache)
+        return TokenWindows(ShardRuns(self.shards.reader(stage)), self.context, table, self.separate_documents)
