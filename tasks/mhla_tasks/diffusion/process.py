@@ -1,8 +1,7 @@
 """Noise processes: what the network learns to predict, and how its predictions become samples.
 
 ``DenoisingProcess`` is DDPM (arXiv 2006.11239) as DiT trains it, with the learned variance of arXiv 2102.09672;
-``FlowProcess`` is flow matching on straight paths (arXiv 2210.02747, 2209.03003). Noise schedules and samplers are
-diffusers'.
+``FlowProcess`` is flow matching on straight paths. Noise schedules and samplers are diffusers'.
 """
 
 from __future__ import annotations
@@ -18,15 +17,12 @@ from diffusers import (
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
 )
-from diffusers.training_utils import compute_density_for_timestep_sampling
 from torch import Tensor
 
+from lightning_mhla.flow import TIMESTEPS, FlowTimes, draw_flow_times, flow_point
 from mhla_tasks.diffusion.model import DiT
 
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler"]
-
-TIMESTEPS = 1000
-"""Of the schedules, and the largest time that the network sees."""
 
 BETAS = {"num_train_timesteps": TIMESTEPS, "beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
 """DiT's noise schedule."""
@@ -46,7 +42,7 @@ class ProcessConfig:
 
     objective: Literal["ddpm", "flow"] = "ddpm"
     learn_sigma: bool = True
-    times: Literal["uniform", "logit_normal"] = "uniform"
+    times: FlowTimes = "uniform"
     shift: float = 1.0
     label_dropout: float = 0.1
 
@@ -205,17 +201,13 @@ class FlowProcess(NoiseProcess):
 
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
         """See :meth:`NoiseProcess.draw_times`; 0 is data, 1000 noise."""
-        share = compute_density_for_timestep_sampling(
-            self.config.times, count, logit_mean=0.0, logit_std=1.0, device=device, generator=generator
-        )
-        shift = self.config.shift
-        return TIMESTEPS * shift * share / (1 + (shift - 1) * share)
+        return draw_flow_times(self.config.times, self.config.shift, count, generator, device)
 
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """See :meth:`NoiseProcess.losses`: squared error of the velocity."""
-        share = (times / TIMESTEPS)[:, None, None, None]
-        out = network((1 - share) * clean + share * noise, times, labels).float()
-        return (out - (noise - clean)).square().flatten(1).mean(1)
+        noisy, velocity = flow_point(clean, noise, times)
+        out = network(noisy, times, labels).float()
+        return (out - velocity).square().flatten(1).mean(1)
 
     def scheduler(self, sampler: Sampler) -> Any:
         """See :meth:`NoiseProcess.scheduler`; dpm-solver++ rounds the times that the network sees to integers."""

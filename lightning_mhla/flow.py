@@ -1,0 +1,44 @@
+"""Flow matching on straight paths from data to noise (arXiv 2210.02747, 2209.03003): what image and video share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from diffusers.training_utils import compute_density_for_timestep_sampling
+from torch import Tensor
+
+FlowTimes = Literal["uniform", "logit_normal"]
+
+TIMESTEPS = 1000
+"""The time of pure noise, as networks see it; data are at 0."""
+
+
+def draw_flow_times(
+    times: FlowTimes, shift: float, count: int, generator: torch.Generator | None, device: torch.device
+) -> Tensor:
+    """Times ``[count]`` float32 to train on.
+
+    Args:
+        times: how they are spread; logit_normal (mean 0, deviation 1) prefers the middle (arXiv 2403.03206).
+        shift: moves them towards noise, for large samples: ``s t / (1 + (s - 1) t)`` of the share t (same source).
+        count: how many.
+        generator: of the device; None for the global one.
+        device: where.
+    """
+    share = compute_density_for_timestep_sampling(
+        times, count, logit_mean=0.0, logit_std=1.0, device=device, generator=generator
+    )
+    return TIMESTEPS * shift * share / (1 + (shift - 1) * share)
+
+
+def flow_point(clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+    """Where samples are at ``times`` on the way to ``noise``, and the velocity there: noise minus data.
+
+    Args:
+        clean: ``[B, ...]``.
+        noise: likewise, standard normal.
+        times: ``[B]``.
+    """
+    share = (times / TIMESTEPS).view(-1, *(1,) * (clean.dim() - 1))
+    return (1 - share) * clean + share * noise, noise - clean
