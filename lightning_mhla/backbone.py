@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mhla.attention import AttentionConfig, build_attention, layout_for, next_positions
-from lightning_mhla.attention.base import Rotary
 from lightning_mhla.generation import GenerationCache
 from lightning_mhla.layout import BlockLayout
-from lightning_mhla.positions import sequence_positions
+from lightning_mhla.positions import Rotary, sequence_positions
 
 NormKind = Literal["layernorm", "rmsnorm"]
 MlpKind = Literal["gelu", "gelu_tanh", "swiglu"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from mhla_kernels import ExponentialMixing, extend_mixing
+from mhla_kernels import ExponentialMixing, extend_mixing, resize_mixing
 from torch import Tensor, nn
 
 from lightning_mhla.layout import BlockLayout
@@ -60,8 +60,16 @@ def _check_init(init: str) -> None:
 class MixingCoefficients(nn.Module):
     """Mixing coefficients of one layer, float32 whatever the precision of the model; what both kinds share."""
 
-    def forward(self) -> Tensor | ExponentialMixing:
-        """What the operator takes as ``mixing``."""
+    def forward(self, block_grid: tuple[int, ...] | None = None) -> Tensor | ExponentialMixing:
+        """What the operator takes as ``mixing``.
+
+        Args:
+            block_grid: blocks along each axis of the tokens at hand, where they may differ from those that were learned.
+        """
+        raise NotImplementedError
+
+    def resize(self, block_grid: tuple[int, ...]) -> None:
+        """Carry what is learned to other blocks along each axis, for good."""
         raise NotImplementedError
 
     def matrix(self) -> Tensor:
@@ -109,10 +117,23 @@ class DenseMixing(MixingCoefficients):
         start = (locality_mixing if init == "locality" else uniform_mixing)(layout, causal)
         start = start.clamp(LOWER, UPPER).to(torch.get_default_device())
         self.weight = nn.Parameter(start if heads is None else start.repeat(heads, 1, 1), requires_grad=trainable)
+        self.grid, self.prefix_tokens = layout.block_grid, layout.prefix_tokens
 
-    def forward(self) -> Tensor:
-        """``[M, M]`` or ``[H, M, M]``."""
-        return self.weight
+    def forward(self, block_grid: tuple[int, ...] | None = None) -> Tensor:
+        """``[M, M]`` or ``[H, M, M]``; see :func:`mhla_kernels.resize_mixing` for other blocks than those learned."""
+        return self.weight if block_grid in (None, self.grid) else self._resized(block_grid)
+
+    def resize(self, block_grid: tuple[int, ...]) -> None:
+        """See :class:`MixingCoefficients`."""
+        self.weight = nn.Parameter(self._resized(block_grid).detach(), self.weight.requires_grad)
+        self.grid = tuple(block_grid)
+
+    def _resized(self, block_grid: tuple[int, ...]) -> Tensor:
+        if self.prefix_tokens:
+            raise ValueError(
+                "coefficients of blocks with prefix tokens, which have no place on the grid, keep their size"
+            )
+        return resize_mixing(self.weight, self.grid, block_grid)
 
     def matrix(self) -> Tensor:
         """See :class:`MixingCoefficients`."""
@@ -173,9 +194,25 @@ class ExponentialCoefficients(MixingCoefficients):
         self.amplitude = nn.Parameter(amplitude, requires_grad=trainable)
         self.decay = nn.Parameter(rate, requires_grad=trainable)
 
-    def forward(self) -> ExponentialMixing:
-        """See :class:`mhla_kernels.ExponentialMixing`."""
-        return ExponentialMixing(self.amplitude, self.decay, self.grid)
+    def forward(self, block_grid: tuple[int, ...] | None = None) -> ExponentialMixing:
+        """See :class:`mhla_kernels.ExponentialMixing`; over other blocks, decays stay the same over a whole axis."""
+        if self.grid is None or block_grid in (None, self.grid):
+            return ExponentialMixing(self.amplitude, self.decay, self.grid)
+        assert block_grid is not None
+        return ExponentialMixing(self.amplitude, self._rescaled(block_grid), block_grid)
+
+    def resize(self, block_grid: tuple[int, ...]) -> None:
+        """See :class:`MixingCoefficients`."""
+        with torch.no_grad():
+            self.decay.copy_(self._rescaled(block_grid))
+        self.grid = None if self.grid is None else tuple(block_grid)
+        self.blocks = math.prod(block_grid)
+
+    def _rescaled(self, block_grid: tuple[int, ...]) -> Tensor:
+        """Decays of a step between blocks that are larger or smaller than those learned."""
+        old = (self.blocks,) if self.grid is None else self.grid
+        scale = self.decay.new_tensor([before / after for before, after in zip(old, block_grid, strict=True)])
+        return self.decay * (scale[0] if self.grid is None else scale)
 
     def matrix(self) -> Tensor:
         """See :class:`MixingCoefficients`."""

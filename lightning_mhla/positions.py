@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
+from mhla_kernels import rotary_features
 from torch import Tensor
 
 
-def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+class Rotary(NamedTuple):
+    """Angles that rotary position embedding turns queries and keys by.
+
+    Attributes:
+        cos: cosine, ``[N, D / 2]`` or ``[B, N, D / 2]``.
+        sin: likewise.
+        interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    def turn(self, x: Tensor, feature_map: Literal["identity", "relu"] = "identity") -> Tensor:
+        """Map and turn ``[B, N, H, D]``; see :func:`mhla_kernels.rotary_features`."""
+        return rotary_features(x, self.cos, self.sin, feature_map=feature_map, interleaved=self.interleaved)
+
+    def select(self, order: Tensor) -> Rotary:
+        """The angles of tokens in another order, ``[N]`` indices."""
+        return Rotary(self.cos.index_select(-2, order), self.sin.index_select(-2, order), self.interleaved)
+
+
+def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rotary:
     """Cosine and sine of the angles that rotary position embedding turns by (RoFormer, arXiv 2104.09864, equation 15).
 
     Pair i of a width-D feature turns by ``position * base^(-2 i / D)``.
@@ -19,14 +43,14 @@ def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> tupl
         base: of the geometric series of frequencies.
 
     Returns:
-        Two tensors ``[..., N, D / 2]``, float32.
+        Cosine and sine ``[..., N, D / 2]``, float32.
     """
     device = positions.device
     if device.type == "mps":  # has no float64, which far positions need
         positions = positions.cpu()
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
     angles = positions.double()[..., None] * base**-exponent
-    return angles.cos().float().to(device), angles.sin().float().to(device)
+    return Rotary(angles.cos().float().to(device), angles.sin().float().to(device))
 
 
 def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:

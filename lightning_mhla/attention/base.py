@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from mhla_kernels import rotary_features
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mhla.layout import BlockLayout
-from lightning_mhla.positions import rotary_angles, sequence_positions
+from lightning_mhla.positions import Rotary, rotary_angles, sequence_positions
 
 FeatureMap = Literal["relu", "elu", "softplus", "identity"]
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosine and sine of rotary angles, ``[N, Dk / 2]`` or ``[B, N, Dk / 2]``."""
+OUTPUT_NORM_EPS = 1e-6
+"""Of the RMSNorm of each head's output (the paper's public code); in bfloat16 torch's own would be 0.008."""
+
+OPEN_GATE = 1.2784645427610738
+"""Bias at which SiLU is 1."""
 
 
 @dataclass
@@ -78,6 +80,18 @@ class AttentionConfig:
             )
 
 
+class Projections(NamedTuple):
+    """What turns tokens into queries, keys and values and back, where another module owns it; see :mod:`lightning_mhla.swap`.
+
+    Attributes:
+        split: tokens ``[B, N, dim]`` to q ``[B, N, H, Dk]``, k ``[B, N, Hkv, Dk]`` and v ``[B, N, Hkv, Dv]``.
+        merge: ``[B, N, H * Dv]`` to tokens.
+    """
+
+    split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    merge: Callable[[Tensor], Tensor]
+
+
 class Attention(nn.Module):
     """Self-attention over the tokens of a layout: projections, an operator, and the modules around it.
 
@@ -95,6 +109,7 @@ class Attention(nn.Module):
         bias: whether the projections have a bias.
         causal: whether token t attends to tokens ``j <= t`` only; 1-D grids.
         block_ordered: tokens come and go in the layout's block order (the backbone sees to it) instead of raster order.
+        projections: False leaves them out: :meth:`forward` is then given those of another module, and rotary angles too.
     """
 
     kinds: ClassVar[dict[str, type[Attention]]] = {}
@@ -122,6 +137,7 @@ class Attention(nn.Module):
         bias: bool = True,
         causal: bool = False,
         block_ordered: bool = False,
+        projections: bool = True,
     ) -> None:
         super().__init__()
         key_value_heads = key_value_heads or heads
@@ -133,22 +149,36 @@ class Attention(nn.Module):
             raise ValueError(f"causal attention needs a 1-D grid without prefix tokens, not {layout}")
         if causal and config.lepe:
             raise ValueError("lepe looks at later tokens too; leave it out of causal attention")
-        if config.rotary and (len(layout.grid) != 1 or layout.prefix_tokens):
+        if config.rotary and projections and (len(layout.grid) != 1 or layout.prefix_tokens):
             raise ValueError(f"rotary positions are those of a 1-D grid without prefix tokens, not of {layout}")
-        self.layout, self.config, self.causal, self.block_ordered = layout, config, causal, block_ordered
-        self.moves = not (block_ordered or layout.is_raster)
+        self.config, self.causal, self.block_ordered = config, causal, block_ordered
         self.heads, self.key_value_heads = heads, key_value_heads
         self.key_width, self.value_width = key_width or dim // heads, value_width or dim // heads
         self.sections = [heads * self.key_width, key_value_heads * self.key_width, key_value_heads * self.value_width]
         inner = heads * self.value_width
-        self.qkv = nn.Linear(dim, sum(self.sections), bias=bias)
-        self.proj = nn.Linear(inner, dim, bias=bias)
+        self.qkv = nn.Linear(dim, sum(self.sections), bias=bias) if projections else None
+        self.proj = nn.Linear(inner, dim, bias=bias) if projections else None
         self.gate = nn.Linear(dim, inner, bias=bias) if config.gate else None
         norm = config.output_norm if config.output_norm is not None else not config.normalize
-        self.norm = nn.RMSNorm(self.value_width) if norm and self.uses_linear_options else None
+        self.norm = nn.RMSNorm(self.value_width, OUTPUT_NORM_EPS) if norm and self.uses_linear_options else None
         self.lepe = LocalPositionalEncoding(layout, inner, config.lepe) if config.lepe else None
-        self.register_buffer("order", layout.order if self.moves else None, persistent=False)
-        self.register_buffer("inverse", layout.inverse if self.moves else None, persistent=False)
+        self.register_buffer("order", None, persistent=False)
+        self.register_buffer("inverse", None, persistent=False)
+        self.fit(layout)
+
+    def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
+        """Take tokens of another layout from now on; what is learned stays as it is.
+
+        Args:
+            layout: as many axes and prefix tokens as the layer was made with.
+            device: where tokens are.
+        """
+        self.layout = layout
+        moves = not (self.block_ordered or layout.is_raster)
+        self.order = layout.order.to(device) if moves else None
+        self.inverse = layout.inverse.to(device) if moves else None
+        if self.lepe is not None:
+            self.lepe.fit(layout, device)
 
     def attend(
         self,
@@ -200,8 +230,8 @@ class Attention(nn.Module):
 
     def flops(self, tokens: int) -> float:
         """Floating-point operations of the forward pass on one sequence of ``tokens``, projections included."""
-        projections = [self.qkv, self.proj, *([] if self.gate is None else [self.gate])]
-        return 2.0 * tokens * sum(each.weight.numel() for each in projections) + self.operator_flops(tokens)
+        projections = [each.weight.numel() for each in (self.qkv, self.proj, self.gate) if each is not None]
+        return 2.0 * tokens * sum(projections) + self.operator_flops(tokens)
 
     @property
     def max_tokens(self) -> int | None:
@@ -219,6 +249,7 @@ class Attention(nn.Module):
         key_mask: Tensor | None = None,
         rotary: Rotary | None = None,
         cu_seqlens: Sequence[int] | None = None,
+        projections: Projections | None = None,
     ) -> Tensor:
         """Tokens ``[B, N, dim]`` to the same shape.
 
@@ -228,14 +259,16 @@ class Attention(nn.Module):
             rotary: cosine and sine of the angles that ``config.rotary`` turns by, in the same order; None for those of
                 tokens counted from 0 (see :func:`lightning_mhla.positions.rotary_angles`).
             cu_seqlens: causal: first token of each of the sequences that are packed in the one row (B = 1), and N.
+            projections: those to use, where the layer has none of its own.
         """
         x, key_mask = self._enter(x, key_mask, packed=cu_seqlens is not None)
         x = hide_rows(x, key_mask)
-        q, k, v = self._project(x)
+        split, merge = projections or (self._project, self._merge)
+        q, k, v = split(x)
         given = {"rotary": self._rotary(rotary, x, cu_seqlens), "cu_seqlens": cu_seqlens}
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         out = self.attend(q, *self._repeated(k, v), key_mask, **options)
-        out = hide_rows(self._finish(out, x, v, key_mask), key_mask)
+        out = hide_rows(merge(self._around(out, x, v, key_mask)), key_mask)
         return out.index_select(1, self.inverse) if self.inverse is not None else out
 
     def next_tokens(
@@ -255,7 +288,7 @@ class Attention(nn.Module):
         if rotary is None and self.config.rotary:
             rotary = self.angles(next_positions(() if state is None else state.lengths, x))
         out, state = self.continue_from(q, *self._repeated(k, v), state, counts, rotary)
-        return self._finish(out, x, v, None), state
+        return self._merge(self._around(out, x, v, None)), state
 
     def attention_matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Attention weights ``[B, H, N, N]`` for tokens ``[B, N, dim]``; rows and columns in the order of ``x``."""
@@ -273,11 +306,25 @@ class Attention(nn.Module):
         return rotary_angles(positions, self.key_width, self.config.rotary_base)
 
     def _rotary(self, given: Rotary | None, x: Tensor, cu_seqlens: Sequence[int] | None) -> Rotary | None:
-        if given is not None or not self.config.rotary:
-            return given if self.config.rotary else None
+        if not self.config.rotary:
+            return None
+        if given is not None:
+            return given if self.order is None else given.select(self.order)
         return self.angles(sequence_positions(x, cu_seqlens))
 
-    def _finish(self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    @torch.no_grad()
+    def open_gate(self) -> None:
+        """Let gate and ``lepe`` start as if they were not there: for weights that were trained without them."""
+        if self.lepe is not None:
+            for parameter in self.lepe.parameters():
+                nn.init.zeros_(parameter)
+        if self.gate is not None:
+            assert self.gate.bias is not None, "a gate without bias cannot start open"
+            nn.init.zeros_(self.gate.weight)
+            nn.init.constant_(self.gate.bias, OPEN_GATE)
+
+    def _around(self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        """``[B, N, H * Dv]`` after norm, ``lepe`` and gate."""
         if self.norm is not None:
             out = self.norm(out)
         out = out.flatten(2)
@@ -285,7 +332,7 @@ class Attention(nn.Module):
             out = out + self.lepe(self._repeated(v, v)[1].flatten(2), key_mask)
         if self.gate is not None:
             out = out * F.silu(self.gate(x))
-        return self.proj(out)
+        return out
 
     def _enter(self, x: Tensor, key_mask: Tensor | None, packed: bool = False) -> tuple[Tensor, Tensor | None]:
         tokens, limit = self.layout.num_tokens, self.max_tokens
@@ -301,10 +348,15 @@ class Attention(nn.Module):
         return x.index_select(1, self.order), key_mask if key_mask is None else key_mask.index_select(1, self.order)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.qkv is not None, "a layer without projections is given those of another module"
         q, k, v = self.qkv(x).split(self.sections, dim=-1)
         q = q.unflatten(-1, (self.heads, self.key_width))
         k = k.unflatten(-1, (self.key_value_heads, self.key_width))
         return q, k, v.unflatten(-1, (self.key_value_heads, self.value_width))
+
+    def _merge(self, out: Tensor) -> Tensor:
+        assert self.proj is not None, "a layer without projections is given those of another module"
+        return self.proj(out)
 
     def _repeated(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values for every query head, where the kind wants them so."""
@@ -326,12 +378,17 @@ class LocalPositionalEncoding(nn.Module):
 
     def __init__(self, layout: BlockLayout, channels: int, width: int) -> None:
         super().__init__()
-        self.layout = layout
         kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(layout.grid) - 1]
         self.conv = kind(channels, channels, width, padding=width // 2, groups=channels)
-        prefix = layout.prefix_tokens
-        self.register_buffer("to_grid", layout.inverse[prefix:], persistent=False)
-        self.register_buffer("from_grid", layout.order[prefix:] - prefix, persistent=False)
+        self.register_buffer("to_grid", None, persistent=False)
+        self.register_buffer("from_grid", None, persistent=False)
+        self.fit(layout)
+
+    def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
+        """See :meth:`Attention.fit`."""
+        self.layout = layout
+        self.to_grid = layout.inverse[layout.prefix_tokens :].to(device)
+        self.from_grid = (layout.order[layout.prefix_tokens :] - layout.prefix_tokens).to(device)
 
     def forward(self, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """``[B, N, channels]`` to the same shape; tokens that ``key_mask`` ``[B, N]`` hides count as zeros."""
@@ -389,8 +446,7 @@ def map_features(
         rest = feature_map
     if rotary is None:
         return q, k, rest
-    q, k = (rotary_features(x, *rotary, feature_map=rest) for x in (q, k))
-    return q, k, "identity"
+    return rotary.turn(q, rest), rotary.turn(k, rest), "identity"
 
 
 def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from mhla_kernels import ExponentialMixing
 from torch import Tensor
 
@@ -35,7 +36,6 @@ class MHLA(SummaryAttention, kind="mhla"):
             raise ValueError(
                 f"the configuration asks for blocks {config.block_grid or config.block_size}, not those of {layout}"
             )
-        self.blocks = layout.operator_blocks
         if self.causal and "block_size" not in self.blocks:
             raise ValueError(
                 f"causal attention needs equal blocks, the last one short at most; {layout} has uneven ones"
@@ -52,6 +52,11 @@ class MHLA(SummaryAttention, kind="mhla"):
         else:
             self.mixing = DenseMixing(layout, **options)
 
+    def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
+        """See :meth:`Attention.fit`; coefficients are those of :meth:`MixingCoefficients.forward` for the layout's blocks."""
+        super().fit(layout, device)
+        self.blocks = layout.operator_blocks
+
     @property
     def max_tokens(self) -> int | None:
         """See :attr:`Attention.max_tokens`: dense coefficients end with their blocks."""
@@ -66,7 +71,7 @@ class MHLA(SummaryAttention, kind="mhla"):
 
     def coefficients(self, q: Tensor) -> tuple[Tensor | ExponentialMixing, dict[str, Any]]:
         """See :meth:`SummaryAttention.coefficients`: the learned ones."""
-        return self.mixing(), self.blocks
+        return self.mixing(None if self.causal else self.layout.block_grid), self.blocks
 
     def operator_flops(self, tokens: int) -> float:
         """See :meth:`Attention.operator_flops`; of the chunked form."""

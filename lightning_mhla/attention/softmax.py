@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from mhla_kernels import rotary_features
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_mhla.attention.base import Attention, Rotary, hide_rows
+from lightning_mhla.attention.base import Attention, hide_rows
+from lightning_mhla.positions import Rotary
 
 
 @dataclass(frozen=True)
@@ -148,5 +148,4 @@ def _turned(q: Tensor, k: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor
     """Queries and keys turned by their positions."""
     if rotary is None:
         return q, k
-    turned = [rotary_features(x, *rotary, feature_map="identity") for x in (q, k)]
-    return turned[0], turned[1]
+    return rotary.turn(q), rotary.turn(k)

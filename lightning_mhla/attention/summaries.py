@@ -8,7 +8,8 @@ from typing import Any
 from mhla_kernels import ExponentialMixing, MHLAState, attention_matrix, mhla_attention, mhla_prefill, mhla_step
 from torch import Tensor
 
-from lightning_mhla.attention.base import Attention, Rotary, map_features
+from lightning_mhla.attention.base import Attention, map_features
+from lightning_mhla.positions import Rotary
 
 
 class SummaryAttention(Attention):

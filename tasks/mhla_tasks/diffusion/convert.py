@@ -16,15 +16,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mhla.attention import Attention
 from mhla_tasks.diffusion.model import DiT
 
 log = logging.getLogger(__name__)
-
-OPEN_GATE = 1.2784645427610738
-"""Bias at which SiLU is 1."""
 
 BLOCKS = r"^(?:transformer_)?blocks\.(\d+)\."
 
@@ -169,19 +166,8 @@ def load_pretrained(network: DiT, path: str) -> None:
     missing = [name for name in added if not name.split(".attn.")[-1].startswith(expected) or ".attn." not in name]
     if missing:
         raise ValueError(f"pretrained {path} lacks {', '.join(missing[:3])} ({len(missing)} tensors)")
-    for name, module in network.named_modules():
+    for module in network.modules():
         if isinstance(module, Attention):
-            start_without_effect(module, {each.removeprefix(f"{name}.") for each in added})
+            module.open_gate()  # weights of a gate, if there are any, are loaded over it
     network.load_state_dict(state, strict=False)
     log.info("started from %s: %d tensors loaded, %d new ones of the attention", path, len(state), len(added))
-
-
-@torch.no_grad()
-def start_without_effect(attention: Attention, added: set[str]) -> None:
-    """Let the modules around the operator that ``added`` names start as if they were not there."""
-    if attention.lepe is not None and "lepe.conv.weight" in added:
-        for parameter in attention.lepe.parameters():
-            nn.init.zeros_(parameter)
-    if attention.gate is not None and "gate.weight" in added:
-        nn.init.zeros_(attention.gate.weight)
-        nn.init.constant_(attention.gate.bias, OPEN_GATE)

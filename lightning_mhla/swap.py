@@ -1,0 +1,354 @@
+"""Other attention for pretrained models: ``swap_attention`` replaces the self-attention of a diffusers transformer.
+
+    model = WanTransformer3DModel.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", subfolder="transformer")
+    swap_attention(model, AttentionConfig(block_grid=[3, 5, 10], normalize=False, gate=True))
+    model.save_pretrained("swapped")
+    model = load_swapped("swapped")
+
+Projections of queries, keys, values and outputs, and the norms of queries and keys, stay where they are and as they are.
+The new attention is the *processor* of diffusers' attention module, so that the model's other names do not change, and
+what it adds (mixing coefficients, output norm, gate) is found under ``...attn1.processor``. Its start depends on nothing
+random: the gate is open and ``lepe`` adds nothing. A swapped model takes images or clips of any size: blocks are fitted to
+each, and where an axis has fewer tokens than blocks, the coefficients are resized (:func:`mhla_kernels.resize_mixing`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mhla.attention import Attention, AttentionConfig, build_attention
+from lightning_mhla.attention.base import Projections
+from lightning_mhla.attention.mhla import MHLA
+from lightning_mhla.layout import BlockLayout
+from lightning_mhla.positions import Rotary
+
+log = logging.getLogger(__name__)
+
+KEEP = "keep"
+"""Kind of a layer that is left as it is."""
+
+SAVED = "swapped_attention"
+"""Entry of a diffusers model's ``config`` that says what was swapped."""
+
+HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor")
+UNSUPPORTED = {
+    "group_norm": None,
+    "spatial_norm": None,
+    "residual_connection": False,
+    "rescale_output_factor": 1.0,
+    "fused_projections": False,
+}
+"""Options of diffusers' attention that the swapped one does not know, and what they must be."""
+
+
+class TokenGrid:
+    """The token grid of the model's present input, which its attention processors are not told: a forward pre-hook.
+
+    Args:
+        patch: size of a token along each axis of the input.
+    """
+
+    def __init__(self, patch: tuple[int, ...]) -> None:
+        self.patch = patch
+        self.shape: tuple[int, ...] | None = None
+        self.layouts: dict[tuple[Any, ...], BlockLayout] = {}
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the grid of what ``model`` is called with."""
+        x = args[0] if args else kwargs["hidden_states"]
+        self.shape = tuple(size // step for size, step in zip(x.shape[2:], self.patch, strict=True))
+
+    def layout(self, blocks: tuple[int, ...]) -> BlockLayout:
+        """The present grid in at most so many blocks along each axis."""
+        assert self.shape is not None, "call the whole model, not its layers: the size of the input is seen there"
+        fitted = tuple(min(count, length) for count, length in zip(blocks, self.shape, strict=True))
+        key = (self.shape, fitted)
+        if key not in self.layouts:
+            self.layouts[key] = BlockLayout(self.shape, fitted)
+        return self.layouts[key]
+
+
+class SwappedAttention(nn.Module):
+    """An attention of ours as the processor of a diffusers attention module, whose projections and norms it uses.
+
+    Args:
+        attention: without projections.
+        blocks: along each axis of the token grid.
+        grid: of the model's present input.
+    """
+
+    def __init__(self, attention: Attention, blocks: tuple[int, ...], grid: TokenGrid) -> None:
+        super().__init__()
+        self.attention, self.blocks, self.grid = attention, blocks, grid
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """As :meth:`forward`; diffusers reads the arguments off this signature."""
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+
+    def forward(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Self-attention of tokens ``[B, N, C]`` in raster order of the grid.
+
+        Args:
+            attn: the module whose processor this is.
+            hidden_states: the tokens.
+            encoder_hidden_states: None: self-attention only.
+            attention_mask: None: all tokens count.
+            rotary_emb: cosine and sine ``[1, N, 1, D]``, each angle twice (Wan's).
+
+        Raises:
+            ValueError: for cross-attention or a mask.
+        """
+        if encoder_hidden_states is not None or attention_mask is not None:
+            raise ValueError("swapped attention is self-attention without a mask; this layer was called otherwise")
+        layout = self.grid.layout(self.blocks)
+        attention = self.attention
+        if attention.layout != layout or (
+            attention.order is not None and attention.order.device != hidden_states.device
+        ):
+            attention.fit(layout, hidden_states.device)
+        rotary = None
+        if rotary_emb is not None:
+            cos, sin = (each[0, :, 0] for each in rotary_emb)
+            rotary = Rotary(cos[:, 0::2].float(), sin[:, 1::2].float(), interleaved=True)
+        host = Projections(lambda x: _split_heads(attn, x, attention), lambda x: _merge_heads(attn, x))
+        return attention(hidden_states, rotary=rotary, projections=host)
+
+
+def _split_heads(attn: Any, x: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of the host, its norms applied over a head or over all of them, as they are wide."""
+    q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
+    out = []
+    for tensor, norm, width in ((q, attn.norm_q, attention.key_width), (k, attn.norm_k, attention.key_width)):
+        across = norm is not None and norm.weight.shape[-1] != width
+        heads = (norm(tensor) if across else tensor).unflatten(-1, (-1, width))
+        out.append(heads if norm is None or across else norm(heads))
+    return out[0], out[1], v.unflatten(-1, (-1, attention.value_width))
+
+
+def _merge_heads(attn: Any, x: Tensor) -> Tensor:
+    for layer in attn.to_out:
+        x = layer(x)
+    return x
+
+
+def attention_layers(model: nn.Module) -> list[Any]:
+    """The self-attention modules of a diffusers transformer, first to last.
+
+    Raises:
+        ValueError: when the model is not built as Wan, DiT and SANA are.
+    """
+    blocks = getattr(model, "blocks", None) or getattr(model, "transformer_blocks", None) or []
+    layers = [getattr(block, "attn1", None) for block in blocks]
+    if not layers or any(not all(hasattr(layer, part) for part in HOST_PARTS) for layer in layers):
+        raise ValueError(
+            f"{type(model).__name__} is no diffusers transformer with self-attention attn1 in each of its blocks, such as "
+            "WanTransformer3DModel, DiTTransformer2DModel or SanaTransformer2DModel; for your own model use "
+            "lightning_mhla.MHLA in place of its attention"
+        )
+    for index, layer in enumerate(layers):
+        for name, plain in UNSUPPORTED.items():
+            if (value := getattr(layer, name, plain)) not in (plain, None):
+                raise ValueError(f"attn1 of block {index} has {name}={value!r}, which swapped attention does not know")
+    return layers
+
+
+def kinds_of_layers(
+    attention: AttentionConfig, depth: int, layers: Sequence[int] | None, layer_kinds: Sequence[str] | None
+) -> list[str]:
+    """The kind that each of ``depth`` layers becomes, or :data:`KEEP`.
+
+    Raises:
+        ValueError: when both or a layer that there is not are given, or kinds whose number does not divide the depth.
+    """
+    if layers is not None and layer_kinds is not None:
+        raise ValueError("give layers or layer_kinds, not both")
+    if layer_kinds is not None:
+        if not layer_kinds or depth % len(layer_kinds):
+            raise ValueError(
+                f"layer_kinds={list(layer_kinds)} is repeated to the depth, so its length must divide the {depth} layers"
+            )
+        return list(layer_kinds) * (depth // len(layer_kinds))
+    chosen = set(range(depth)) if layers is None else set(layers)
+    if wrong := sorted(chosen - set(range(depth))):
+        raise ValueError(f"layers {wrong} are not among the model's 0 to {depth - 1}")
+    return [attention.kind if index in chosen else KEEP for index in range(depth)]
+
+
+def swap_attention(
+    model: Any,
+    attention: AttentionConfig,
+    layers: Sequence[int] | None = None,
+    layer_kinds: Sequence[str] | None = None,
+) -> dict[int, Attention]:
+    """Replace self-attention of a diffusers transformer in place; see the module's description.
+
+    Args:
+        model: a ``WanTransformer3DModel``, ``DiTTransformer2DModel``, ``SanaTransformer2DModel``, or one built like them.
+        attention: what comes in. ``rotary`` is the model's own: wherever it turns queries and keys, so does the new
+            attention, after the feature map; ``normalize`` must then be off.
+        layers: numbers of those to replace; None for all.
+        layer_kinds: kinds of the layers instead, repeated to the depth, ``"keep"`` for those that stay:
+            ``["keep", "mhla", "mhla"]`` replaces two of three.
+
+    Returns:
+        The new attention by the number of its layer.
+
+    Raises:
+        ValueError: for another kind of model, blocks that do not fit its axes, or one that is swapped already.
+    """
+    hosts = attention_layers(model)
+    if SAVED in model.config:
+        raise ValueError("the model's attention is swapped already; load it again to swap it otherwise")
+    kinds = kinds_of_layers(attention, len(hosts), layers, layer_kinds)
+    configs = {
+        index: replace(attention, kind=kind, rotary=hasattr(model, "rope"))
+        for index, kind in enumerate(kinds)
+        if kind != KEEP
+    }
+    patch = model.config.patch_size
+    axes = len(patch) if isinstance(patch, Sequence) else 2
+    grid = TokenGrid(tuple(patch) if isinstance(patch, Sequence) else (patch, patch))
+    swapped = {}
+    for index, config in configs.items():
+        swapped[index] = _build(hosts[index], config, axes)
+        blocks = swapped[index].layout.block_grid
+        hosts[index].set_processor(SwappedAttention(swapped[index], blocks, grid))
+    if configs:
+        model.register_forward_pre_hook(grid, with_kwargs=True)
+        saved = {
+            "attention": asdict(attention),
+            "layers": {str(index): config.kind for index, config in configs.items()},
+        }
+        model.register_to_config(**{SAVED: saved})
+    return swapped
+
+
+def _build(host: Any, config: AttentionConfig, axes: int) -> Attention:
+    """The attention that takes the place of ``host``'s, on its device and in its dtype."""
+    blocks = (1,) * axes
+    if Attention.kinds[config.kind].uses_blocks:
+        if config.block_grid is None or len(config.block_grid) != axes:
+            raise ValueError(
+                f"attention kind {config.kind!r} needs block_grid, the number of blocks along each of the {axes} axes of "
+                f"the model's token grid, not {config.block_grid}"
+            )
+        blocks = tuple(config.block_grid)
+    heads, weight = host.heads, host.to_q.weight
+    key_width = host.to_q.out_features // heads
+    attention = build_attention(
+        config,
+        host.to_q.in_features,
+        heads,
+        BlockLayout(blocks, blocks),  # of the smallest grid; each input brings its own
+        key_value_heads=host.to_k.out_features // key_width,
+        key_width=key_width,
+        value_width=host.to_v.out_features * key_width // host.to_k.out_features,
+        projections=False,
+    ).to(device=weight.device, dtype=weight.dtype)
+    attention.open_gate()
+    return attention
+
+
+def swapped_layers(model: nn.Module) -> dict[int, Attention]:
+    """The attention modules that :func:`swap_attention` put in, by the number of their layer."""
+    processors = ((index, layer.processor) for index, layer in enumerate(attention_layers(model)))
+    return {index: each.attention for index, each in processors if isinstance(each, SwappedAttention)}
+
+
+def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
+    """Carry the mixing coefficients of a swapped model to other blocks, for good: for clips of another size.
+
+    Args:
+        model: swapped, with kind mhla in some layers.
+        block_grid: blocks along each axis.
+
+    Raises:
+        ValueError: when no layer has blocks, or the axes are not as many.
+    """
+    new = tuple(block_grid)
+    processors = [layer.processor for layer in attention_layers(model) if isinstance(layer.processor, SwappedAttention)]
+    mixed = [each for each in processors if isinstance(each.attention, MHLA)]
+    if not mixed or any(len(each.blocks) != len(new) for each in mixed):
+        raise ValueError(
+            f"no blocks of a swapped attention can become {list(new)}: as many axes, and layers of kind mhla"
+        )
+    for each in mixed:
+        assert isinstance(each.attention, MHLA)
+        each.attention.mixing.resize(new)
+        each.attention.config = replace(each.attention.config, block_grid=list(new))
+        each.blocks = new
+    saved = dict(model.config[SAVED])
+    model.register_to_config(**{SAVED: {**saved, "attention": {**saved["attention"], "block_grid": list(new)}}})
+
+
+def is_swapped(folder: str | Path) -> bool:
+    """Whether ``folder`` holds a model that was saved after a swap."""
+    path = Path(folder) / "config.json"
+    return path.is_file() and SAVED in json.loads(path.read_text())
+
+
+def load_swapped(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
+    """A model that ``save_pretrained`` wrote after :func:`swap_attention`, with its attention, in evaluation mode.
+
+    Args:
+        folder: with ``config.json`` and safetensors files.
+        dtype: of the weights; None as they were saved.
+
+    Raises:
+        FileNotFoundError: when there is no such model in the folder.
+        ValueError: when its attention was never swapped, or weights do not fit.
+    """
+    import diffusers
+    from safetensors.torch import load_file
+
+    place = Path(folder)
+    if not (place / "config.json").is_file():
+        raise FileNotFoundError(f"{place} has no config.json; give a folder that save_pretrained wrote")
+    config = json.loads((place / "config.json").read_text())
+    saved = config.pop(SAVED, None)
+    if saved is None:
+        raise ValueError(
+            f"the attention of {place} was never swapped; load it with {config.get('_class_name')}.from_pretrained"
+        )
+    model = getattr(diffusers, config["_class_name"]).from_config(config)
+    swap_saved(model, saved)
+    files = sorted(place.glob("*.safetensors"))
+    state: dict[str, Tensor] = {}
+    for file in files:
+        state |= load_file(file)
+    if set(state) != set(model.state_dict()):
+        differing = sorted(set(state) ^ set(model.state_dict()))
+        raise ValueError(f"the weights in {place} are not those of its config.json: {', '.join(differing[:3])}")
+    model.load_state_dict(state, assign=True)
+    return (model if dtype is None else model.to(dtype)).eval()
+
+
+def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:
+    """Swap as a saved model's config says."""
+    kinds = saved["layers"]
+    depth = len(attention_layers(model))
+    swap_attention(
+        model, AttentionConfig(**saved["attention"]), layer_kinds=[kinds.get(str(i), KEEP) for i in range(depth)]
+    )
