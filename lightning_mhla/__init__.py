@@ -4,5 +4,15 @@ from lightning_mhla.attention import MHLA, AttentionConfig
 from lightning_mhla.backbone import Backbone, Block
 from lightning_mhla.generation import GenerationCache
 from lightning_mhla.layout import BlockLayout
+from lightning_mhla.swap import load_swapped, swap_attention
 
-__all__ = ["MHLA", "AttentionConfig", "Backbone", "Block", "BlockLayout", "GenerationCache"]
+__all__ = [
+    "MHLA",
+    "AttentionConfig",
+    "Backbone",
+    "Block",
+    "BlockLayout",
+    "GenerationCache",
+    "load_swapped",
+    "swap_attention",
+]

@@ -314,7 +314,7 @@ def load_swapped(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
 
     Args:
         folder: with ``config.json`` and safetensors files.
-        dtype: of the weights; None as they were saved.
+        dtype: of the weights, but those that diffusers and mixing keep in float32; None as they were saved.
 
     Raises:
         FileNotFoundError: when there is no such model in the folder.
@@ -342,7 +342,12 @@ def load_swapped(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
         differing = sorted(set(state) ^ set(model.state_dict()))
         raise ValueError(f"the weights in {place} are not those of its config.json: {', '.join(differing[:3])}")
     model.load_state_dict(state, assign=True)
-    return (model if dtype is None else model.to(dtype)).eval()
+    if dtype is not None:
+        kept = (*(model._keep_in_fp32_modules or ()), "mixing")
+        for name, parameter in model.named_parameters():
+            if not set(kept) & set(name.split(".")):
+                parameter.data = parameter.data.to(dtype)
+    return model.eval()
 
 
 def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:

@@ -1,0 +1,62 @@
+"""Clips drawn while a model trains."""
+
+from __future__ import annotations
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_mhla.callbacks import PeriodicEvaluation
+from lightning_mhla.callbacks.averaging import evaluation_weights
+from lightning_mhla.callbacks.folder import run_folder
+from lightning_mhla.data.sampling import kept_random_state
+from mhla_tasks.video.module import VideoDiffusion
+from mhla_tasks.video.strips import draw_strips
+
+
+class ClipPictures(PeriodicEvaluation):
+    """Draws clips for a few prompts, from the weights that validation uses, as strips of frames.
+
+    Pictures go to ``pictures/`` in the log folder and to TensorBoard. The noise of a clip is always the same.
+
+    Args:
+        prompts: a clip is drawn for each.
+        every_n_steps: optimiser steps between two pictures; null for none on the way.
+        at_end: whether the last weights draw one.
+        frames: of a strip.
+        seed: of the noise.
+    """
+
+    def __init__(
+        self,
+        prompts: list[str],
+        every_n_steps: int | None = 1000,
+        at_end: bool = True,
+        frames: int = 8,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(every_n_steps, at_end)
+        if not prompts:
+            raise ValueError("prompts is empty; give at least one")
+        self.prompts, self.frames, self.seed = prompts, frames, seed
+
+    @torch.no_grad()
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw on the first process."""
+        if not isinstance(pl_module, VideoDiffusion):
+            raise ValueError(f"ClipPictures draws from a VideoDiffusion, not from a {type(pl_module).__name__}")
+        folder, step = run_folder(trainer) / "pictures", trainer.global_step
+        if trainer.is_global_zero:
+            with (
+                kept_random_state(),
+                evaluation_weights(trainer, pl_module),
+                trainer.precision_plugin.forward_context(),
+            ):
+                clips = pl_module.draw(self.prompts, list(range(len(self.prompts))), self.seed)
+            figure = draw_strips(list(zip(self.prompts, clips.cpu(), strict=True)), self.frames)
+            folder.mkdir(parents=True, exist_ok=True)
+            figure.savefig(folder / f"clips-step{step:07d}.png", dpi=110)
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.experiment.add_figure("clips", figure, step)
+        trainer.strategy.barrier()

@@ -1,0 +1,236 @@
+"""Weights to start from: diffusers' Wan, the original one's, a run of this suite, or what the paper's authors published.
+
+    python -m mhla_tasks.video.convert Wan_1300M_mhla.pth wan-mhla --block-grid 3 5 10
+
+The authors' Wan-MHLA has the names of the original Wan, which diffusers' own table translates, and for the attention of a
+replaced layer n:
+
+    blocks.n.self_attn.g.weight, .bias              blocks.n.attn1.processor.attention.gate.weight, .bias
+    blocks.n.self_attn.g_norm.weight                blocks.n.attn1.processor.attention.norm.weight
+    blocks.n.self_attn.block_attn.conv.weight       blocks.n.attn1.processor.attention.mixing.weight
+        [M, M, 1, 1]                                    [M, M], rows are query blocks
+
+What only the new attention has, where the source lacks it, starts without effect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import pickle
+import re
+import sys
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.swap import KEEP, is_swapped
+from mhla_tasks.video.model import TransformerConfig, build_transformer
+
+log = logging.getLogger(__name__)
+
+ADDED = ".attn1.processor.attention."
+"""In the names of what a swap adds."""
+
+PUBLISHED = {
+    ".attn1.g.": f"{ADDED}gate.",
+    ".attn1.g_norm.": f"{ADDED}norm.",
+    ".attn1.block_attn.conv.": f"{ADDED}mixing.",
+}
+PUBLISHED_GRID = (3, 5, 10)
+"""Blocks along frames, rows and columns in the authors' configuration."""
+
+CONTAINERS = ("state_dict", "model", "module")
+"""Entries of a training checkpoint that may hold the weights."""
+
+
+def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of the original Wan, or of the authors' Wan-MHLA, by our names; see the module's description.
+
+    Raises:
+        ValueError: for weights of the authors' other attentions, which are none of ours.
+    """
+    converted: dict[str, Tensor] = {}
+    for name, tensor in convert_wan_transformer_to_diffusers(dict(state)).items():
+        for theirs, ours in PUBLISHED.items():
+            name = name.replace(theirs, ours)
+        if name.endswith(f"{ADDED}mixing.weight"):
+            tensor = tensor.flatten(1)
+        if ".attn1.lepe." in name:
+            raise ValueError(f"{name}: a convolution that is added after the gate is not what lepe is here")
+        converted[name] = tensor
+    return converted
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """Weights of a Wan transformer by our names; nothing in the files is executed.
+
+    Args:
+        path: a checkpoint of ``VideoDiffusion`` (its averaged weights, where it has them); a ``.pt``, ``.pth`` or
+            ``.safetensors`` file with the original or the authors' names; a folder that ``save_pretrained`` wrote, of a
+            transformer or a pipeline; or a name on the hub.
+
+    Raises:
+        FileNotFoundError: when there is nothing at the path.
+        ValueError: when it cannot be read safely, or holds other weights.
+    """
+    place = Path(path)
+    try:
+        if place.is_file():
+            state = load_file(path) if place.suffix == ".safetensors" else _read_pickle(place)
+        elif is_swapped(place):
+            state = {
+                name: tensor for file in sorted(place.glob("*.safetensors")) for name, tensor in load_file(file).items()
+            }
+        else:
+            return _read_diffusers(path)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read safely ({str(error).splitlines()[0]})") from error
+    state = {name.removeprefix("network."): tensor for name, tensor in state.items()}
+    if any(".lora_A." in name for name in state):
+        raise ValueError(
+            f"{path} holds LoRA adapters beside the weights; put them together first: "
+            f"python -m mhla_tasks.video.checkpoint {path} FOLDER"
+        )
+    if not any(name.startswith("blocks.0.") for name in state):
+        raise ValueError(f"{path} holds no weights of a Wan transformer (no blocks.0)")
+    return published_names(state) if any(".self_attn." in name for name in state) else state
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    content = torch.load(path, weights_only=True, map_location="cpu")
+    for key in CONTAINERS:
+        if isinstance(content.get(key), dict):
+            content = content[key]
+    return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
+
+
+def _read_diffusers(path: str) -> dict[str, Tensor]:
+    config = Path(path) / "config.json"
+    alone = config.is_file() and json.loads(config.read_text()).get("_class_name") == WanTransformer3DModel.__name__
+    try:
+        model = WanTransformer3DModel.from_pretrained(path, **({} if alone else {"subfolder": "transformer"}))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise FileNotFoundError(
+            f"{path} is no file, no folder of a Wan transformer, no name on the hub ({reason})"
+        ) from error
+    return dict(model.state_dict())
+
+
+def load_weights(model: WanTransformer3DModel, path: str) -> None:
+    """Give ``model`` the weights at ``path``; see :func:`read_weights`.
+
+    Raises:
+        FileNotFoundError: when there is nothing at the path.
+        ValueError: when they are of a model of another shape, or with other attention.
+    """
+    own = model.state_dict()
+    state = {_inside_adapter(name, own): tensor for name, tensor in read_weights(path).items()}
+    wrong = [
+        f"{n} {list(t.shape)} for {list(own[n].shape)}"
+        for n, t in state.items()
+        if n in own and t.shape != own[n].shape
+    ]
+    foreign = sorted(set(state) - set(own))
+    if wrong or foreign:
+        raise ValueError(
+            f"the weights of {path} are of another shape or attention: {'; '.join([*wrong, *foreign][:3])}; set "
+            "transformer, attention and layer_kinds as they were trained"
+        )
+    added = [name for name in own if name not in state]
+    missing = [name for name in added if ADDED not in name and ".lora_" not in name]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing[:3])} ({len(missing)} tensors)")
+    model.load_state_dict(state, strict=False)
+    log.info("started from %s: %d tensors loaded, %d new ones", path, len(state), len(added))
+
+
+def _inside_adapter(name: str, own: Mapping[str, Tensor]) -> str:
+    """The name of a weight that LoRA adapts."""
+    parent, _, leaf = name.rpartition(".")
+    adapted = f"{parent}.base_layer.{leaf}"
+    return adapted if adapted in own else name
+
+
+def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> Any:
+    """The authors' Wan-MHLA as a swapped transformer, in evaluation mode; its shape is read off the weights.
+
+    Args:
+        path: their file.
+        block_grid: blocks along frames, rows and columns: their number alone is in the weights.
+
+    Raises:
+        FileNotFoundError: when there is nothing at the path.
+        ValueError: when the file holds something else, or another number of blocks.
+    """
+    state = read_weights(path)
+    mixing = {
+        int(re.findall(r"\d+", name)[0]): t for name, t in state.items() if name.endswith(f"{ADDED}mixing.weight")
+    }
+    norms = [tensor for name, tensor in state.items() if name.endswith(f"{ADDED}norm.weight")]
+    if not mixing or not norms:
+        raise ValueError(f"{path} is no Wan-MHLA: no mixing coefficients in it (block_attn.conv.weight)")
+    blocks = len(next(iter(mixing.values())))
+    if blocks != prod(block_grid):
+        raise ValueError(f"{path} has {blocks} blocks, not the {prod(block_grid)} of block_grid {list(block_grid)}")
+    patches = state["patch_embedding.weight"]
+    patch = tuple(patches.shape[2:])
+    depth = 1 + max(int(re.findall(r"\d+", name)[0]) for name in state if name.startswith("blocks."))
+    shape = TransformerConfig(
+        patch_size=(patch[0], patch[1], patch[2]),
+        num_attention_heads=len(patches) // len(norms[0]),
+        attention_head_dim=len(norms[0]),
+        in_channels=patches.shape[1],
+        out_channels=len(state["proj_out.weight"]) // prod(patch),
+        text_dim=state["condition_embedder.text_embedder.linear_1.weight"].shape[1],
+        freq_dim=state["condition_embedder.time_embedder.linear_1.weight"].shape[1],
+        ffn_dim=len(state["blocks.0.ffn.net.0.proj.weight"]),
+        num_layers=depth,
+    )
+    gated = any(f"{ADDED}gate." in name for name in state)
+    attention = AttentionConfig(block_grid=list(block_grid), normalize=False, gate=gated)
+    model = build_transformer(shape, attention, ["mhla" if index in mixing else KEEP for index in range(depth)])
+    load_weights(model, path)
+    return model.eval()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mhla_tasks.video.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", help="file with the authors' names")
+    parser.add_argument("folder", type=Path, help="for config.json and safetensors, as load_swapped reads them")
+    parser.add_argument(
+        "--block-grid",
+        type=int,
+        nargs=3,
+        default=PUBLISHED_GRID,
+        metavar=("FRAMES", "ROWS", "COLUMNS"),
+        help="blocks along each axis (default: %(default)s)",
+    )
+    args = parser.parse_args()
+    try:
+        model = load_published(args.source, tuple(args.block_grid))
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    model.save_pretrained(args.folder)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    Console(soft_wrap=True).print(f"{count:,} parameters written to {args.folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,430 @@
+"""Data of the video domain: the embedded moving digits, clips in shards, latents in shards; and the prompts to sample."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_mhla.data import BrokenSampleError, ResumableDataModule, SampleSource, ShardReader, ShardSets
+from mhla_tasks.video.clips import fit_clip, read_clip
+from mhla_tasks.video.digits import MovingDigitSamples, every_caption
+from mhla_tasks.video.text import read_prompts
+
+VIDEO, TEXT, JSON = "mp4", "txt", "json"
+LATENT, EMBEDDING = "latent.npy", "text.npy"
+"""Members of an encoded sample: the clip's latent, and the embeddings of its caption's tokens."""
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """Clips that predict draws.
+
+    Args:
+        prompts: text file with a prompt on each line, name<TAB>prompt where files are to be named otherwise; or a list of
+            prompts; null for all captions of the embedded digits.
+        per_prompt: clips of each; VBench wants 5.
+        seed: of the noise; clip i always starts from the same.
+    """
+
+    prompts: str | list[str] | None = None
+    per_prompt: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.per_prompt < 1:
+            raise ValueError(f"per_prompt={self.per_prompt} must be at least 1")
+
+
+class RequestedClips:
+    """What predict draws, as a source: all clips of a prompt one after another.
+
+    Args:
+        request: see :class:`PromptRequest`.
+        known: prompts to take where it names none.
+
+    Raises:
+        FileNotFoundError: when there is no such file of prompts.
+        ValueError: for no prompts, or such as cannot be file names.
+    """
+
+    def __init__(self, request: PromptRequest, known: Sequence[str]) -> None:
+        if isinstance(request.prompts, str):
+            self.prompts = read_prompts(request.prompts)
+        else:
+            plain = known if request.prompts is None else request.prompts
+            self.prompts = [(prompt, prompt) for prompt in plain]
+        if not self.prompts:
+            raise ValueError("there are no prompts; name a file of them: --data.init_args.prompts.prompts=FILE")
+        for name, _ in self.prompts:
+            if "/" in name or name.startswith(".") or len(file_name(name, request.per_prompt).encode()) > 250:
+                raise ValueError(
+                    f"the prompt {name[:60]!r} cannot be a file name (a slash, a leading dot, or too long); write "
+                    "name<TAB>prompt into the file of prompts"
+                )
+        self.per_prompt, self.seed = request.per_prompt, request.seed
+        self.shard_sizes: Sequence[int] = [len(self.prompts) * request.per_prompt]
+
+    def __len__(self) -> int:
+        """Number of clips."""
+        return self.shard_sizes[0]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``index``, ``caption``, ``file`` (its name) and ``seed``."""
+        name, prompt = self.prompts[index // self.per_prompt]
+        file = file_name(name, index % self.per_prompt)
+        return {"index": index, "caption": prompt, "file": file, "seed": self.seed}
+
+
+def file_name(name: str, number: int) -> str:
+    """As VBench wants it: ``prompt-number.mp4``."""
+    return f"{name}-{number}.mp4"
+
+
+class ClipData(ResumableDataModule):
+    """Data of clips or their latents; a kind of data implements :meth:`source` for training and validation.
+
+    Args:
+        prompts: what predict draws.
+        options: as for :class:`ResumableDataModule`.
+    """
+
+    def __init__(self, prompts: PromptRequest, **options: Any) -> None:
+        super().__init__(**options)
+        self.prompts = PromptRequest(**prompts) if isinstance(prompts, dict) else prompts
+
+    known_prompts: Sequence[str] = ()
+
+    def empty_caption(self) -> Tensor | None:
+        """Embeddings ``[l, D]`` of the empty caption's tokens, where captions come encoded; None where they are text."""
+        return None
+
+    def clips(self, stage: str) -> SampleSource:
+        """The samples of ``"train"``, ``"validate"`` or ``"test"``."""
+        raise NotImplementedError
+
+    def source(self, stage: str) -> SampleSource:
+        """See :meth:`ResumableDataModule.source`."""
+        return RequestedClips(self.prompts, self.known_prompts) if stage == "predict" else self.clips(stage)
+
+
+class MovingDigits(ClipData):
+    """Handwritten digits of scikit-learn that move over a canvas, with captions such as "a seven moving right".
+
+    Args:
+        frames: of a clip.
+        height: of the canvas, in pixels.
+        width: likewise.
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process; 0 is fastest for clips this small.
+        prompts: what predict draws.
+        seed: order and random numbers of the samples; null takes seed_everything.
+    """
+
+    def __init__(
+        self,
+        frames: int = 8,
+        height: int = 16,
+        width: int = 16,
+        batch_size: int = 16,
+        num_workers: int = 0,
+        prompts: PromptRequest = PromptRequest(),
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(prompts, batch_size=batch_size, num_workers=num_workers, seed=seed)
+        self.save_hyperparameters(ignore=["prompts"])
+        self.known_prompts = every_caption()
+        self.size = (frames, height, width)
+
+    def clips(self, stage: str) -> SampleSource:
+        """See :meth:`ClipData.clips`."""
+        return MovingDigitSamples(stage == "train", *self.size)
+
+
+class VideoShards(ClipData):
+    """Videos with captions in WebDataset tar shards: NNN.mp4 with NNN.txt, or with NNN.json.
+
+    Each epoch cuts another clip out of a training video; validation takes the middle. Videos that cannot be read, are too
+    short or lack a caption are skipped in training, with a warning each, and counted.
+
+    Args:
+        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these.
+        val: shards to validate on, likewise.
+        frames: of a clip; 1 more than a multiple of 4 for Wan's VAE.
+        height: in pixels; videos are shrunk to cover it, and the middle is cut out.
+        width: likewise.
+        fps: frames a second that are taken; null for every frame as it comes.
+        caption_key: entry of NNN.json that is the caption.
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process.
+        prompts: what predict draws.
+        seed: order and random numbers of the samples; null takes seed_everything.
+        max_skipped: broken training samples that one process skips before it stops.
+        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
+        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        val: str | list[str],
+        frames: int = 81,
+        height: int = 480,
+        width: int = 800,
+        fps: float | None = 16.0,
+        caption_key: str = "caption",
+        batch_size: int = 8,
+        num_workers: int = 8,
+        prompts: PromptRequest = PromptRequest(),
+        seed: int | None = None,
+        max_skipped: int = 100,
+        shuffle_window: int | None = 16,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(
+            prompts,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            max_skipped=max_skipped,
+            shuffle_window=shuffle_window,
+        )
+        self.save_hyperparameters(ignore=["prompts"])
+        self.size, self.fps, self.caption_key = (frames, height, width), fps, caption_key
+        self.shards = ShardSets(train, val, cache_dir)
+
+    def prepare_data(self) -> None:
+        """See :meth:`ShardSets.prepare`."""
+        self.shards.prepare(self.trainer)
+
+    def clips(self, stage: str) -> SampleSource:
+        """See :meth:`ClipData.clips`."""
+        reader = self.shards.reader(stage)
+        return ShardClips(reader, *self.size, fps=self.fps, caption_key=self.caption_key, anywhere=stage == "train")
+
+
+class CaptionedClips:
+    """Clips of videos with captions as a source; where they lie is a derived class's matter.
+
+    Args:
+        frames: of a clip.
+        height: in pixels.
+        width: likewise.
+        fps: frames a second; None for every frame as it comes.
+        caption_key: entry of a ``.json`` that is the caption.
+        anywhere: whether a clip is cut out at a random place instead of the middle.
+    """
+
+    shard_sizes: Sequence[int]
+
+    def __init__(
+        self,
+        frames: int,
+        height: int,
+        width: int,
+        fps: float | None = None,
+        caption_key: str = "caption",
+        anywhere: bool = False,
+    ) -> None:
+        self.frames, self.height, self.width = frames, height, width
+        self.fps, self.caption_key, self.anywhere = fps, caption_key, anywhere
+
+    def describe(self, index: int) -> str:
+        """Where a video lies, for messages."""
+        raise NotImplementedError
+
+    def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
+        """The first of ``wanted`` extensions that a video has, and its bytes.
+
+        Raises:
+            BrokenSampleError: if it has none of them.
+        """
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Number of videos."""
+        return sum(self.shard_sizes)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``video`` ``[3, F, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
+        text = self._caption(index)
+        place = float(torch.rand(())) if self.anywhere else 0.5
+        data = self.member(index, (VIDEO,))[1]
+        clip = read_clip(data, self.describe(index), self.frames, self.fps, place)
+        return {"video": fit_clip(clip, self.height, self.width), "caption": text, "index": index}
+
+    def _caption(self, index: int) -> str:
+        extension, data = self.member(index, (TEXT, JSON))
+        where = f"{self.describe(index)}: .{extension}"
+        try:
+            text = data.decode() if extension == TEXT else json.loads(data)[self.caption_key]
+        except (UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+            hint = "" if extension == TEXT else f" under {self.caption_key!r}; set caption_key"
+            raise BrokenSampleError(f"{where} holds no caption{hint} ({error})") from error
+        if not isinstance(text, str) or not text.strip():
+            raise BrokenSampleError(f"{where} holds an empty caption")
+        return text.strip()
+
+
+class ShardClips(CaptionedClips):
+    """Clips of the videos in shards; ``options`` as for :class:`CaptionedClips`."""
+
+    def __init__(self, reader: ShardReader, frames: int, height: int, width: int, **options: Any) -> None:
+        super().__init__(frames, height, width, **options)
+        self.reader = reader
+        self.shard_sizes = reader.shard_sizes
+
+    def describe(self, index: int) -> str:
+        """See :meth:`CaptionedClips.describe`."""
+        return self.reader.describe(index)
+
+    def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
+        """See :meth:`CaptionedClips.member`."""
+        extension = self.reader.extension(index, wanted)
+        return extension, self.reader.read(index, extension)
+
+
+class ClipFolder(CaptionedClips):
+    """Clips of the ``.mp4`` files below a folder, each with a ``.txt`` or ``.json`` beside it; ``options`` likewise.
+
+    Raises:
+        FileNotFoundError: when there is no such folder or no video in it.
+    """
+
+    def __init__(self, folder: str | Path, frames: int, height: int, width: int, **options: Any) -> None:
+        super().__init__(frames, height, width, **options)
+        self.paths = sorted(Path(folder).rglob(f"*.{VIDEO}")) if Path(folder).is_dir() else []
+        if not self.paths:
+            raise FileNotFoundError(f"{folder} is no folder with .{VIDEO} files in it")
+        self.shard_sizes = [len(self.paths)]
+
+    def describe(self, index: int) -> str:
+        """See :meth:`CaptionedClips.describe`."""
+        return str(self.paths[index])
+
+    def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
+        """See :meth:`CaptionedClips.member`."""
+        places = {name: self.paths[index].with_suffix(f".{name}") for name in wanted}
+        for name, place in places.items():
+            if place.is_file():
+                return name, place.read_bytes()
+        raise BrokenSampleError(f"{self.paths[index]} has no .{' or .'.join(wanted)} beside it")
+
+
+class VideoLatentShards(ClipData):
+    """Latents and encoded captions in shards, as ``python -m mhla_tasks.video.encode`` writes them: no VAE, no text encoder.
+
+    Args:
+        train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, or a list of these.
+        val: shards to validate on, likewise.
+        text_length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut.
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process.
+        prompts: what predict draws.
+        seed: order and random numbers of the samples; null takes seed_everything.
+        max_skipped: broken training samples that one process skips before it stops.
+        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
+        cache_dir: folder for member tables of read-only folders; null for the user's cache.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        val: str | list[str],
+        text_length: int = 512,
+        batch_size: int = 8,
+        num_workers: int = 4,
+        prompts: PromptRequest = PromptRequest(),
+        seed: int | None = None,
+        max_skipped: int = 100,
+        shuffle_window: int | None = 16,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(
+            prompts,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            max_skipped=max_skipped,
+            shuffle_window=shuffle_window,
+        )
+        self.save_hyperparameters(ignore=["prompts"])
+        self.text_length = text_length
+        self.shards = ShardSets(train, val, cache_dir)
+
+    def prepare_data(self) -> None:
+        """See :meth:`ShardSets.prepare`."""
+        self.shards.prepare(self.trainer)
+
+    def clips(self, stage: str) -> SampleSource:
+        """See :meth:`ClipData.clips`."""
+        return LatentClips(self.shards.reader(stage), self.text_length)
+
+    def empty_caption(self) -> Tensor | None:
+        """See :meth:`ClipData.empty_caption`.
+
+        Raises:
+            FileNotFoundError: when it is not beside the shards.
+        """
+        place = empty_caption_file(self.shards.find("train")[0])
+        if not place.is_file():
+            raise FileNotFoundError(
+                f"{place} is missing: it is the empty caption, for caption_dropout; copy it along with the shards that "
+                "python -m mhla_tasks.video.encode wrote, or set caption_dropout to 0"
+            )
+        return torch.from_numpy(np.load(place, allow_pickle=False)).float()
+
+
+def empty_caption_file(shard: Path) -> Path:
+    """Where the empty caption of a shard's set lies."""
+    return shard.with_name(f"{shard.stem.rpartition('-')[0]}-empty-caption.npy")
+
+
+class LatentClips:
+    """Encoded clips of shards as a source.
+
+    Args:
+        reader: the shards.
+        text_length: tokens that a caption is filled up to.
+
+    Raises:
+        ValueError: when the first sample is no encoded clip.
+    """
+
+    def __init__(self, reader: ShardReader, text_length: int) -> None:
+        self.reader, self.text_length = reader, text_length
+        self.shard_sizes: Sequence[int] = reader.shard_sizes
+        if len(reader):
+            try:
+                self.size = self._latent(0).shape
+            except BrokenSampleError as error:
+                raise ValueError(f"{error}; these are no shards of python -m mhla_tasks.video.encode") from error
+
+    def __len__(self) -> int:
+        """Number of clips."""
+        return len(self.reader)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``latent`` ``[C, f, h, w]`` and ``text`` ``[text_length, D]`` float32, and ``index``."""
+        latent, tokens = self._latent(index), self.reader.array(index, EMBEDDING)
+        if latent.shape != self.size or tokens.ndim != 2:
+            raise BrokenSampleError(
+                f"{self.reader.describe(index)}: latent {latent.shape} among those of {self.size}, or text {tokens.shape} "
+                "that is not [tokens, width]"
+            )
+        text = torch.zeros(self.text_length, tokens.shape[1])
+        kept = torch.from_numpy(tokens[: self.text_length]).float()
+        text[: len(kept)] = kept
+        return {"latent": torch.from_numpy(latent).float(), "text": text, "index": index}
+
+    def _latent(self, index: int) -> np.ndarray:
+        latent = self.reader.array(index, LATENT)
+        if latent.ndim != 4:
+            raise BrokenSampleError(f"{self.reader.describe(index)}: .{LATENT} is {latent.shape}, not [C, f, h, w]")
+        return latent

@@ -1,0 +1,101 @@
+"""Learning from the softmax model that was replaced: the outputs of its layers, then its velocity."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor, nn
+
+from lightning_mhla.swap import SwappedAttention, attention_layers, swapped_layers
+from mhla_tasks.video.convert import load_weights
+from mhla_tasks.video.model import TransformerConfig
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """What is learned from a teacher, the model before its attention was replaced.
+
+    Args:
+        teacher: its weights, see mhla_tasks.video.convert; null for plain fine-tuning.
+        layer_steps: optimiser steps, from the first, that match the outputs of each replaced layer, given the teacher's
+            inputs; with train: attention, new or lora.
+        velocity_weight: of the squared distance to the teacher's velocity, afterwards.
+        flow_weight: of the plain loss, afterwards.
+    """
+
+    teacher: str | None = None
+    layer_steps: int = 0
+    velocity_weight: float = 1.0
+    flow_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.teacher is None and self.layer_steps:
+            raise ValueError(f"distillation.layer_steps={self.layer_steps} needs distillation.teacher")
+        if min(self.layer_steps, self.velocity_weight, self.flow_weight) < 0:
+            raise ValueError("distillation.layer_steps, velocity_weight and flow_weight must not be negative")
+
+
+class Teacher:
+    """A frozen transformer without replaced layers; no module, so that it is neither trained, averaged nor kept.
+
+    Args:
+        shape: of the student.
+        path: its weights.
+
+    Raises:
+        FileNotFoundError: when there are no weights at the path.
+        ValueError: when they are of a model of another shape.
+    """
+
+    def __init__(self, shape: TransformerConfig, path: str) -> None:
+        self.model = WanTransformer3DModel(**asdict(shape))
+        load_weights(self.model, path)
+        self.model.eval().requires_grad_(False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Teacher:
+        return self
+
+    @torch.no_grad()
+    def velocity(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
+        """What the teacher predicts, float32."""
+        return self.model(noisy, times, text).sample.float()
+
+    def layer_loss(self, student: WanTransformer3DModel, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
+        """How far each replaced layer's output is from the teacher's for the same input, mean over the layers.
+
+        A layer's distance is the mean square of the difference over the variance of the teacher's output, so that all
+        layers count alike. Each is given the teacher's own input: none has to mend what an earlier one does.
+        """
+        hosts, theirs = attention_layers(student), attention_layers(self.model)
+        distances: list[Tensor] = []
+        hooks = []
+        for index in swapped_layers(student):
+            processor = hosts[index].processor
+            assert isinstance(processor, SwappedAttention)
+            processor.grid(student, (noisy,), {})
+            compare = partial(_compare, hosts[index], distances)
+            hooks.append(theirs[index].register_forward_hook(compare, with_kwargs=True))
+        try:
+            with torch.no_grad():
+                self.model(noisy, times, text)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.stack(distances).mean()
+
+
+def _compare(
+    layer: nn.Module,
+    distances: list[Tensor],
+    teacher: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Tensor,
+) -> None:
+    with torch.enable_grad():
+        own = layer(*args, **kwargs)
+        distances.append((own - output).float().square().mean() / output.float().var())

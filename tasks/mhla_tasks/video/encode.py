@@ -1,0 +1,190 @@
+"""Encode clips and captions into latent shards, once, for training without VAE and text encoder.
+
+    python -m mhla_tasks.video.encode 'clips/train-{0000..0099}.tar' latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+    torchrun --nproc-per-node 8 -m mhla_tasks.video.encode clips latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+
+The source is WebDataset shards of NNN.mp4 with NNN.txt (or NNN.json), or a folder of such files. The middle of every video
+is encoded by Wan's VAE and its caption by UMT5, both in float16. Videos that cannot be read, are too short or lack a
+caption are passed over, with a warning each, up to a limit. A shard gets its name when it is complete, so calling again
+after a stop goes on where it was, with any number of processes: those of torchrun or srun share the shards, and each takes
+the GPU of its local rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import track
+
+from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, find_shards
+from lightning_mhla.data.write import array_bytes, check_manifest, shard_writer
+from lightning_mhla.processes import process_place
+from mhla_tasks.video.codec import ClipCodec
+from mhla_tasks.video.data import EMBEDDING, LATENT, ClipFolder, ShardClips, empty_caption_file
+from mhla_tasks.video.text import CaptionEncoder, TextConfig, make_encoder
+
+log = logging.getLogger(__name__)
+
+
+def encode_clips(
+    source: SampleSource,
+    identity: dict[str, Any],
+    target: Path,
+    codec: ClipCodec,
+    captions: CaptionEncoder,
+    prefix: str,
+    per_shard: int,
+    device: torch.device,
+    max_skipped: int = 100,
+    share: tuple[int, int] = (0, 1),
+) -> tuple[list[Path], int]:
+    """Write ``target/prefix-00000.tar`` and so on; the shards of this process of ``share``, rank and number.
+
+    Args:
+        source: gives ``video`` ``[3, F, H, W]`` in -1 .. 1 and ``caption``.
+        identity: what the clips are and how they are made, so that shards of others are not mixed with these.
+        target: made if missing.
+        codec: encodes clips.
+        captions: encodes captions.
+        prefix: of the file names.
+        per_shard: videos for a shard; it holds fewer where some are broken.
+        device: where.
+        max_skipped: broken videos that this process passes over before it stops.
+        share: which shards.
+
+    Returns:
+        Paths of all shards, of every process, and how many videos this one passed over.
+
+    Raises:
+        ValueError: when the folder holds shards of other clips, or made otherwise.
+        BrokenSampleError: when more videos are broken than ``max_skipped``.
+    """
+    manifest = {"samples": len(source), "per_shard": per_shard, **identity}
+    check_manifest(target / f"{prefix}-manifest.json", manifest)
+    starts = range(0, len(source), per_shard)
+    paths = [target / f"{prefix}-{number:05d}.tar" for number in range(len(starts))]
+    empty = empty_caption_file(paths[0])
+    if not empty.exists():
+        aside = empty.with_name(f"{empty.name}.{share[0]}.part")
+        aside.write_bytes(array_bytes(captions.tokens("", device).half()))
+        aside.replace(empty)
+    mine = list(zip(starts, paths, strict=True))[share[0] :: share[1]]
+    skipped = 0
+    for start, path in track(mine, f"encoding {prefix} shards", disable=share[0] > 0):
+        if path.exists():
+            continue
+        with shard_writer(path) as writer:
+            for index, sample in _readable(source, range(start, min(start + per_shard, len(source)))):
+                if sample is None:
+                    skipped += 1
+                    if skipped > max_skipped:
+                        raise BrokenSampleError(
+                            f"{skipped} videos could not be used, more than --max-skipped {max_skipped}; the warnings above "
+                            "name them"
+                        )
+                    continue
+                latent = codec.encode(sample["video"][None].to(device))[0].half()
+                tokens = captions.tokens(sample["caption"], device).half()
+                members = {
+                    LATENT: array_bytes(latent),
+                    EMBEDDING: array_bytes(tokens),
+                    "txt": sample["caption"].encode(),
+                }
+                writer.write({"__key__": f"{index:08d}", **members})
+    return paths, skipped
+
+
+def _readable(source: SampleSource, indices: range) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Samples by index, None for those that are broken."""
+    for index in indices:
+        try:
+            yield index, source[index]
+        except BrokenSampleError as error:
+            log.warning("passed over: %s", error)
+            yield index, None
+
+
+def open_source(name: str, **options: Any) -> tuple[SampleSource, str]:
+    """The clips of a folder or of shards, and what identifies them; ``options`` as for :class:`ShardClips`."""
+    if Path(name).is_dir() and not list(Path(name).glob("*.tar")):
+        folder = ClipFolder(name, **options)
+        parts = [f"{path.relative_to(name)} {path.stat().st_size}" for path in folder.paths]
+        return folder, hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    shards = find_shards(name)
+    parts = [f"{path.name} {path.stat().st_size}" for path in shards]
+    return ShardClips(ShardReader(shards), **options), hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def main() -> None:
+    """Command line."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
+    parser = argparse.ArgumentParser(
+        prog="python -m mhla_tasks.video.encode",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", help="shards of videos and captions, or a folder of them")
+    parser.add_argument("target", type=Path, help="folder for the latent shards")
+    parser.add_argument(
+        "--model", required=True, help="folder or hub name of a diffusers Wan pipeline: VAE, UMT5, tokenizer"
+    )
+    parser.add_argument("--frames", type=int, default=81, help="of a clip (default: 81)")
+    parser.add_argument("--height", type=int, default=480, help="in pixels (default: 480)")
+    parser.add_argument("--width", type=int, default=800, help="in pixels (default: 800)")
+    parser.add_argument("--fps", type=float, default=16.0, help="frames a second that are taken (default: 16)")
+    parser.add_argument(
+        "--caption-key", default="caption", help="entry of NNN.json that is the caption (default: caption)"
+    )
+    parser.add_argument("--text-length", type=int, default=512, help="tokens of a caption, at most (default: 512)")
+    parser.add_argument(
+        "--text-width", type=int, default=4096, help="of a token's embedding (default: 4096, UMT5-XXL's)"
+    )
+    parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
+    parser.add_argument("--per-shard", type=int, default=100, help="videos for a shard (default: 100)")
+    parser.add_argument(
+        "--max-skipped", type=int, default=100, help="broken videos that a process passes over (default: 100)"
+    )
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    args = parser.parse_args()
+    rank, world, local = process_place()
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", local % torch.cuda.device_count())
+    size = {"frames": args.frames, "height": args.height, "width": args.width}
+    try:
+        source, digest = open_source(args.source, **size, fps=args.fps, caption_key=args.caption_key)
+        codec = ClipCodec(args.model)
+        codec.latent_size(*size.values())
+        codec.check_size(tuple(size.values()))
+        captions = make_encoder(TextConfig(args.model, args.text_length), args.text_width)
+        identity = {"clips": digest, **size, "fps": args.fps, "model": args.model, "text_length": args.text_length}
+        paths, skipped = encode_clips(
+            source,
+            identity,
+            args.target,
+            codec,
+            captions,
+            args.prefix,
+            args.per_shard,
+            device,
+            args.max_skipped,
+            (rank, world),
+        )
+    except (FileNotFoundError, ValueError, BrokenSampleError) as error:
+        sys.exit(f"error: {error}")
+    share = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
+    passed = f"; {skipped} videos passed over" if skipped else ""
+    Console(soft_wrap=True).print(f"{len(source)} videos in {len(paths)} shards{share}: {paths[0]} ..{passed}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Wan's transformer, diffusers' own, with the attention that a configuration asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from diffusers import WanTransformer3DModel
+from torch import nn
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.swap import attention_layers, swap_attention, swapped_layers
+
+log = logging.getLogger(__name__)
+
+TrainedPart = Literal["all", "attention", "new", "lora"]
+
+LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+"""Layers of an attention module that LoRA adapts."""
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Shape of a ``WanTransformer3DModel``, with diffusers' names; the defaults are Wan2.1-T2V-1.3B's.
+
+    Args:
+        patch_size: frames, rows and columns of the latent that are one token.
+        num_attention_heads: heads of each attention.
+        attention_head_dim: width of a head, even; a third of it, rounded down to even, for each of rows and columns.
+        in_channels: of the latent; 16 for Wan's VAE.
+        out_channels: likewise.
+        text_dim: width of the caption's embeddings; 4096 for UMT5-XXL.
+        freq_dim: of the timestep's embedding.
+        ffn_dim: inner width of the MLP.
+        num_layers: number of blocks.
+        rope_max_seq_len: positions that rotary embedding knows along an axis.
+    """
+
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    num_attention_heads: int = 12
+    attention_head_dim: int = 128
+    in_channels: int = 16
+    out_channels: int = 16
+    text_dim: int = 4096
+    freq_dim: int = 256
+    ffn_dim: int = 8960
+    num_layers: int = 30
+    rope_max_seq_len: int = 1024
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Low-rank adapters (arXiv 2106.09685) of the replaced layers' projections, with ``train: lora``.
+
+    Args:
+        rank: of an adapter.
+        alpha: its output is scaled by alpha over rank.
+        dropout: on its input.
+    """
+
+    rank: int = 64
+    alpha: int = 64
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora.rank={self.rank} must be at least 1")
+
+
+def build_transformer(
+    shape: TransformerConfig, attention: AttentionConfig, layer_kinds: Sequence[str] | None
+) -> WanTransformer3DModel:
+    """A transformer with its attention swapped; ``layer_kinds`` as for :func:`lightning_mhla.swap_attention`."""
+    model = WanTransformer3DModel(**asdict(shape))
+    swap_attention(model, attention, layer_kinds=layer_kinds)
+    return model
+
+
+def choose_trained(model: WanTransformer3DModel, part: TrainedPart, lora: LoraOptions) -> None:
+    """Freeze all but what is to be trained.
+
+    Args:
+        model: in place; with ``"lora"`` adapters are put into it.
+        part: ``"all"``; ``"attention"``, the self-attention of replaced layers with its projections; ``"new"``, only what
+            the swap added; ``"lora"``, that and adapters of the projections.
+        lora: of the adapters.
+
+    Raises:
+        ValueError: when no layer was replaced, so that nothing would be trained.
+        ModuleNotFoundError: for ``"lora"`` without peft.
+    """
+    if part == "all":
+        return
+    replaced = swapped_layers(model)
+    if not replaced:
+        raise ValueError(f"train={part!r} trains replaced attention, and no layer is replaced; set train: all")
+    model.requires_grad_(False)
+    hosts = attention_layers(model)
+    for index, attention in replaced.items():
+        trained: nn.Module = hosts[index] if part == "attention" else attention
+        for name, parameter in trained.named_parameters():
+            fixed = "mixing." in name and not attention.config.mixing_trainable
+            parameter.requires_grad_(not fixed)
+    if part == "lora":
+        _add_adapters(model, sorted(replaced), lora)
+
+
+def _add_adapters(model: WanTransformer3DModel, layers: Sequence[int], lora: LoraOptions) -> None:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("train: lora needs peft: pip install 'lightning-mhla[video]'") from error
+    targets = [f"blocks.{index}.attn1.{name}" for index in layers for name in LORA_TARGETS]
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, init_lora_weights=True
+    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    inject_adapter_in_model(config, model)
+    for parameter in trained:  # peft freezes everything else
+        parameter.requires_grad_(True)
+
+
+def merge_adapters(model: WanTransformer3DModel) -> None:
+    """Add LoRA adapters, if there are any, to the weights that they adapt, and take them out, in place."""
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            module.merge()
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, module.base_layer)

@@ -1,0 +1,272 @@
+"""Training, validation and sampling of a Wan transformer whose attention is replaced."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning import Callback
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, SumMetric
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.data.sampling import sample_generator
+from lightning_mhla.flow import FlowTimes, draw_flow_times, flow_point
+from lightning_mhla.hyperparameters import keep_plain
+from lightning_mhla.module import TrainingModule
+from lightning_mhla.optim import OptimizerConfig
+from mhla_tasks.video.codec import ClipCodec
+from mhla_tasks.video.convert import load_weights
+from mhla_tasks.video.distillation import DistillationConfig, Teacher
+from mhla_tasks.video.model import LoraOptions, TrainedPart, TransformerConfig, build_transformer, choose_trained
+from mhla_tasks.video.sampling import SamplingConfig, draw_clips
+from mhla_tasks.video.text import TextConfig, make_encoder
+from mhla_tasks.video.writer import ClipWriter
+
+VALIDATION_SEED = 0
+"""Of the noise and timesteps that validation uses: for each clip the same, each time and on any number of processes."""
+
+
+@dataclass(frozen=True)
+class FlowConfig:
+    """Flow matching: the network predicts noise minus data on straight paths between them.
+
+    Args:
+        times: how timesteps are drawn in training, uniform or logit_normal.
+        shift: moves timesteps towards noise, in training and sampling; Wan's is 3 for 480 rows.
+        caption_dropout: share of clips trained with the empty caption, which guidance needs.
+    """
+
+    times: FlowTimes = "logit_normal"
+    shift: float = 3.0
+    caption_dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.caption_dropout < 1:
+            raise ValueError(f"flow.caption_dropout={self.caption_dropout} must be at least 0 and below 1")
+        if self.shift <= 0:
+            raise ValueError(f"flow.shift={self.shift} must be positive")
+
+
+class VideoDiffusion(TrainingModule):
+    """A Wan transformer trained on captioned clips or their latents, and sampled by prompt.
+
+    Args:
+        attention: what replaces the transformer's self-attention; see each key.
+        transformer: its shape.
+        layer_kinds: kinds of the layers, repeated to the depth: [keep, mhla, mhla] replaces two of three; [keep] none;
+            null for attention.kind everywhere.
+        flow: what the network learns.
+        text: how captions become embeddings.
+        vae: folder or hub name of a Wan pipeline or its VAE, for latents; null for pixels.
+        train: what is trained: all; attention, the replaced layers with their projections; new, only what replacing added;
+            lora, that and adapters of the projections.
+        lora: of the adapters.
+        distillation: from the model that is replaced.
+        checkpointing: recompute blocks in the backward pass, to save memory.
+        sampling: how predict and callbacks draw clips.
+        pretrained: weights to start from, see mhla_tasks.video.convert; not read where --ckpt_path brings weights.
+        optimizer: AdamW and its schedule.
+        ema_decay: decay of the moving average of the weights that validation and clips use; null for none.
+    """
+
+    def __init__(
+        self,
+        attention: AttentionConfig,
+        transformer: TransformerConfig = TransformerConfig(),
+        layer_kinds: list[str] | None = None,
+        flow: FlowConfig = FlowConfig(),
+        text: TextConfig = TextConfig(),
+        vae: str | None = None,
+        train: TrainedPart = "all",
+        lora: LoraOptions = LoraOptions(),
+        distillation: DistillationConfig = DistillationConfig(),
+        checkpointing: bool = False,
+        sampling: SamplingConfig = SamplingConfig(),
+        pretrained: str | None = None,
+        optimizer: OptimizerConfig = OptimizerConfig(),
+        ema_decay: float | None = None,
+    ) -> None:
+        attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
+        transformer = TransformerConfig(**transformer) if isinstance(transformer, dict) else transformer
+        flow = FlowConfig(**flow) if isinstance(flow, dict) else flow
+        text = TextConfig(**text) if isinstance(text, dict) else text
+        lora = LoraOptions(**lora) if isinstance(lora, dict) else lora
+        distillation = DistillationConfig(**distillation) if isinstance(distillation, dict) else distillation
+        sampling = SamplingConfig(**sampling) if isinstance(sampling, dict) else sampling
+        optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
+        super().__init__(optimizer, ema_decay)
+        self.save_hyperparameters(ignore=["pretrained"])
+        keep_plain(self)
+        if distillation.layer_steps and train == "all":
+            raise ValueError(
+                "distillation.layer_steps trains the replaced layers alone; set train to attention, new or lora, and "
+                "train: all in a run that starts from that one's checkpoint (pretrained)"
+            )
+        if sampling.guidance != 1 and not flow.caption_dropout:
+            raise ValueError(
+                f"sampling.guidance={sampling.guidance} needs training without captions: flow.caption_dropout"
+            )
+        self.flow, self.sampling, self.distillation = flow, sampling, distillation
+        self.network: Any = build_transformer(transformer, attention, layer_kinds)
+        choose_trained(self.network, train, lora)
+        if checkpointing:
+            self.network.enable_gradient_checkpointing()
+        self.captions = make_encoder(text, transformer.text_dim)
+        self.codec = None if vae is None else ClipCodec(vae)
+        self._shape, self._pretrained = transformer, pretrained
+        self._teacher: Teacher | None = None
+        self._empty: Tensor | None = None
+        self.val_loss, self.val_samples = MeanMetric(), SumMetric()
+
+    def layers(self) -> list[nn.Module]:
+        """See :meth:`TrainingModule.layers`."""
+        return list(self.network.blocks)
+
+    def configure_model(self) -> None:
+        """Take over weights to start from, where training starts; then see :meth:`TrainingModule.configure_model`."""
+        if self._pretrained is not None and self.trainer.state.fn == "fit":
+            load_weights(self.network, self._pretrained)
+            self._pretrained = None
+        super().configure_model()
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Also the writer of clips."""
+        return [ClipWriter()] if self.trainer.state.fn == "predict" else super().configure_callbacks()
+
+    def on_fit_start(self) -> None:
+        """Load the teacher, if there is one, and the empty caption."""
+        path = self.distillation.teacher
+        if path is not None and self._teacher is None:
+            self._teacher = Teacher(self._shape, path)
+        if self._teacher is not None:
+            self._teacher.model.to(self.device)
+        if self.flow.caption_dropout:
+            self.empty_caption()
+
+    def forward(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
+        """Velocity ``[B, C, F, H, W]`` float32 of clips or latents at ``times`` ``[B]``, text ``[B, L, D]``."""
+        return self.network(noisy, times, text).sample.float()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """The loss at random timesteps: plain, or of distillation."""
+        clean, text = self.clean(batch), self.encode_captions(batch)
+        if self.flow.caption_dropout:
+            dropped = torch.rand(len(text), device=text.device) < self.flow.caption_dropout
+            text = torch.where(dropped[:, None, None], self.empty_caption(), text)
+        times = draw_flow_times(self.flow.times, self.flow.shift, len(clean), None, clean.device)
+        noisy, velocity = flow_point(clean, torch.randn_like(clean), times)
+        if self._teacher is not None and self.trainer.global_step < self.distillation.layer_steps:
+            loss = self._teacher.layer_loss(self.network, noisy, times, text)
+            self.log("train/layer_distance", loss.detach(), batch_size=len(clean))
+            return self.log_loss(loss, len(clean))
+        predicted = self(noisy, times, text)
+        loss = (predicted - velocity).square().mean()
+        if self._teacher is not None:
+            distance = (predicted - self._teacher.velocity(noisy, times, text)).square().mean()
+            self.log("train/teacher_distance", distance.detach(), batch_size=len(clean))
+            self.log("train/flow_loss", loss.detach(), batch_size=len(clean))
+            loss = self.distillation.flow_weight * loss + self.distillation.velocity_weight * distance
+        return self.log_loss(loss, len(clean))
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """The plain loss, at timesteps and with noise that belong to each clip."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """As in validation."""
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        """Frames of the clips that count, their prompts and files, and the seconds that each took."""
+        start = time.perf_counter()
+        frames = self.draw(batch["caption"], batch["index"].tolist(), int(batch["seed"][0]))
+        if frames.is_cuda:
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - start) / len(frames)
+        kept = batch["valid"].nonzero()[:, 0].tolist()
+        rows = [
+            {
+                "file": batch["file"][row],
+                "prompt": batch["caption"][row],
+                "index": int(batch["index"][row]),
+                "seed": int(batch["seed"][row]),
+                "seconds": seconds,
+                "clips_at_once": len(frames),
+            }
+            for row in kept
+        ]
+        return {"frames": frames[kept], "rows": rows, "fps": self.sampling.fps}
+
+    def draw(self, prompts: list[str], indices: list[int], seed: int) -> Tensor:
+        """Clips ``[B, F, C, H, W]`` uint8; see :func:`mhla_tasks.video.sampling.draw_clips`."""
+        text = self.captions.encode(prompts, self.device)
+        negative = self.captions.encode([self.sampling.negative_prompt], self.device)[0]
+        return draw_clips(self.network, self.codec, self.sampling, self.flow.shift, text, negative, indices, seed)
+
+    def clean(self, batch: dict[str, Any]) -> Tensor:
+        """What is denoised, ``[B, C, F, H, W]``: latents as they come or encoded, or pixels.
+
+        Raises:
+            ValueError: for clips of other channels than the model's, or that its patches do not divide.
+        """
+        clean = batch["latent"] if "latent" in batch else batch["video"]
+        if "video" in batch and self.codec is not None:
+            clean = self.codec.encode(clean)
+        config = self.network.config
+        if clean.shape[1] != config.in_channels:
+            raise ValueError(
+                f"clips of {clean.shape[1]} channels for a transformer of {config.in_channels}; set "
+                "--model.init_args.transformer.in_channels and out_channels, or vae for clips that become latents"
+            )
+        if any(length % step for length, step in zip(clean.shape[2:], config.patch_size, strict=True)):
+            raise ValueError(
+                f"clips or latents of {list(clean.shape[2:])} frames, rows and columns do not divide into patches of "
+                f"{list(config.patch_size)}"
+            )
+        return clean
+
+    def encode_captions(self, batch: dict[str, Any]) -> Tensor:
+        """Embeddings ``[B, L, D]`` of a batch's captions.
+
+        Raises:
+            ValueError: when they come encoded for another width.
+        """
+        if "text" not in batch:
+            return self.captions.encode(batch["caption"], self.device)
+        text: Tensor = batch["text"]
+        if text.shape[-1] != self.captions.width:
+            raise ValueError(
+                f"captions are encoded in width {text.shape[-1]}, the transformer takes {self.captions.width}; set "
+                "--model.init_args.transformer.text_dim"
+            )
+        return text
+
+    def empty_caption(self) -> Tensor:
+        """Embeddings ``[1, L, D]`` of the empty caption, of the data where captions come encoded."""
+        if self._empty is None:
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
+            tokens = data.empty_caption() if hasattr(data, "empty_caption") else None
+            if tokens is None:
+                self._empty = self.captions.encode([""], self.device)
+            else:
+                self._empty = torch.zeros(1, data.text_length, tokens.shape[-1], device=self.device)
+                self._empty[0, : len(tokens)] = tokens[: data.text_length]
+        return self._empty.to(self.device)
+
+    def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
+        valid, cpu = batch["valid"], torch.device("cpu")
+        clean, text = self.clean(batch), self.encode_captions(batch)
+        generators = [sample_generator(VALIDATION_SEED, int(index)) for index in batch["index"]]
+        times = torch.cat([draw_flow_times(self.flow.times, self.flow.shift, 1, each, cpu) for each in generators])
+        noise = torch.stack([torch.randn(clean.shape[1:], generator=each) for each in generators]).to(clean)
+        noisy, velocity = flow_point(clean, noise, times.to(clean.device))
+        predicted = self(noisy, times.to(clean.device), text)
+        losses = (predicted - velocity).square().flatten(1).mean(1)[valid]
+        if len(losses):
+            self.val_loss.update(losses)
+            self.val_samples.update(valid.sum())
+        self.log(f"{stage}/loss", self.val_loss, on_epoch=True, prog_bar=True, batch_size=len(valid))
+        self.log(f"{stage}/samples", self.val_samples, on_epoch=True, batch_size=len(valid))

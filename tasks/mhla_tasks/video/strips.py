@@ -1,0 +1,52 @@
+"""Clips as pictures: a strip of frames for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+GAP = 96
+"""Grey between frames."""
+
+FRAME, LETTER = 0.9, 0.075
+"""Inches of a frame and of a letter."""
+
+
+def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8) -> Figure:
+    """A row for each clip: its caption, and ``frames`` frames spread evenly over it.
+
+    Args:
+        clips: caption and frames ``[F, C, H, W]`` uint8; all of one size.
+        frames: in a row; all of a shorter clip.
+    """
+    height, width = clips[0][1].shape[-2:]
+    count = min(frames, min(len(clip) for _, clip in clips))
+    canvas = torch.full((3, len(clips) * (height + 1) - 1, count * (width + 1) - 1), GAP, dtype=torch.uint8)
+    for row, (_, clip) in enumerate(clips):
+        chosen = clip[torch.linspace(0, len(clip) - 1, count).round().long()]
+        for column, image in enumerate(chosen):
+            top, left = row * (height + 1), column * (width + 1)
+            canvas[:, top : top + height, left : left + width] = image
+    captions = [_short(caption) for caption, _ in clips]
+    across = FRAME * count * max(1.0, width / height)
+    down = across * canvas.shape[1] / canvas.shape[2]
+    margin = LETTER * max(map(len, captions)) + 0.1
+    figure = Figure(figsize=(margin + across + 0.05, down + 0.1))
+    axis = figure.add_axes(
+        (margin / (margin + across + 0.05), 0.05 / (down + 0.1), across / (margin + across + 0.05), down / (down + 0.1))
+    )
+    axis.imshow(canvas.permute(1, 2, 0).numpy(), interpolation="nearest")
+    places = [row * (height + 1) + height / 2 for row in range(len(clips))]
+    axis.set_yticks(places, captions, fontsize=9)
+    axis.set_xticks([])
+    axis.tick_params(length=0)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    return figure
+
+
+def _short(caption: str, limit: int = 28) -> str:
+    return caption if len(caption) <= limit else caption[: limit - 2] + ".."

@@ -1,0 +1,135 @@
+"""Captions as the token embeddings that the transformer's cross-attention looks at."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WORD_BYTES = 8
+"""Of a word's hash, which seeds its vector."""
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """How captions become embeddings.
+
+    Args:
+        encoder: folder or hub name of a diffusers Wan pipeline, whose tokenizer and UMT5 encoder are used; null for a fixed
+            random vector for each word, which small models learn to read.
+        length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut.
+    """
+
+    encoder: str | None = None
+    length: int = 512
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"text.length={self.length} must be at least 1")
+
+
+class CaptionEncoder:
+    """Embeddings of captions; no module, so that it is neither trained nor kept in checkpoints.
+
+    Args:
+        config: see :class:`TextConfig`.
+        width: of an embedding.
+    """
+
+    def __init__(self, config: TextConfig, width: int) -> None:
+        self.config, self.width = config, width
+
+    def encode(self, captions: Sequence[str], device: torch.device) -> Tensor:
+        """``[B, length, width]`` float32 on ``device``; zeros beyond a caption's tokens."""
+        rows = [self.tokens(caption, device) for caption in captions]
+        out = torch.zeros(len(rows), self.config.length, self.width, device=device)
+        for row, tokens in zip(out, rows, strict=True):
+            row[: len(tokens)] = tokens
+        return out
+
+    def tokens(self, caption: str, device: torch.device) -> Tensor:
+        """``[l, width]`` float32: the caption's own tokens, at most ``length``."""
+        raise NotImplementedError
+
+
+class WordVectors(CaptionEncoder):
+    """A standard normal vector for each word, drawn from its hash: any vocabulary, the same on every machine."""
+
+    def tokens(self, caption: str, device: torch.device) -> Tensor:
+        """See :meth:`CaptionEncoder.tokens`."""
+        words = caption.lower().split()[: self.config.length]
+        seeds = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:WORD_BYTES], "big") for word in words]
+        vectors = [np.random.default_rng(seed).standard_normal(self.width, dtype=np.float32) for seed in seeds]
+        return torch.from_numpy(np.stack(vectors) if vectors else np.zeros((0, self.width), np.float32)).to(device)
+
+
+class UMT5Text(CaptionEncoder):
+    """Wan's own text encoder, through transformers, loaded when first used."""
+
+    def __init__(self, config: TextConfig, width: int) -> None:
+        super().__init__(config, width)
+        self._parts: tuple[Any, Any] | None = None
+
+    @torch.no_grad()
+    def tokens(self, caption: str, device: torch.device) -> Tensor:
+        """See :meth:`CaptionEncoder.tokens`; text is cleaned as diffusers' Wan pipeline does."""
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+        tokenizer, model = self._load(device)
+        words = tokenizer(
+            prompt_clean(caption), truncation=True, max_length=self.config.length, return_tensors="pt"
+        ).to(device)
+        return model(words.input_ids, words.attention_mask).last_hidden_state[0].float()
+
+    def _load(self, device: torch.device) -> tuple[Any, Any]:
+        if self._parts is None:
+            from transformers import AutoTokenizer, UMT5EncoderModel
+
+            path = str(self.config.encoder)
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(path, subfolder="tokenizer")
+                model = UMT5EncoderModel.from_pretrained(path, subfolder="text_encoder", dtype=torch.bfloat16)
+            except OSError as error:
+                reason = str(error).splitlines()[0]
+                raise FileNotFoundError(
+                    f"text.encoder {path} is no folder and no hub name of a Wan pipeline with tokenizer and text_encoder "
+                    f"({reason})"
+                ) from error
+            if model.config.d_model != self.width:
+                raise ValueError(
+                    f"text.encoder {path} gives embeddings of width {model.config.d_model}, the transformer takes "
+                    f"{self.width}; set transformer.text_dim"
+                )
+            self._parts = tokenizer, model.eval().requires_grad_(False)
+        tokenizer, model = self._parts
+        return tokenizer, model.to(device)
+
+
+def make_encoder(config: TextConfig, width: int) -> CaptionEncoder:
+    """The encoder of a configuration, for embeddings of ``width``."""
+    return WordVectors(config, width) if config.encoder is None else UMT5Text(config, width)
+
+
+def read_prompts(path: str | Path) -> list[tuple[str, str]]:
+    """Name and prompt of each line of a text file: ``name<TAB>prompt``, or the prompt, which is then its name too.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        ValueError: when it holds no prompt, or the same name twice.
+    """
+    place = Path(path)
+    if not place.is_file():
+        raise FileNotFoundError(f"prompts {place} is no file; give a text file with a prompt on each line")
+    lines = [line.strip() for line in place.read_text().splitlines()]
+    pairs = [(line.split("\t", 1)[0].strip(), line.split("\t", 1)[-1].strip()) for line in lines if line]
+    if not pairs:
+        raise ValueError(f"prompts {place} is empty; write a prompt on each line")
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ValueError(f"prompts {place} names a prompt twice, so that its clips would overwrite each other")
+    return pairs

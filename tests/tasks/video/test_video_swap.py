@@ -1,0 +1,288 @@
+"""Attention swapped into diffusers' transformers: exact where nothing changes, the definition where it does."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiTTransformer2DModel, SanaTransformer2DModel, UNet2DConditionModel
+from mhla_kernels import resize_mixing
+from torch import Tensor, nn
+from wan import PAPER, inputs, shaken, tiny_wan
+
+from lightning_mhla import AttentionConfig, BlockLayout, load_swapped, swap_attention
+from lightning_mhla.attention import MHLA
+from lightning_mhla.swap import resize_blocks, swapped_layers
+
+
+def tiny_dit() -> tuple[Any, dict[str, Tensor]]:
+    model = DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        num_layers=2,
+        norm_num_groups=4,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+    )
+    given = {"timestep": torch.tensor([3, 700]), "class_labels": torch.tensor([1, 2])}
+    return shaken(model), {"hidden_states": torch.randn(2, 4, 8, 8), **given}
+
+
+def tiny_sana() -> tuple[Any, dict[str, Tensor]]:
+    model = SanaTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_layers=2,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=8,
+        cross_attention_dim=16,
+        caption_channels=16,
+        sample_size=8,
+        patch_size=1,
+    )
+    given = {"timestep": torch.tensor([3, 700]), "encoder_hidden_states": torch.randn(2, 5, 16)}
+    return shaken(model), {"hidden_states": torch.randn(2, 4, 6, 8), **given}
+
+
+def wan() -> tuple[Any, dict[str, Tensor]]:
+    latent, times, text = inputs()
+    return tiny_wan(), {"hidden_states": latent, "timestep": times, "encoder_hidden_states": text}
+
+
+MODELS = {"wan": wan, "dit": tiny_dit, "sana": tiny_sana}
+
+
+@torch.no_grad()
+def run(model: Any, given: dict[str, Tensor]) -> Tensor:
+    return model(**given).sample
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", [{"layers": []}, {"layer_kinds": ["keep"]}])
+def test_swapping_nothing_changes_nothing(name: str, options: dict[str, Any]) -> None:
+    model, given = MODELS[name]()
+    before, names = run(model, given), list(model.state_dict())
+    assert swap_attention(model, AttentionConfig(kind="mhla", block_grid=[1, 1, 1]), **options) == {}
+    assert torch.equal(run(model, given), before)
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("wan", "softmax"), ("dit", "softmax"), ("sana", "linear")]
+)  # SANA's own attention is linear: normalised, of relu
+def test_our_module_of_the_same_kind_gives_the_same_output(name: str, kind: str) -> None:
+    model, given = MODELS[name]()
+    before = run(model, given)
+    swap_attention(model, AttentionConfig(kind=kind, normalize=True) if kind == "linear" else AttentionConfig(kind=kind))
+    torch.testing.assert_close(run(model, given), before, atol=1e-4, rtol=1e-4)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Wan's rotary embedding as complex products; x ``[B, N, H, D]``."""
+    angle = torch.complex(cos[0, :, 0, 0::2].double(), sin[0, :, 0, 1::2].double())[:, None]
+    return torch.view_as_real(torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * angle).flatten(-2)
+
+
+@pytest.mark.parametrize("grid", [(5, 3, 5), (4, 2, 6), (1, 4, 3)], ids=str)
+def test_swapped_mhla_is_its_definition(grid: tuple[int, int, int]) -> None:
+    """Every step of a replaced layer, in float64 and token by token, on grids that blocks divide, do not, and do not fill."""
+    model = tiny_wan()
+    swapped = swap_attention(model, PAPER)[1]
+    shaken(model, 5)
+    host, seen = model.blocks[1].attn1, {}
+    host.register_forward_hook(lambda module, args, output: seen.update(args=args, output=output))
+    with torch.no_grad():
+        model(*inputs(grid))
+    x, _, _, rotary = seen["args"]
+    host = copy.deepcopy(host).double()
+    q, k = host.norm_q(host.to_q(x.double())), host.norm_k(host.to_k(x.double()))
+    q, k, v = (each.unflatten(-1, (2, 24)) for each in (q, k, host.to_v(x.double())))
+    q, k = (rotated(each.relu() + 1e-6, *rotary) for each in (q, k))
+    fitted = tuple(min(pair) for pair in zip((2, 2, 3), grid, strict=True))
+    layout = BlockLayout(grid, fitted)
+    block = torch.empty(len(layout.order), dtype=torch.long)
+    block[layout.order] = torch.repeat_interleave(torch.arange(layout.num_blocks), layout.block_offsets.diff())
+    assert isinstance(swapped, MHLA)
+    mixing = resize_mixing(swapped.mixing.matrix().detach().double(), (2, 2, 3), fitted)
+    weights = torch.einsum("bnhd,bmhd->bhnm", q, k) * 24**-0.5 * mixing[block][:, block]
+    out = torch.einsum("bhnm,bmhd->bnhd", weights, v)
+    out = out * (out.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * swapped.norm.weight.double()
+    gate = nn.functional.silu(nn.functional.linear(x.double(), swapped.gate.weight.double(), swapped.gate.bias.double()))
+    expected = host.to_out[0](out.flatten(2) * gate)
+    torch.testing.assert_close(seen["output"].double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_new_modules_start_without_effect() -> None:
+    """A gate and a convolution change nothing until they are trained."""
+    latent, times, text = inputs()
+    plain = tiny_wan()
+    dressed = copy.deepcopy(plain)
+    swap_attention(plain, AttentionConfig(kind="linear", normalize=False))
+    swap_attention(dressed, AttentionConfig(kind="linear", normalize=False, gate=True, lepe=3))
+    with torch.no_grad():
+        torch.testing.assert_close(dressed(latent, times, text).sample, plain(latent, times, text).sample)
+
+
+def test_one_size_after_another() -> None:
+    """A clip's output does not depend on the clips before it; a batch of one size is its clips."""
+    model = tiny_wan()
+    swap_attention(model, PAPER, layer_kinds=["mhla", "linear", "softmax"])
+    given = {grid: inputs(grid) for grid in [(5, 3, 5), (4, 4, 6), (1, 2, 2), (7, 3, 4)]}
+    with torch.no_grad():
+        alone = {}
+        for grid, (latent, times, text) in given.items():
+            fresh = copy.deepcopy(model)
+            alone[grid] = torch.cat([fresh(*(x[row : row + 1] for x in (latent, times, text))).sample for row in range(2)])
+        for grid in [*given, *reversed(given)]:
+            torch.testing.assert_close(model(*given[grid]).sample, alone[grid], atol=1e-5, rtol=1e-4)
+
+
+def test_a_copy_is_independent() -> None:
+    """As the weight average copies the model: sizes seen by one do not reach the other."""
+    model = tiny_wan()
+    swap_attention(model, PAPER)
+    twin = copy.deepcopy(model)
+    first, second = inputs((5, 3, 5)), inputs((4, 2, 6))
+    with torch.no_grad():
+        before = model(*first).sample
+        twin(*second)
+        assert torch.equal(model(*first).sample, before)
+        assert torch.equal(twin(*first).sample, before)
+    grids = [{id(layer.attn1.processor.grid) for layer in each.blocks} for each in (model, twin)]
+    assert len(grids[0]) == len(grids[1]) == 1
+    assert grids[0] != grids[1]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_reach_everything(checkpointing: bool) -> None:
+    model = tiny_wan()
+    swap_attention(model, PAPER, layer_kinds=["keep", "mhla", "linear"])
+    shaken(model).train()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    latent, times, text = inputs()
+    model(latent, times, text).sample.square().mean().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients.values())
+    if checkpointing:
+        model.disable_gradient_checkpointing()
+        model.zero_grad()
+        model(latent, times, text).sample.square().mean().backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], msg=name)
+
+
+def test_save_and_load_restores_the_swap(tmp_path: Path) -> None:
+    model = tiny_wan()
+    swap_attention(model, PAPER, layers=[0, 2])
+    shaken(model, 3)
+    given = inputs()
+    model.save_pretrained(tmp_path)
+    loaded = load_swapped(tmp_path)
+    assert sorted(swapped_layers(loaded)) == [0, 2]
+    assert not loaded.training
+    with torch.no_grad():
+        assert torch.equal(loaded(*given).sample, model(*given).sample)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_save_and_load_in_bfloat16(tmp_path: Path) -> None:
+    """Coefficients, and what diffusers keeps in float32, stay so."""
+    model = tiny_wan()
+    swap_attention(model, PAPER, layer_kinds=["mhla", "keep", "linear"])
+    model.save_pretrained(tmp_path)
+    half = load_swapped(tmp_path, torch.bfloat16)
+    kept = {name for name, parameter in half.named_parameters() if parameter.dtype == torch.float32}
+    assert "blocks.0.attn1.processor.attention.mixing.weight" in kept
+    assert "blocks.0.scale_shift_table" in kept
+    assert "blocks.0.attn1.to_q.weight" not in kept
+    half.save_pretrained(tmp_path / "again")
+    again = load_swapped(tmp_path / "again")
+    given = [x.bfloat16() for x in inputs()]
+    with torch.no_grad():
+        assert torch.equal(again(*given).sample, half(*given).sample)
+    assert {name for name, parameter in again.named_parameters() if parameter.dtype == torch.float32} == kept
+
+
+def test_coefficients_go_to_other_blocks_and_are_saved_so(tmp_path: Path) -> None:
+    model = tiny_wan()
+    swap_attention(model, PAPER, layer_kinds=["keep", "mhla", "linear"])
+    shaken(model, 3)
+    given = inputs((6, 4, 6))
+    old = model.blocks[1].attn1.processor.attention.mixing.weight.detach().clone()
+    resize_blocks(model, [3, 4, 2])
+    new = model.blocks[1].attn1.processor.attention.mixing.weight
+    assert torch.equal(new, resize_mixing(old, (2, 2, 3), (3, 4, 2)))
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(load_swapped(tmp_path)(*given).sample, model(*given).sample)
+    with pytest.raises(ValueError, match="no blocks of a swapped attention can become"):
+        resize_blocks(model, [3, 4])
+
+
+def test_exponential_mixing_on_any_grid(tmp_path: Path) -> None:
+    model = tiny_wan()
+    swap_attention(model, AttentionConfig(block_grid=[2, 2, 3], mixing="exponential", normalize=False))
+    with torch.no_grad():
+        for grid in [(5, 3, 5), (1, 2, 2)]:
+            assert model(*inputs(grid)).sample.isfinite().all()
+        resize_blocks(model, [4, 2, 6])
+        model.save_pretrained(tmp_path)
+        given = inputs((5, 3, 6))
+        assert torch.equal(load_swapped(tmp_path)(*given).sample, model(*given).sample)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": AttentionConfig(kind="mhla", normalize=False)}, "needs block_grid, the number of blocks along each of the 3 axes"),
+        ({"attention": AttentionConfig(block_grid=[2, 2], normalize=False)}, "needs block_grid, .* not \\[2, 2\\]"),
+        ({"attention": AttentionConfig(block_grid=[2, 2, 2])}, "normalize wants nonnegative queries and keys, and rotary turns them"),
+        ({"layers": [0, 3]}, "layers \\[3\\] are not among the model's 0 to 2"),
+        ({"layers": [0], "layer_kinds": ["mhla"]}, "give layers or layer_kinds, not both"),
+        ({"layer_kinds": ["keep", "mhla"]}, "its length must divide the 3 layers"),
+        ({"layer_kinds": ["keep", "mhla", "mhl"]}, "did you mean 'mhla'"),
+    ],
+)  # fmt: skip
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    model = tiny_wan()
+    with pytest.raises(ValueError, match=message):
+        swap_attention(model, **{"attention": PAPER, **options})
+    assert swapped_layers(model) == {}, "a refused swap must leave the model as it was"
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Linear is no diffusers transformer with self-attention attn1"):
+        swap_attention(nn.Linear(2, 2), PAPER)
+    unet = UNet2DConditionModel(
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        norm_num_groups=4,
+        cross_attention_dim=8,
+    )
+    with pytest.raises(ValueError, match="UNet2DConditionModel is no diffusers transformer"):
+        swap_attention(unet, PAPER)
+    model = tiny_wan()
+    model.blocks[1].attn1.fuse_projections()
+    with pytest.raises(ValueError, match="attn1 of block 1 has fused_projections=True"):
+        swap_attention(model, PAPER)
+    model = tiny_wan()
+    swap_attention(model, PAPER)
+    with pytest.raises(ValueError, match="swapped already"):
+        swap_attention(model, PAPER)
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        load_swapped(tmp_path)
+    tiny_wan().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="was never swapped"):
+        load_swapped(tmp_path)
+    with pytest.raises(AssertionError, match="call the whole model"):
+        model.blocks[0].attn1(torch.randn(1, 75, 48))

@@ -1,0 +1,124 @@
+"""Small Wan transformers, pipelines, videos and configurations that the tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from mhla_tasks.video.clips import write_clip
+from mhla_tasks.video.model import TransformerConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+from lightning_mhla import AttentionConfig
+
+ROOT = Path(__file__).parents[3]
+SHAPE: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 24,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 32,
+    "ffn_dim": 64,
+    "num_layers": 3,
+    "rope_max_seq_len": 32,
+}
+TINY = TransformerConfig(**SHAPE)
+PAPER = AttentionConfig(block_grid=[2, 2, 3], normalize=False, gate=True)
+"""Attention as the paper's video models have it."""
+
+
+def shaken(model: Any, seed: int = 1) -> Any:
+    """The model with all weights moved, so that nothing is zero, one or alike by its initialisation."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def tiny_wan(**options: Any) -> WanTransformer3DModel:
+    """A random softmax Wan."""
+    return shaken(WanTransformer3DModel(**{**SHAPE, **options}))
+
+
+def inputs(grid: tuple[int, int, int] = (5, 3, 5), batch: int = 2, channels: int = 4) -> tuple[torch.Tensor, ...]:
+    """Latent, times and text for a token grid."""
+    frames, rows, columns = grid
+    latent = torch.randn(batch, channels, frames, 2 * rows, 2 * columns)
+    return latent, torch.linspace(3, 900, batch), torch.randn(batch, 7, 16)
+
+
+def save_pipeline(folder: Path) -> Path:
+    """A Wan pipeline with a VAE, a UMT5 encoder and a tokenizer, all tiny and random, in diffusers' layout."""
+    torch.manual_seed(2)
+    words = ["<pad>", "</s>", "<unk>", *"a zero one two three four five six seven moving up down left right".split()]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    encoder = UMT5EncoderModel(
+        UMT5Config(vocab_size=len(words), d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    )
+    vae = AutoencoderKLWan(
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[0.5, 1.0, 2.0, 1.5],
+    )
+    WanPipeline(
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"),
+        text_encoder=encoder,
+        vae=vae,
+        transformer=tiny_wan(),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+    ).save_pretrained(folder)
+    return folder
+
+
+def video_file(path: Path, frames: int = 12, height: int = 32, width: int = 48, seed: int = 0) -> Path:
+    """A video whose frames grow brighter."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randint(0, 40, (1, 3, height, width), generator=generator)
+    ramp = torch.linspace(0, 200, frames).view(-1, 1, 1, 1)
+    write_clip(path, (noise + ramp).to(torch.uint8), 8)
+    return path
+
+
+def digits_config(folder: Path, name: str = "digits_pretrain", **model: Any) -> Path:
+    """A configuration of the digits, smaller, logging to a CSV file in ``folder``."""
+    config = yaml.safe_load((ROOT / f"configs/video/{name}.yaml").read_text())
+    arguments = config["model"]["init_args"]
+    arguments.pop("pretrained", None)
+    arguments["transformer"] |= {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 2}
+    arguments["sampling"] |= {"steps": 2, "frames": 3, "height": 10, "width": 14}
+    arguments |= {"ema_decay": 0.5, **model}
+    config["data"]["init_args"] = {"frames": 3, "height": 10, "width": 14, "batch_size": 1000}
+    checkpoint = {
+        "filename": "{step}",
+        "every_n_train_steps": 1,
+        "save_top_k": -1,
+        "dirpath": str(folder / "checkpoints"),
+    }
+    pictures = {
+        "class_path": "mhla_tasks.video.ClipPictures",
+        "init_args": {"prompts": ["a one moving up", "a two moving left"], "every_n_steps": 2},
+    }
+    config["trainer"] = {
+        "accelerator": "cpu",
+        "max_steps": 3,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "callbacks": [{"class_path": "ModelCheckpoint", "init_args": checkpoint}, pictures],
+        "logger": [{"class_path": "CSVLogger", "init_args": {"save_dir": str(folder), "name": "log", "version": ""}}],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
