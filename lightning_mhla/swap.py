@@ -88,6 +88,7 @@ class SwappedAttention(nn.Module):
     def __init__(self, attention: Attention, blocks: tuple[int, ...], grid: TokenGrid) -> None:
         super().__init__()
         self.attention, self.blocks, self.grid = attention, blocks, grid
+        self.fitted: tuple[BlockLayout, torch.device] | None = None
 
     def __call__(
         self,
@@ -123,11 +124,10 @@ class SwappedAttention(nn.Module):
         if encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError("swapped attention is self-attention without a mask; this layer was called otherwise")
         layout = self.grid.layout(self.blocks)
-        attention = self.attention
-        if attention.layout != layout or (
-            attention.order is not None and attention.order.device != hidden_states.device
-        ):
-            attention.fit(layout, hidden_states.device)
+        attention, fitted = self.attention, (layout, hidden_states.device)
+        if fitted != self.fitted:
+            attention.fit(*fitted)
+            self.fitted = fitted
         rotary = None
         if rotary_emb is not None:
             cos, sin = (each[0, :, 0] for each in rotary_emb)

@@ -161,24 +161,29 @@ class Attention(nn.Module):
         self.gate = nn.Linear(dim, inner, bias=bias) if config.gate else None
         norm = config.output_norm if config.output_norm is not None else not config.normalize
         self.norm = nn.RMSNorm(self.value_width, OUTPUT_NORM_EPS) if norm and self.uses_linear_options else None
-        self.lepe = LocalPositionalEncoding(layout, inner, config.lepe) if config.lepe else None
-        self.register_buffer("order", None, persistent=False)
-        self.register_buffer("inverse", None, persistent=False)
+        self.lepe = LocalPositionalEncoding(layout, inner, config.lepe, projections) if config.lepe else None
+        if projections:
+            self.register_buffer("order", None, persistent=False)
+            self.register_buffer("inverse", None, persistent=False)
         self.fit(layout)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
         """Take tokens of another layout from now on; what is learned stays as it is.
+
+        Without projections the tables of a layout are no buffers: a copy of the model (a weight average, say) may have
+        seen other sizes.
 
         Args:
             layout: as many axes and prefix tokens as the layer was made with.
             device: where tokens are.
         """
         self.layout = layout
-        moves = not (self.block_ordered or layout.is_raster)
-        self.order = layout.order.to(device) if moves else None
-        self.inverse = layout.inverse.to(device) if moves else None
-        if self.lepe is not None:
-            self.lepe.fit(layout, device)
+        with torch.inference_mode(False):  # or training could not use a layout that sampling saw first
+            moves = not (self.block_ordered or layout.is_raster)
+            self.order = layout.order.to(device) if moves else None
+            self.inverse = layout.inverse.to(device) if moves else None
+            if self.lepe is not None:
+                self.lepe.fit(layout, device)
 
     def attend(
         self,
@@ -376,12 +381,13 @@ class LocalPositionalEncoding(nn.Module):
     to_grid: Tensor
     from_grid: Tensor
 
-    def __init__(self, layout: BlockLayout, channels: int, width: int) -> None:
+    def __init__(self, layout: BlockLayout, channels: int, width: int, buffers: bool = True) -> None:
         super().__init__()
         kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(layout.grid) - 1]
         self.conv = kind(channels, channels, width, padding=width // 2, groups=channels)
-        self.register_buffer("to_grid", None, persistent=False)
-        self.register_buffer("from_grid", None, persistent=False)
+        if buffers:
+            self.register_buffer("to_grid", None, persistent=False)
+            self.register_buffer("from_grid", None, persistent=False)
         self.fit(layout)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:

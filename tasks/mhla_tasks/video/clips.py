@@ -45,6 +45,8 @@ def read_clip(data: bytes, name: str, frames: int, fps: float | None, place: flo
             if not container.streams.video:
                 raise BrokenSampleError(f"{name}: no video stream in the file")
             stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise BrokenSampleError(f"{name}: nothing here can decode the video")
             if stream.width * stream.height > LARGEST_FRAME:
                 raise BrokenSampleError(f"{name}: frames of {stream.width} x {stream.height} are too large")
             stream.thread_type = "AUTO"

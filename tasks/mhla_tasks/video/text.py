@@ -95,7 +95,7 @@ class UMT5Text(CaptionEncoder):
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path, subfolder="tokenizer")
                 model = UMT5EncoderModel.from_pretrained(path, subfolder="text_encoder", dtype=torch.bfloat16)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise FileNotFoundError(
                     f"text.encoder {path} is no folder and no hub name of a Wan pipeline with tokenizer and text_encoder "

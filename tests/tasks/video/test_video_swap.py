@@ -80,7 +80,9 @@ def test_swapping_nothing_changes_nothing(name: str, options: dict[str, Any]) ->
 def test_our_module_of_the_same_kind_gives_the_same_output(name: str, kind: str) -> None:
     model, given = MODELS[name]()
     before = run(model, given)
-    swap_attention(model, AttentionConfig(kind=kind, normalize=True) if kind == "linear" else AttentionConfig(kind=kind))
+    swap_attention(
+        model, AttentionConfig(kind=kind, normalize=True) if kind == "linear" else AttentionConfig(kind=kind)
+    )
     torch.testing.assert_close(run(model, given), before, atol=1e-4, rtol=1e-4)
 
 
@@ -114,7 +116,9 @@ def test_swapped_mhla_is_its_definition(grid: tuple[int, int, int]) -> None:
     weights = torch.einsum("bnhd,bmhd->bhnm", q, k) * 24**-0.5 * mixing[block][:, block]
     out = torch.einsum("bhnm,bmhd->bnhd", weights, v)
     out = out * (out.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * swapped.norm.weight.double()
-    gate = nn.functional.silu(nn.functional.linear(x.double(), swapped.gate.weight.double(), swapped.gate.bias.double()))
+    gate = nn.functional.silu(
+        nn.functional.linear(x.double(), swapped.gate.weight.double(), swapped.gate.bias.double())
+    )
     expected = host.to_out[0](out.flatten(2) * gate)
     torch.testing.assert_close(seen["output"].double(), expected, atol=1e-5, rtol=1e-4)
 
@@ -139,7 +143,9 @@ def test_one_size_after_another() -> None:
         alone = {}
         for grid, (latent, times, text) in given.items():
             fresh = copy.deepcopy(model)
-            alone[grid] = torch.cat([fresh(*(x[row : row + 1] for x in (latent, times, text))).sample for row in range(2)])
+            alone[grid] = torch.cat(
+                [fresh(*(x[row : row + 1] for x in (latent, times, text))).sample for row in range(2)]
+            )
         for grid in [*given, *reversed(given)]:
             torch.testing.assert_close(model(*given[grid]).sample, alone[grid], atol=1e-5, rtol=1e-4)
 
@@ -158,6 +164,15 @@ def test_a_copy_is_independent() -> None:
     grids = [{id(layer.attn1.processor.grid) for layer in each.blocks} for each in (model, twin)]
     assert len(grids[0]) == len(grids[1]) == 1
     assert grids[0] != grids[1]
+
+
+def test_training_after_sampling_the_same_size() -> None:
+    model = tiny_wan()
+    swap_attention(model, AttentionConfig(block_grid=[2, 2, 2], normalize=False, lepe=3))
+    given = inputs()
+    with torch.inference_mode():
+        model(*given)
+    model(*given).sample.sum().backward()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

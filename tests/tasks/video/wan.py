@@ -10,7 +10,7 @@ import yaml
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from mhla_tasks.video.clips import write_clip
 from mhla_tasks.video.model import TransformerConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from lightning_mhla import AttentionConfig
@@ -57,9 +57,15 @@ def inputs(grid: tuple[int, int, int] = (5, 3, 5), batch: int = 2, channels: int
 def save_pipeline(folder: Path) -> Path:
     """A Wan pipeline with a VAE, a UMT5 encoder and a tokenizer, all tiny and random, in diffusers' layout."""
     torch.manual_seed(2)
-    words = ["<pad>", "</s>", "<unk>", *"a zero one two three four five six seven moving up down left right".split()]
+    words = [
+        "<pad>",
+        "</s>",
+        "<unk>",
+        *["a", "zero", "one", "two", "three", "four", "five", "six", "seven", "moving", "up", "down", "left", "right"],
+    ]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     encoder = UMT5EncoderModel(
         UMT5Config(vocab_size=len(words), d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
     )
@@ -72,7 +78,9 @@ def save_pipeline(folder: Path) -> Path:
         latents_std=[0.5, 1.0, 2.0, 1.5],
     )
     WanPipeline(
-        tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"),
+        tokenizer=PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        ),
         text_encoder=encoder,
         vae=vae,
         transformer=tiny_wan(),

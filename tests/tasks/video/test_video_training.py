@@ -1,0 +1,386 @@
+"""Training, resume, sampling and prediction of video models, by the command line as users call it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+from lightning import Trainer
+from mhla_tasks import cli
+from mhla_tasks.video import MovingDigits, VideoDiffusion, checkpoint, encode
+from mhla_tasks.video.clips import read_clip
+from mhla_tasks.video.distillation import DistillationConfig
+from mhla_tasks.video.model import LoraOptions
+from mhla_tasks.video.module import FlowConfig
+from mhla_tasks.video.sampling import SamplingConfig, latent_shape
+from mhla_tasks.video.text import TextConfig
+from processes import run_cli
+from wan import PAPER, ROOT, TINY, digits_config, tiny_wan, video_file
+
+from lightning_mhla import AttentionConfig, load_swapped
+from lightning_mhla.data.sampling import sample_generator
+from lightning_mhla.swap import swapped_layers
+
+DDP = ["--config", str(ROOT / "configs/trainer/ddp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2"]
+FSDP = ["--config", str(ROOT / "configs/trainer/fsdp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2"]
+
+
+def column(folder: Path, name: str = "train/loss") -> dict[int, str]:
+    with (folder / "log/metrics.csv").open() as stream:
+        return {int(row["step"]): row[name] for row in csv.DictReader(stream) if row.get(name)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretraining of eight steps, over an epoch's end (5 batches), that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    cli.main(["fit", "--config", str(digits_config(folder)), "--trainer.max_steps=8"])
+    return folder
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_resume_is_bitwise_exact(whole: Path, tmp_path: Path, step: int) -> None:
+    start = whole / f"checkpoints/step={step}.ckpt"
+    cli.main(["fit", "--config", str(digits_config(tmp_path)), "--trainer.max_steps=8", f"--ckpt_path={start}"])
+    assert column(tmp_path) == {k: v for k, v in column(whole).items() if k >= step}
+    one, two = (torch.load(f / "checkpoints/step=8.ckpt", weights_only=True) for f in (whole, tmp_path))
+    for key in ("state_dict", "current_model_state"):
+        assert all(torch.equal(value, two[key][name]) for name, value in one[key].items()), key
+
+
+def test_strips_are_drawn(whole: Path) -> None:
+    drawn = sorted(path.name for path in (whole / "log/pictures").glob("*.png"))
+    assert drawn == [f"clips-step{step:07d}.png" for step in (2, 4, 6, 8)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer_kinds"), [("mhla", None), ("linear", None), ("softmax", None), ("mhla", ["keep", "mhla"])]
+)
+def test_fine_tuning_starts_from_the_checkpoint(
+    whole: Path, tmp_path: Path, kind: str, layer_kinds: list[str] | None
+) -> None:
+    """An odd clip (3 x 5 x 7 tokens in 2 x 2 x 2 blocks); at the start softmax goes on from the pretrained model's loss."""
+    source = whole / "checkpoints/step=8.ckpt"
+    attention = {"kind": kind, "block_grid": [2, 2, 2], "normalize": False, "gate": True}
+    config = digits_config(
+        tmp_path, "digits_finetune", attention=attention, layer_kinds=layer_kinds, pretrained=str(source)
+    )
+    cli.main(["fit", "--config", str(config), "--trainer.max_steps=2", "--trainer.limit_val_batches=1"])
+    weights = torch.load(tmp_path / "checkpoints/step=2.ckpt", weights_only=True)["current_model_state"]
+    before = torch.load(source, weights_only=True)["state_dict"]
+    assert set(before) < set(weights)
+    assert (
+        0 < (weights["network.blocks.0.attn1.to_q.weight"] - before["network.blocks.0.attn1.to_q.weight"]).norm() < 0.1
+    )
+    losses = column(tmp_path)
+    assert all(float(loss) < 3 for loss in losses.values()), losses
+
+
+def test_train_lora_and_export(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(whole / "checkpoints/step=8.ckpt")
+    config = digits_config(
+        tmp_path, "digits_finetune", train="lora", lora={"rank": 2}, pretrained=source, ema_decay=None
+    )
+    cli.main(["fit", "--config", str(config), "--trainer.max_steps=2"])
+    last = tmp_path / "checkpoints/step=2.ckpt"
+    monkeypatch.setattr(sys, "argv", ["checkpoint", str(last), str(tmp_path / "out")])
+    checkpoint.main()
+    exported = load_swapped(tmp_path / "out")
+    trained = VideoDiffusion.load_from_checkpoint(last, weights_only=True).eval()
+    before = torch.load(source, weights_only=True)["state_dict"]
+    frozen = "network.blocks.0.ffn.net.0.proj.weight"
+    assert torch.equal(trained.state_dict()[frozen], before[frozen])
+    noisy, times, text = torch.randn(1, 1, 3, 10, 14), torch.tensor([500.0]), torch.randn(1, 4, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            exported(noisy, times, text).sample, trained(noisy, times, text), atol=1e-5, rtol=1e-4
+        )
+    again = digits_config(tmp_path / "again", "digits_finetune", pretrained=str(tmp_path / "out"))
+    cli.main(["fit", "--config", str(again), "--trainer.max_steps=1"])
+    assert "model.safetensors" in capsys.readouterr().out
+
+
+def test_distillation_matches_layers_then_the_velocity(whole: Path, tmp_path: Path) -> None:
+    source = str(whole / "checkpoints/step=8.ckpt")
+    distillation = {"teacher": source, "layer_steps": 2, "velocity_weight": 0.5, "flow_weight": 2.0}
+    config = digits_config(
+        tmp_path, "digits_finetune", train="attention", pretrained=source, distillation=distillation, ema_decay=0.5
+    )
+    cli.main(["fit", "--config", str(config), "--trainer.max_steps=4"])
+    layer, flow, teacher = (
+        column(tmp_path, f"train/{name}") for name in ("layer_distance", "flow_loss", "teacher_distance")
+    )
+    assert list(flow) == list(teacher) == [2, 3]
+    total = column(tmp_path)
+    assert [total[step] for step in (0, 1)] == [layer[step] for step in (0, 1)]
+    for step in (2, 3):
+        assert float(total[step]) == pytest.approx(2 * float(flow[step]) + 0.5 * float(teacher[step]), rel=1e-5)
+    content = torch.load(tmp_path / "checkpoints/step=4.ckpt", weights_only=True)
+    assert not [name for name in content["state_dict"] if "teacher" in name], "the teacher is not kept"
+    resumed = tmp_path / "resumed"
+    options = ["--config", str(digits_config(resumed, "digits_finetune", train="attention", distillation=distillation))]
+    cli.main(["fit", *options, "--trainer.max_steps=4", f"--ckpt_path={tmp_path / 'checkpoints/step=1.ckpt'}"])
+    assert column(resumed) == {step: loss for step, loss in total.items() if step >= 1}
+
+
+def test_layers_improve_by_matching(whole: Path, tmp_path: Path) -> None:
+    source = str(whole / "checkpoints/step=8.ckpt")
+    config = digits_config(
+        tmp_path,
+        "digits_finetune",
+        train="new",
+        pretrained=source,
+        distillation={"teacher": source, "layer_steps": 12},
+        optimizer={"lr": 0.03, "weight_decay": 0.0},
+        ema_decay=None,
+    )
+    small = ["--trainer.max_steps=12", "--data.init_args.batch_size=100", "--trainer.limit_val_batches=0"]
+    cli.main(["fit", "--config", str(config), *small])
+    distance = [float(value) for value in column(tmp_path, "train/layer_distance").values()]
+    assert sum(distance[-3:]) < 0.8 * sum(distance[:3]), distance
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"distillation": {"teacher": "x", "layer_steps": 3}}, "trains the replaced layers alone; set train to attention"),
+        ({"flow": {"caption_dropout": 0.0}}, "guidance=3.0 needs training without captions: flow.caption_dropout"),
+        ({"flow": {"caption_dropout": 1.0}}, "caption_dropout=1.0 must be at least 0 and below 1"),
+        ({"flow": {"shift": 0}}, "flow.shift=0.0 must be positive"),
+        ({"sampling": {"steps": 0}}, "sampling.steps=0 must be at least 1"),
+        ({"sampling": {"guidance": 0.5}}, "sampling.guidance=0.5 must be at least 1"),
+        ({"layer_kinds": ["keep", "mhla", "mhla"]}, "its length must divide the 2 layers"),
+        ({"train": "new", "layer_kinds": ["keep"]}, "no layer is replaced; set train: all"),
+        ({"pretrained": "nowhere.ckpt"}, "nowhere.ckpt is no file, no folder of a Wan transformer"),
+        ({"transformer": {"in_channels": 3}}, "clips of 1 channels for a transformer of 3"),
+        ({"transformer": {"patch_size": [2, 2, 2]}}, "do not divide into patches of [2, 2, 2]"),
+        ({"transformer": {"num_layer": 2}}, "num_layer"),
+        ({"vae": "nowhere"}, "vae nowhere is no folder and no name on the hub"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_short_errors(
+    tmp_path: Path,
+    options: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = digits_config(tmp_path, "digits_finetune")
+    config = yaml.safe_load(path.read_text())
+    for name, value in options.items():
+        known = config["model"]["init_args"].get(name)
+        config["model"]["init_args"][name] = {**known, **value} if isinstance(known, dict) else value
+    path.write_text(yaml.safe_dump(config))
+    monkeypatch.setattr(sys, "argv", ["lightning", "fit", "--config", str(path)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    error = capsys.readouterr().err
+    assert message in error, error
+    assert "Traceback" not in error
+
+
+def module(**options: Any) -> VideoDiffusion:
+    """A model of tiny latents; every weight moved, so that all that it is given matters."""
+    sampling = SamplingConfig(steps=3, guidance=2.0, frames=5, height=16, width=32)
+    torch.manual_seed(3)
+    made = VideoDiffusion(PAPER, TINY, flow=FlowConfig(), sampling=sampling, **options)
+    made.network.load_state_dict(tiny_wan().state_dict(), strict=False)
+    return made.eval()
+
+
+def test_clips_are_the_pipelines_own(pipeline: Path) -> None:
+    """Text encoder, guidance, sampler and VAE: the same clip as diffusers' pipeline draws with the same noise."""
+    made = module(text=TextConfig(str(pipeline), 8), vae=str(pipeline))
+    clips = made.draw(["a seven moving right", "a zero moving up"], [0, 1], 5)
+    assert clips.shape == (2, 5, 3, 16, 32)
+    wan = WanPipeline.from_pretrained(pipeline, transformer=made.network)
+    wan.text_encoder.to(torch.bfloat16)
+    from diffusers import UniPCMultistepScheduler
+
+    wan.scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    for number, prompt in enumerate(["a seven moving right", "a zero moving up"]):
+        noise = torch.randn(1, 4, 2, 2, 4, generator=sample_generator(5, number))
+        frames = wan(
+            prompt,
+            negative_prompt="",
+            height=16,
+            width=32,
+            num_frames=5,
+            latents=noise,
+            num_inference_steps=3,
+            guidance_scale=2.0,
+            max_sequence_length=8,
+            output_type="np",
+        ).frames[0]
+        theirs = torch.from_numpy(frames).permute(0, 3, 1, 2) * 255
+        assert (theirs - clips[number].float()).abs().max() <= 2
+    assert isinstance(wan.transformer, type(made.network))
+
+
+def test_euler_sampler_and_seeds() -> None:
+    made = module(text=TextConfig(length=4))
+    config = SamplingConfig(sampler="euler", steps=2, guidance=1.0, frames=3, height=4, width=6)
+    made.sampling = config
+    both = made.draw(["a one", "a two"], [4, 9], 1)
+    assert torch.equal(made.draw(["a two"], [9], 1), both[1:]), "a clip depends on its index, not on the batch"
+    assert not torch.equal(made.draw(["a two"], [9], 2), both[1:])
+    assert not torch.equal(made.draw(["a one"], [9], 1), both[1:])
+    scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=3.0)
+    scheduler.set_timesteps(2)
+    noise = torch.randn(1, 4, 3, 4, 6, generator=sample_generator(1, 9))
+    text = made.captions.encode(["a two"], torch.device("cpu"))
+    with torch.no_grad():
+        for time in scheduler.timesteps:
+            noise = scheduler.step(made(noise, time[None], text), time, noise).prev_sample
+    expected = ((noise.transpose(1, 2) + 1) * 127.5).round().clamp(0, 255)
+    assert (both[1:].float() - expected).abs().max() <= 1
+
+
+def test_sizes_that_patches_or_the_vae_do_not_divide(pipeline: Path) -> None:
+    made = module(text=TextConfig(length=4))
+    with pytest.raises(ValueError, match=r"clips of \[5, 15, 24\] frames, rows and columns do not divide into patches"):
+        latent_shape(made.network, None, SamplingConfig(frames=5, height=15, width=24))
+    made = module(text=TextConfig(length=4), vae=str(pipeline))
+    with pytest.raises(ValueError, match=r"latents of \[2, 2, 3\] frames, rows and columns do not divide into patches"):
+        latent_shape(made.network, made.codec, SamplingConfig(frames=5, height=16, width=24))
+    with pytest.raises(ValueError, match="the VAE wants 1 frame more than a multiple of 4"):
+        latent_shape(made.network, made.codec, SamplingConfig(frames=6, height=16, width=32))
+
+
+def test_validation_is_the_same_each_time_and_counts_every_clip(whole: Path) -> None:
+    values = []
+    for batch_size in (360, 100):
+        made = VideoDiffusion.load_from_checkpoint(whole / "checkpoints/step=8.ckpt", weights_only=True)
+        trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+        data = MovingDigits(3, 10, 14, batch_size=batch_size)
+        values += trainer.validate(made, data, verbose=False)
+    assert values[0]["val/samples"] == values[1]["val/samples"] == 360
+    assert values[0]["val/loss"] == pytest.approx(values[1]["val/loss"], rel=1e-5)
+
+
+def predict(folder: Path, start: Path, *options: str, processes: int = 1) -> Path:
+    """Draw clips from a checkpoint; the run's log folder."""
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(folder), "name": "", "version": ""}}
+    folder.mkdir()
+    (folder / "logger.yaml").write_text(yaml.safe_dump({"trainer": {"logger": logger}}))
+    arguments = ["predict", f"--ckpt_path={start}", "--config", str(folder / "logger.yaml"), *options]
+    arguments += ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--data.init_args.batch_size=2"]
+    if processes == 1:
+        cli.main(arguments)
+    else:
+        run_cli(*arguments, *DDP)
+    return folder
+
+
+def test_predict_writes_what_vbench_reads(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a one moving up\na two moving left\nthree\ta three moving down, slowly\n")
+    options = [f"--data.init_args.prompts.prompts={prompts}", "--data.init_args.prompts.per_prompt=3"]
+    start = whole / "checkpoints/step=8.ckpt"
+    folder = predict(tmp_path / "one", start, *options)
+    files = sorted(path.name for path in (folder / "videos").iterdir())
+    assert files == sorted(
+        f"{name}-{i}.mp4" for name in ("a one moving up", "a two moving left", "three") for i in range(3)
+    )
+    rows = [json.loads(line) for line in (folder / "videos.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == list(range(9))
+    assert rows[8] | {"seconds": 0, "clips_at_once": 0} == {
+        "file": "three-2.mp4",
+        "prompt": "a three moving down, slowly",
+        "index": 8,
+        "seed": 0,
+        "seconds": 0,
+        "clips_at_once": 0,
+        "frames": 3,
+        "height": 10,
+        "width": 14,
+    }
+    assert all(row["seconds"] > 0 for row in rows)
+    assert "9 clips of 3 frames of 10 x 14 written to" in capsys.readouterr().out.replace("\n", "")
+    assert (folder / "videos.png").is_file()
+    again = predict(tmp_path / "two", start, *options, processes=2)
+    for name in files:
+        one, two = (read_clip((f / "videos" / name).read_bytes(), name, 3, None, 0.0) for f in (folder, again))
+        assert (one.float() - two.float()).abs().max() <= 2, "the number of processes does not change a clip"
+    assert len((again / "videos.jsonl").read_text().splitlines()) == 9
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_train_as_one(whole: Path, tmp_path: Path, strategy: str) -> None:
+    source = whole / "checkpoints/step=8.ckpt"
+    quiet = ["--trainer.max_steps=2", "--trainer.callbacks=[]", "--trainer.limit_val_batches=0"]
+    plain = {"flow": {"caption_dropout": 0.0}, "sampling": {"guidance": 1.0}}
+    for name, overlay in (("one", []), ("two", DDP if strategy == "ddp" else FSDP)):
+        config = digits_config(tmp_path / name, "digits_finetune", pretrained=str(source), ema_decay=None, **plain)
+        run_cli("fit", "--config", str(config), *quiet, "--trainer.enable_checkpointing=false", *overlay)
+    one, two = column(tmp_path / "one"), column(tmp_path / "two")
+    assert list(one) == list(two) == [0, 1]
+    assert all(0.1 < float(value) < 3 for value in (*one.values(), *two.values()))
+
+
+def test_train_on_encoded_clips_and_on_the_fly(pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From video files to a step on latents, by shards and by folder; encoding first or on the fly gives the same loss."""
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    for number in range(4):
+        video_file(clips / f"{number}.mp4", frames=9, height=32, width=32, seed=number)
+        (clips / f"{number}.txt").write_text("a seven moving right")
+    sizes = {"frames": 9, "height": 32, "width": 32, "fps": 8.0}
+    arguments = ["encode", str(clips), str(tmp_path / "latents"), "--model", str(pipeline), "--text-width", "16"]
+    arguments += [f"--{name}={value}" for name, value in sizes.items()]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--text-length", "8"])
+    encode.main()
+    import tarfile
+
+    with tarfile.open(tmp_path / "clips.tar", "w") as archive:
+        for path in sorted(clips.iterdir()):
+            archive.add(path, path.name)
+    from mhla_tasks.video import VideoLatentShards, VideoShards
+
+    losses = []
+    given = {"batch_size": 2, "num_workers": 0, "seed": 0}
+    for data in (
+        VideoLatentShards(str(tmp_path / "latents"), str(tmp_path / "latents"), text_length=8, **given),
+        VideoShards(str(tmp_path / "clips.tar"), str(tmp_path / "clips.tar"), **sizes, **given),
+    ):
+        options = {"text": TextConfig(str(pipeline), 8), "vae": str(pipeline)}
+        trainer = Trainer(
+            accelerator="cpu",
+            max_steps=2,
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        losses.append(trainer.validate(module(**options), data, verbose=False)[0]["val/loss"])
+        trainer.fit(module(**options), data)
+        assert torch.isfinite(trainer.callback_metrics["train/loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+def test_captions_of_another_width_are_refused(pipeline: Path) -> None:
+    made = module(text=TextConfig(length=4))
+    with pytest.raises(ValueError, match=r"captions are encoded in width 8, the transformer takes 16"):
+        made.encode_captions({"text": torch.zeros(1, 4, 8)})
+
+
+def test_options_survive_a_checkpoint(whole: Path) -> None:
+    made = VideoDiffusion.load_from_checkpoint(whole / "checkpoints/step=8.ckpt", weights_only=True)
+    assert made.flow == FlowConfig(shift=1.0)
+    assert (made.sampling.steps, made.sampling.height) == (2, 10)
+    assert made.distillation == DistillationConfig()
+    assert swapped_layers(made.network) == {}
+    other = VideoDiffusion(
+        AttentionConfig(block_grid=[1, 1, 1], normalize=False), TINY, train="lora", lora=LoraOptions(rank=3)
+    )
+    assert other.hparams["lora"] == {"rank": 3, "alpha": 64, "dropout": 0.0}
