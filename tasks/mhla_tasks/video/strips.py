@@ -15,12 +15,13 @@ FRAME, LETTER = 0.9, 0.075
 """Inches of a frame and of a letter."""
 
 
-def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8) -> Figure:
+def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str = "") -> Figure:
     """A row for each clip: its caption, and ``frames`` frames spread evenly over it.
 
     Args:
         clips: caption and frames ``[F, C, H, W]`` uint8; all of one size.
         frames: in a row; all of a shorter clip.
+        title: above all.
     """
     height, width = clips[0][1].shape[-2:]
     count = min(frames, min(len(clip) for _, clip in clips))
@@ -33,11 +34,11 @@ def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8) -> Figure:
     captions = [_short(caption) for caption, _ in clips]
     across = FRAME * count * max(1.0, width / height)
     down = across * canvas.shape[1] / canvas.shape[2]
-    margin = LETTER * max(map(len, captions)) + 0.1
-    figure = Figure(figsize=(margin + across + 0.05, down + 0.1))
-    axis = figure.add_axes(
-        (margin / (margin + across + 0.05), 0.05 / (down + 0.1), across / (margin + across + 0.05), down / (down + 0.1))
-    )
+    margin, top = LETTER * max(map(len, captions)) + 0.1, 0.3 if title else 0.05
+    wide, high = margin + across + 0.05, down + top + 0.05
+    figure = Figure(figsize=(wide, high))
+    axis = figure.add_axes((margin / wide, 0.05 / high, across / wide, down / high))
+    axis.set_title(title, fontsize=10)
     axis.imshow(canvas.permute(1, 2, 0).numpy(), interpolation="nearest")
     places = [row * (height + 1) + height / 2 for row in range(len(clips))]
     axis.set_yticks(places, captions, fontsize=9)
@@ -48,5 +49,5 @@ def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8) -> Figure:
     return figure
 
 
-def _short(caption: str, limit: int = 28) -> str:
+def _short(caption: str, limit: int = 44) -> str:
     return caption if len(caption) <= limit else caption[: limit - 2] + ".."
