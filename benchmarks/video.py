@@ -44,7 +44,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "linear": ({"kind": "linear"}, []),
     "mhla": ({"kind": "mhla"}, []),
     "mhla, 72 blocks": ({"kind": "mhla", "block_grid": "[8,3,3]"}, []),
-    "mhla in 2 of 3 layers": ({"kind": "mhla"}, ["--model.init_args.layer_kinds=[keep,mhla,mhla]"]),
+    "mhla in 2 of 3 layers": ({"kind": "mhla"}, ["--model.init_args.layer_kinds=[keep,replace,replace]"]),
 }
 """Attention options, and other options, by name."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -90,14 +90,17 @@ class BlockLayout:
         return prod(self.block_grid) + (self.prefix_tokens > 0)
 
     @cached_property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of each block, in block order."""
+        sizes = [1]
+        for axis in self.edges:
+            sizes = [size * (end - start) for size in sizes for start, end in pairwise(axis)]
+        return (*([self.prefix_tokens] if self.prefix_tokens else []), *sizes)
+
+    @cached_property
     def block_offsets(self) -> Tensor:
         """``[M + 1]`` int64 on the CPU: first token of each block, in block order, and the number of tokens."""
-        sizes = torch.ones(1, dtype=torch.int64, device="cpu")
-        for axis in self.edges:
-            steps = torch.tensor([b - a for a, b in pairwise(axis)], device="cpu")
-            sizes = (sizes[:, None] * steps).flatten()
-        prefix = [self.prefix_tokens] if self.prefix_tokens else []
-        return torch.cat([torch.tensor([0, *prefix], device="cpu"), sizes.cumsum(0) + self.prefix_tokens])
+        return torch.tensor([0, *accumulate(self.block_sizes)], device="cpu")
 
     @cached_property
     def order(self) -> Tensor:
@@ -118,8 +121,12 @@ class BlockLayout:
 
     @cached_property
     def is_raster(self) -> bool:
-        """Whether the block order is the raster order, so that nothing needs to be moved."""
-        return bool((self.order == torch.arange(self.num_tokens, device="cpu")).all())
+        """Whether the block order is the raster order, so that nothing needs to be moved.
+
+        So it is where blocks lie in one piece: where an axis is cut, those before it are cut into single tokens.
+        """
+        last_cut = max((axis for axis, count in enumerate(self.block_grid) if count > 1), default=0)
+        return self.block_grid[:last_cut] == self.grid[:last_cut]
 
     @cached_property
     def centers(self) -> Tensor:
@@ -130,7 +137,7 @@ class BlockLayout:
     @cached_property
     def operator_blocks(self) -> dict[str, Any]:
         """``block_size`` where all blocks but a short last one are equal, else ``block_offsets``, for the operator."""
-        sizes = self.block_offsets.diff()
-        if (sizes[:-1] == sizes[0]).all() and sizes[-1] <= sizes[0]:
-            return {"block_size": int(sizes[0])}
-        return {"block_offsets": tuple(self.block_offsets.tolist())}
+        sizes = self.block_sizes
+        if set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0]:
+            return {"block_size": sizes[0]}
+        return {"block_offsets": (0, *accumulate(sizes))}

@@ -32,8 +32,8 @@ from lightning_mhla.positions import Rotary
 
 log = logging.getLogger(__name__)
 
-KEEP = "keep"
-"""Kind of a layer that is left as it is."""
+KEEP, REPLACE = "keep", "replace"
+"""In place of a kind: a layer that is left as it is, and one that becomes the configuration's kind."""
 
 SAVED = "swapped_attention"
 """Entry of a diffusers model's ``config`` that says what was swapped."""
@@ -189,7 +189,7 @@ def kinds_of_layers(
             raise ValueError(
                 f"layer_kinds={list(layer_kinds)} is repeated to the depth, so its length must divide the {depth} layers"
             )
-        return list(layer_kinds) * (depth // len(layer_kinds))
+        return [attention.kind if kind == REPLACE else kind for kind in layer_kinds] * (depth // len(layer_kinds))
     chosen = set(range(depth)) if layers is None else set(layers)
     if wrong := sorted(chosen - set(range(depth))):
         raise ValueError(f"layers {wrong} are not among the model's 0 to {depth - 1}")
@@ -209,8 +209,8 @@ def swap_attention(
         attention: what comes in. ``rotary`` is the model's own: wherever it turns queries and keys, so does the new
             attention, after the feature map; ``normalize`` must then be off.
         layers: numbers of those to replace; None for all.
-        layer_kinds: kinds of the layers instead, repeated to the depth, ``"keep"`` for those that stay:
-            ``["keep", "mhla", "mhla"]`` replaces two of three.
+        layer_kinds: kinds of the layers instead, repeated to the depth; ``"keep"`` for those that stay, ``"replace"`` for
+            ``attention.kind``: ``["keep", "replace", "replace"]`` replaces two of three.
 
     Returns:
         The new attention by the number of its layer.
@@ -257,16 +257,19 @@ def _build(host: Any, config: AttentionConfig, axes: int) -> Attention:
         blocks = tuple(config.block_grid)
     heads, weight = host.heads, host.to_q.weight
     key_width = host.to_q.out_features // heads
-    attention = build_attention(
-        config,
-        host.to_q.in_features,
-        heads,
-        BlockLayout(blocks, blocks),  # of the smallest grid; each input brings its own
-        key_value_heads=host.to_k.out_features // key_width,
-        key_width=key_width,
-        value_width=host.to_v.out_features * key_width // host.to_k.out_features,
-        projections=False,
-    ).to(device=weight.device, dtype=weight.dtype)
+    with weight.device:
+        attention = build_attention(
+            config,
+            host.to_q.in_features,
+            heads,
+            BlockLayout(blocks, blocks),  # of the smallest grid; each input brings its own
+            key_value_heads=host.to_k.out_features // key_width,
+            key_width=key_width,
+            value_width=host.to_v.out_features * key_width // host.to_k.out_features,
+            projections=False,
+        )
+    if weight.dtype != torch.get_default_dtype():
+        attention = attention.to(weight.dtype)
     attention.open_gate()
     return attention
 

@@ -15,17 +15,20 @@ READMES = (
     "kernels/mhla_kernels/README.md",
     "tasks/mhla_tasks/language/README.md",
     "tasks/mhla_tasks/diffusion/README.md",
+    "tasks/mhla_tasks/video/README.md",
 )
 SHAPES = {
     "README.md": [("out", (2, 256, 6, 64)), ("attention", None)],
     READMES[1]: [("out", (2, 1024, 6, 64)), ("out", (1, 4096, 4, 64)), ("out", (2, 4, 64))],
     READMES[2]: [("tokens", (2, 28))],
     READMES[3]: [("predicted", (2, 8, 32, 32))],
+    READMES[4]: [("layers", (3,))],
 }
 
 
 @pytest.mark.parametrize("readme", READMES)
-def test_python_examples_run(readme: str) -> None:
+def test_python_examples_run(readme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # examples save models
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / readme).read_text(), flags=re.DOTALL)
     for code, (name, shape) in zip(blocks, SHAPES[readme], strict=True):
         names: dict[str, Any] = {}

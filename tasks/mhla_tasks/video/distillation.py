@@ -22,7 +22,7 @@ class DistillationConfig:
     Args:
         teacher: its weights, see mhla_tasks.video.convert; null for plain fine-tuning.
         layer_steps: optimiser steps, from the first, that match the outputs of each replaced layer, given the teacher's
-            inputs; with train: attention, new or lora.
+            inputs; nothing else is trained meanwhile.
         velocity_weight: of the squared distance to the teacher's velocity, afterwards.
         flow_weight: of the plain loss, afterwards.
     """

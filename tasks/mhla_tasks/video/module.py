@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning import Callback
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, SumMetric
 
@@ -17,6 +18,7 @@ from lightning_mhla.flow import FlowTimes, draw_flow_times, flow_point
 from lightning_mhla.hyperparameters import keep_plain
 from lightning_mhla.module import TrainingModule
 from lightning_mhla.optim import OptimizerConfig
+from lightning_mhla.strategies import shards_weights
 from mhla_tasks.video.codec import ClipCodec
 from mhla_tasks.video.convert import load_weights
 from mhla_tasks.video.distillation import DistillationConfig, Teacher
@@ -56,7 +58,7 @@ class VideoDiffusion(TrainingModule):
     Args:
         attention: what replaces the transformer's self-attention; see each key.
         transformer: its shape.
-        layer_kinds: kinds of the layers, repeated to the depth: [keep, mhla, mhla] replaces two of three; [keep] none;
+        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace, replace] replaces two of three; [keep] none;
             null for attention.kind everywhere.
         flow: what the network learns.
         text: how captions become embeddings.
@@ -100,11 +102,6 @@ class VideoDiffusion(TrainingModule):
         super().__init__(optimizer, ema_decay)
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
-        if distillation.layer_steps and train == "all":
-            raise ValueError(
-                "distillation.layer_steps trains the replaced layers alone; set train to attention, new or lora, and "
-                "train: all in a run that starts from that one's checkpoint (pretrained)"
-            )
         if sampling.guidance != 1 and not flow.caption_dropout:
             raise ValueError(
                 f"sampling.guidance={sampling.guidance} needs training without captions: flow.caption_dropout"
@@ -139,12 +136,29 @@ class VideoDiffusion(TrainingModule):
     def on_fit_start(self) -> None:
         """Load the teacher, if there is one, and the empty caption."""
         path = self.distillation.teacher
+        if self.distillation.layer_steps:
+            self._check_layer_steps()
         if path is not None and self._teacher is None:
             self._teacher = Teacher(self._shape, path)
         if self._teacher is not None:
             self._teacher.model.to(self.device)
         if self.flow.caption_dropout:
             self.empty_caption()
+
+    def _check_layer_steps(self) -> None:
+        """Refuse strategies under which layers cannot be trained one by one."""
+        strategy = self.trainer.strategy
+        if shards_weights(self.trainer):
+            raise ValueError(
+                f"distillation.layer_steps calls layers by themselves, whose weights {type(strategy).__name__} shards with "
+                "their blocks; match layers on one device or under DDP, and shard in a run that starts from its checkpoint"
+            )
+        unused = getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters", False)
+        if isinstance(strategy, DDPStrategy) and self.hparams["train"] == "all" and not unused:
+            raise ValueError(
+                "distillation.layer_steps leaves parameters outside the replaced layers without gradients: set "
+                "--model.init_args.train=attention (or new, lora), or --trainer.strategy=ddp_find_unused_parameters_true"
+            )
 
     def forward(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """Velocity ``[B, C, F, H, W]`` float32 of clips or latents at ``times`` ``[B]``, text ``[B, L, D]``."""

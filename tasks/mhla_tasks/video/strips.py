@@ -34,8 +34,8 @@ def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str
     captions = [_short(caption) for caption, _ in clips]
     across = FRAME * count * max(1.0, width / height)
     down = across * canvas.shape[1] / canvas.shape[2]
-    margin, top = LETTER * max(map(len, captions)) + 0.1, 0.3 if title else 0.05
-    wide, high = margin + across + 0.05, down + top + 0.05
+    margin, above = LETTER * max(map(len, captions)) + 0.1, 0.3 if title else 0.05
+    wide, high = margin + across + 0.05, down + above + 0.05
     figure = Figure(figsize=(wide, high))
     axis = figure.add_axes((margin / wide, 0.05 / high, across / wide, down / high))
     axis.set_title(title, fontsize=10)

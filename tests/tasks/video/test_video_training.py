@@ -152,7 +152,8 @@ def test_layers_improve_by_matching(whole: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"distillation": {"teacher": "x", "layer_steps": 3}}, "trains the replaced layers alone; set train to attention"),
+        ({"distillation": {"layer_steps": 3}}, "distillation.layer_steps=3 needs distillation.teacher"),
+        ({"distillation": {"teacher": "nowhere"}}, "nowhere is no file, no folder of a Wan transformer"),
         ({"flow": {"caption_dropout": 0.0}}, "guidance=3.0 needs training without captions: flow.caption_dropout"),
         ({"flow": {"caption_dropout": 1.0}}, "caption_dropout=1.0 must be at least 0 and below 1"),
         ({"flow": {"shift": 0}}, "flow.shift=0.0 must be positive"),
@@ -314,17 +315,47 @@ def test_predict_writes_what_vbench_reads(whole: Path, tmp_path: Path, capsys: p
     assert len((again / "videos.jsonl").read_text().splitlines()) == 9
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_train_as_one(whole: Path, tmp_path: Path, strategy: str) -> None:
-    source = whole / "checkpoints/step=8.ckpt"
-    quiet = ["--trainer.max_steps=2", "--trainer.callbacks=[]", "--trainer.limit_val_batches=0"]
-    plain = {"flow": {"caption_dropout": 0.0}, "sampling": {"guidance": 1.0}}
-    for name, overlay in (("one", []), ("two", DDP if strategy == "ddp" else FSDP)):
-        config = digits_config(tmp_path / name, "digits_finetune", pretrained=str(source), ema_decay=None, **plain)
-        run_cli("fit", "--config", str(config), *quiet, "--trainer.enable_checkpointing=false", *overlay)
-    one, two = column(tmp_path / "one"), column(tmp_path / "two")
-    assert list(one) == list(two) == [0, 1]
-    assert all(0.1 < float(value) < 3 for value in (*one.values(), *two.values()))
+@pytest.fixture(scope="module")
+def unmoved(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Held-out loss of the swapped model, from one process."""
+    return column(at_rest(whole, tmp_path_factory.mktemp("one"), []), "val/loss")
+
+
+def at_rest(whole: Path, folder: Path, overlay: list[str]) -> Path:
+    """A fine-tuning whose steps do not move the weights."""
+    config = digits_config(
+        folder,
+        "digits_finetune",
+        pretrained=str(whole / "checkpoints/step=8.ckpt"),
+        ema_decay=None,
+        optimizer={"lr": 0.0, "weight_decay": 0.0, "mixing_lr_scale": 0.0},
+    )
+    quiet = ["--trainer.max_steps=1", "--trainer.callbacks=[]", "--trainer.val_check_interval=1"]
+    arguments = ["fit", "--config", str(config), *quiet, "--trainer.enable_checkpointing=false", *overlay]
+    if overlay:
+        run_cli(*arguments)
+    else:
+        cli.main(arguments)
+    return folder
+
+
+@pytest.mark.parametrize("overlay", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_two_processes_see_the_model_that_one_sees(
+    whole: Path, unmoved: dict[int, str], tmp_path: Path, overlay: list[str]
+) -> None:
+    found = column(at_rest(whole, tmp_path, overlay), "val/loss")
+    assert list(found) == list(unmoved)
+    assert [float(loss) for loss in found.values()] == pytest.approx(
+        [float(loss) for loss in unmoved.values()], rel=1e-5
+    )
+
+
+def test_layers_cannot_be_matched_where_weights_are_sharded(whole: Path, tmp_path: Path) -> None:
+    source = str(whole / "checkpoints/step=8.ckpt")
+    distillation = {"teacher": source, "layer_steps": 2}
+    config = digits_config(tmp_path, "digits_finetune", distillation=distillation, ema_decay=None, train="attention")
+    with pytest.raises(AssertionError, match=r"distillation\.layer_steps calls layers by themselves"):
+        run_cli("fit", "--config", str(config), *FSDP)
 
 
 def test_train_on_encoded_clips_and_on_the_fly(pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
