@@ -13,7 +13,7 @@ import pytest
 import torch
 from mhla_kernels import mhla_attention
 
-from benchmarks import attention, context, diffusion, generation, language, models, peers, runs
+from benchmarks import attention, context, diffusion, generation, language, models, peers, runs, video, wan
 from benchmarks.shapes import MODELS, Rates, Shape, least_cost
 
 
@@ -164,3 +164,50 @@ def test_models_are_measured_once(
     assert [row["tokens"] for row in rows if "tokens" in row] == [16, 16]
     assert all(row["images_per_second"] > 0 and row["peak_bytes"] > 1e8 for row in rows if "seconds" in row)
     assert "failed: no memory" in capsys.readouterr().out
+
+
+def test_the_report_of_video_models_trains_looks_and_draws(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--trainer.max_steps=2", "--trainer.val_check_interval=1", "--trainer.limit_val_batches=1"]
+    small += ["--model.init_args.transformer.num_layers=3", "--model.init_args.transformer.ffn_dim=16"]
+    small += ["--model.init_args.sampling.steps=1", "--trainer.enable_progress_bar=false"]
+    monkeypatch.setattr(video, "CLIPS_EACH", 1)
+
+    def report() -> list[dict[str, Any]]:
+        places = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path), "--pictures", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["video", *places, "--only", "mhla", "--", *small])
+        video.main()
+        rows: list[dict[str, Any]] = json.loads((tmp_path / "video-digits.json").read_text())["rows"]
+        return rows
+
+    rows = report()
+    assert [row["variant"] for row in rows] == ["softmax, pretrained", "mhla"]
+    assert all(row["steps"] == 2 and row["clips"] == 40 and len(row["val_loss_by_step"]) == 2 for row in rows)
+    assert "| real clips, held out | | 100% | 9" in capsys.readouterr().out, "of real clips all move as said"
+    for name in ("curves", "strips"):
+        assert (tmp_path / f"video-digits-{name}.png").stat().st_size > 5_000
+    monkeypatch.setattr(runs.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
+    assert report() == rows
+
+
+def test_what_wan_takes_is_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Operations as by hand; the tracker's peak holds at least weights, gradients and the optimiser's state."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    latent, layers = ["16", "6", "20", "20"], 3
+    monkeypatch.setattr(sys, "argv", ["wan", "--layers", str(layers), "--latent", *latent, "--out", str(tmp_path)])
+    wan.main()
+    rows = {row["variant"]: row for row in json.loads((tmp_path / "wan-1.3b-meta.json").read_text())["rows"]}
+    tokens, blocks = 6 * 10 * 10, 150
+    for row in rows.values():
+        assert row["peak_bytes"] > 16 * row["parameters"]
+    gate, summaries = 2 * tokens * 1536**2, 2 * 12 * tokens * 2 * 128**2
+    softmax = 2 * 2 * 1536 * tokens**2
+    mixed = 2 * 12 * 128**2
+    difference = rows["linear"]["forward_flops"] - rows["softmax"]["forward_flops"]
+    assert difference == layers * (gate + summaries + mixed - softmax)
+    assert rows["mhla"]["forward_flops"] - rows["linear"]["forward_flops"] == layers * (blocks**2 - 1) * mixed
+    assert rows["mhla"]["parameters"] - rows["linear"]["parameters"] == layers * blocks**2
+    assert "| `mhla in 2 of 3 layers` |" in capsys.readouterr().out

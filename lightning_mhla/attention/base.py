@@ -295,12 +295,19 @@ class Attention(nn.Module):
         out, state = self.continue_from(q, *self._repeated(k, v), state, counts, rotary)
         return self._merge(self._around(out, x, v, None)), state
 
-    def attention_matrix(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Attention weights ``[B, H, N, N]`` for tokens ``[B, N, dim]``; rows and columns in the order of ``x``."""
+    def attention_matrix(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None = None,
+        rotary: Rotary | None = None,
+        projections: Projections | None = None,
+    ) -> Tensor:
+        """Attention weights ``[B, H, N, N]`` for what :meth:`forward` is given; rows and columns in the order of ``x``."""
         x, key_mask = self._enter(x, key_mask)
-        q, k, v = self._project(hide_rows(x, key_mask))
+        split, _ = projections or (self._project, self._merge)
+        q, k, v = split(hide_rows(x, key_mask))
         k, _ = self._repeated(k, v)
-        rotary = self._rotary(None, x, None)
+        rotary = self._rotary(rotary, x, None)
         weights = self.weights(q, k, key_mask, **({} if rotary is None else {"rotary": rotary}))
         if self.inverse is None:
             return weights

@@ -94,7 +94,8 @@ class AttentionPictures(Callback):
     def _capture(self, layer: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0][self.sample : self.sample + 1]
         mask = args[1] if len(args) > 1 else kwargs.get("key_mask")
-        weights = layer.attention_matrix(x, None if mask is None else mask[self.sample : self.sample + 1])[0]
+        given = {name: kwargs[name] for name in ("rotary", "projections") if layer.qkv is None}
+        weights = layer.attention_matrix(x, None if mask is None else mask[self.sample : self.sample + 1], **given)[0]
         if layer.block_ordered:
             inverse = layer.layout.inverse.to(weights.device)
             weights = weights.index_select(1, inverse).index_select(2, inverse)

@@ -51,11 +51,22 @@ class ClipCodec:
         self.check_size(clips.shape[2:])
         with torch.autocast(clips.device.type, enabled=False):
             latents = torch.cat([model.encode(clip[None].float()).latent_dist.mode() for clip in clips])
-        mean, deviation = (
-            torch.tensor(each, device=clips.device).view(1, -1, 1, 1, 1)
-            for each in (model.config.latents_mean, model.config.latents_std)
-        )
+        mean, deviation = self._moments(clips.device)
         return (latents - mean) / deviation
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Clips ``[B, 3, F, H, W]`` in about -1 .. 1 of normalised latents, one after another: they are large."""
+        model = self.model(latents.device)
+        mean, deviation = self._moments(latents.device)
+        with torch.autocast(latents.device.type, enabled=False):
+            return torch.cat([model.decode(each[None].float() * deviation + mean).sample for each in latents])
+
+    def _moments(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of each channel of the VAE's latents."""
+        config = self._model.config
+        mean, deviation = (torch.tensor(each, device=device) for each in (config.latents_mean, config.latents_std))
+        return mean.view(1, -1, 1, 1, 1), deviation.view(1, -1, 1, 1, 1)
 
     def latent_size(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Frames, rows and columns of the latent of a clip."""

@@ -98,4 +98,4 @@ def _compare(
 ) -> None:
     with torch.enable_grad():
         own = layer(*args, **kwargs)
-        distances.append((own - output).float().square().mean() / output.float().var())
+        distances.append((own.float() - output.float()).square().mean() / output.float().var())

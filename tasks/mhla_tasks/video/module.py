@@ -70,6 +70,8 @@ class VideoDiffusion(TrainingModule):
         checkpointing: recompute blocks in the backward pass, to save memory.
         sampling: how predict and callbacks draw clips.
         pretrained: weights to start from, see mhla_tasks.video.convert; not read where --ckpt_path brings weights.
+        output: folder for the clips that predict draws; those that are there already are not drawn again. null for the
+            run's own.
         optimizer: AdamW and its schedule.
         ema_decay: decay of the moving average of the weights that validation and clips use; null for none.
     """
@@ -88,6 +90,7 @@ class VideoDiffusion(TrainingModule):
         checkpointing: bool = False,
         sampling: SamplingConfig = SamplingConfig(),
         pretrained: str | None = None,
+        output: str | None = None,
         optimizer: OptimizerConfig = OptimizerConfig(),
         ema_decay: float | None = None,
     ) -> None:
@@ -100,7 +103,7 @@ class VideoDiffusion(TrainingModule):
         sampling = SamplingConfig(**sampling) if isinstance(sampling, dict) else sampling
         optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
         super().__init__(optimizer, ema_decay)
-        self.save_hyperparameters(ignore=["pretrained"])
+        self.save_hyperparameters(ignore=["pretrained", "output"])
         keep_plain(self)
         if sampling.guidance != 1 and not flow.caption_dropout:
             raise ValueError(
@@ -114,6 +117,7 @@ class VideoDiffusion(TrainingModule):
         self.captions = make_encoder(text, transformer.text_dim)
         self.codec = None if vae is None else ClipCodec(vae)
         self._shape, self._pretrained = transformer, pretrained
+        self._writer = ClipWriter(output)
         self._teacher: Teacher | None = None
         self._empty: Tensor | None = None
         self.val_loss, self.val_samples = MeanMetric(), SumMetric()
@@ -131,7 +135,7 @@ class VideoDiffusion(TrainingModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Also the writer of clips."""
-        return [ClipWriter()] if self.trainer.state.fn == "predict" else super().configure_callbacks()
+        return [self._writer] if self.trainer.state.fn == "predict" else super().configure_callbacks()
 
     def on_fit_start(self) -> None:
         """Load the teacher, if there is one, and the empty caption."""
@@ -194,25 +198,26 @@ class VideoDiffusion(TrainingModule):
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Frames of the clips that count, their prompts and files, and the seconds that each took."""
+        """Frames of the clips that count and are not there yet, their prompts and files, and the seconds that each took."""
+        counted = batch["valid"].nonzero()[:, 0].tolist()
+        rows: list[dict[str, Any]] = [
+            {
+                "file": batch["file"][place],
+                "prompt": batch["caption"][place],
+                "index": int(batch["index"][place]),
+                "seed": int(batch["seed"][place]),
+            }
+            for place in counted
+        ]
+        rows = [rows[place] for place in self._writer.missing(rows)]
+        if not rows:
+            return {"frames": [], "rows": [], "fps": self.sampling.fps}
         start = time.perf_counter()
-        frames = self.draw(batch["caption"], batch["index"].tolist(), int(batch["seed"][0]))
+        frames = self.draw([row["prompt"] for row in rows], [row["index"] for row in rows], rows[0]["seed"])
         if frames.is_cuda:
             torch.cuda.synchronize()
-        seconds = (time.perf_counter() - start) / len(frames)
-        kept = batch["valid"].nonzero()[:, 0].tolist()
-        rows = [
-            {
-                "file": batch["file"][row],
-                "prompt": batch["caption"][row],
-                "index": int(batch["index"][row]),
-                "seed": int(batch["seed"][row]),
-                "seconds": seconds,
-                "clips_at_once": len(frames),
-            }
-            for row in kept
-        ]
-        return {"frames": frames[kept], "rows": rows, "fps": self.sampling.fps}
+        took = {"seconds": (time.perf_counter() - start) / len(rows), "clips_at_once": len(rows)}
+        return {"frames": frames, "rows": [{**row, **took} for row in rows], "fps": self.sampling.fps}
 
     def draw(self, prompts: list[str], indices: list[int], seed: int) -> Tensor:
         """Clips ``[B, F, C, H, W]`` uint8; see :func:`mhla_tasks.video.sampling.draw_clips`."""

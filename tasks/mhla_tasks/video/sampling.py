@@ -115,12 +115,12 @@ def draw_clips(
     pipeline = WanPipeline(
         tokenizer=None,
         text_encoder=None,
-        vae=None if codec is None else codec.model(text.device),
+        vae=None,
         transformer=network,
         scheduler=make_scheduler(config.sampler, shift),
     )
     pipeline.set_progress_bar_config(disable=True)
-    drawn = pipeline(
+    latents = pipeline(
         prompt_embeds=text,
         negative_prompt_embeds=negative.expand_as(text),
         latents=randn_tensor(shape, generator=generators, device=text.device, dtype=torch.float32),
@@ -129,6 +129,6 @@ def draw_clips(
         num_frames=1,
         num_inference_steps=config.steps,
         guidance_scale=config.guidance,
-        output_type="latent" if codec is None else "pt",
+        output_type="latent",
     ).frames
-    return to_frames(drawn if codec is None else drawn.transpose(1, 2) * 2 - 1)
+    return to_frames(latents if codec is None else codec.decode(latents))  # float32, whatever the precision

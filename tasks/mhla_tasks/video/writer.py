@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning import Callback, LightningModule, Trainer
 from rich.console import Console
 from torch import Tensor
 
-from lightning_mhla.callbacks.folder import gather_rows, run_folder
+from lightning_mhla.callbacks.folder import run_folder
 from lightning_mhla.files import write_whole
 from mhla_tasks.video.clips import write_clip
 from mhla_tasks.video.strips import draw_strips
 
-log = logging.getLogger(__name__)
-
 SHOWN = 8
 """Clips in the picture, and frames of each."""
+
+Row = dict[str, Any]
 
 
 class ClipWriter(Callback):
@@ -28,42 +26,75 @@ class ClipWriter(Callback):
 
     ``videos/PROMPT-0.mp4`` and so on, nothing else in that folder: VBench's tool finds them by these names.
     ``videos.jsonl`` has prompt, seed and number of each, and the seconds that it took; ``videos.png`` shows the first.
+
+    Args:
+        folder: where; None for the folder of the run. Clips that are there already are not drawn again.
     """
 
-    def __init__(self) -> None:
-        self._folder = Path()
-        self._rows: list[dict[str, Any]] = []
+    def __init__(self, folder: str | None) -> None:
+        self._asked = folder
+        self.folder = Path()
+        self._drawn = 0
         self._shown: list[tuple[str, Tensor]] = []
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the folder, on every rank."""
-        self._folder = run_folder(trainer)
-        self._rows, self._shown = [], []
-        if trainer.is_global_zero:
-            (self._folder / "videos").mkdir(parents=True, exist_ok=True)
+        own = run_folder(trainer)
+        self.folder = own if self._asked is None else Path(self._asked)
+        self._drawn, self._shown = 0, []
+        (self.folder / "videos").mkdir(parents=True, exist_ok=True)
         trainer.strategy.barrier()
+
+    def missing(self, rows: list[Row]) -> list[int]:
+        """Places of the clips that are not there yet.
+
+        Args:
+            rows: ``file``, ``prompt``, ``index`` and ``seed`` of each.
+
+        Raises:
+            ValueError: when a clip is there that was drawn for another prompt, or with other noise.
+        """
+        known = {row["file"]: row for row in self._lines()}
+        for row in rows:
+            before = known.get(row["file"], row)
+            if any(before[key] != row[key] for key in row):
+                raise ValueError(
+                    f"{self.folder / 'videos' / row['file']} was drawn for another prompt, number or seed (see "
+                    "videos.jsonl); choose another --model.init_args.output"
+                )
+        here = [(self.folder / "videos" / row["file"]).exists() for row in rows]
+        return [place for place, found in enumerate(here) if not found]
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Any], *_: Any
     ) -> None:
         """Write the clips of a batch."""
-        for frames, row in zip(outputs["frames"].cpu(), outputs["rows"], strict=True):
-            write_clip(self._folder / "videos" / row["file"], frames, outputs["fps"])
-            self._rows.append({**row, "frames": len(frames), "height": frames.shape[-2], "width": frames.shape[-1]})
+        for frames, row in zip(outputs["frames"], outputs["rows"], strict=True):
+            frames = frames.cpu()
+            line = {**row, "frames": len(frames), "height": frames.shape[-2], "width": frames.shape[-1]}
+            with (self.folder / "videos.jsonl").open("a") as stream:  # before the clip: it stands for no less than that
+                stream.write(json.dumps(line) + "\n")
+            write_clip(self.folder / "videos" / row["file"], frames, outputs["fps"])
+            self._drawn += 1
             if len(self._shown) < SHOWN:
                 self._shown.append((row["prompt"], frames))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what was written and how long a clip took, on the first process."""
-        rows = sorted(gather_rows(trainer, self._rows), key=lambda row: row["index"])
+        trainer.strategy.barrier()
         if not trainer.is_global_zero:
             return
-        write_whole(self._folder / "videos.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        rows = sorted({row["file"]: row for row in self._lines()}.values(), key=lambda row: row["index"])
+        write_whole(self.folder / "videos.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         if self._shown:
-            draw_strips(self._shown, SHOWN).savefig(self._folder / "videos.png", dpi=110)
-        times = torch.tensor([row["seconds"] for row in rows], dtype=torch.float64)
-        first, console = rows[0], Console(soft_wrap=True, highlight=False)
-        console.print(
-            f"{len(rows)} clips of {first['frames']} frames of {first['height']} x {first['width']} written to "
-            f"{self._folder / 'videos'}: {times.mean():.2f} s a clip, {first['clips_at_once']} at once"
+            draw_strips(self._shown, SHOWN).savefig(self.folder / "videos.png", dpi=110)
+        first, seconds = rows[0], sum(row["seconds"] for row in rows) / len(rows)
+        Console(soft_wrap=True, highlight=False).print(
+            f"{len(rows)} clips of {first['frames']} frames of {first['height']} x {first['width']} in "
+            f"{self.folder / 'videos'}: {seconds:.2f} s a clip, {first['clips_at_once']} at once"
         )
+
+    def _lines(self) -> list[Row]:
+        place = self.folder / "videos.jsonl"
+        lines = place.read_text().splitlines() if place.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]

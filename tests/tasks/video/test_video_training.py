@@ -72,7 +72,9 @@ def test_fine_tuning_starts_from_the_checkpoint(
     config = digits_config(
         tmp_path, "digits_finetune", attention=attention, layer_kinds=layer_kinds, pretrained=str(source)
     )
-    cli.main(["fit", "--config", str(config), "--trainer.max_steps=2", "--trainer.limit_val_batches=1"])
+    once = ["--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
+    cli.main(["fit", "--config", str(config), "--trainer.max_steps=2", *once])
+    assert list((tmp_path / "log/pictures").glob("attention-*.png")), "attention inside the model is drawn too"
     weights = torch.load(tmp_path / "checkpoints/step=2.ckpt", weights_only=True)["current_model_state"]
     before = torch.load(source, weights_only=True)["state_dict"]
     assert set(before) < set(weights)
@@ -306,13 +308,41 @@ def test_predict_writes_what_vbench_reads(whole: Path, tmp_path: Path, capsys: p
         "width": 14,
     }
     assert all(row["seconds"] > 0 for row in rows)
-    assert "9 clips of 3 frames of 10 x 14 written to" in capsys.readouterr().out.replace("\n", "")
+    assert "9 clips of 3 frames of 10 x 14 in" in capsys.readouterr().out.replace("\n", "")
     assert (folder / "videos.png").is_file()
     again = predict(tmp_path / "two", start, *options, processes=2)
     for name in files:
         one, two = (read_clip((f / "videos" / name).read_bytes(), name, 3, None, 0.0) for f in (folder, again))
         assert (one.float() - two.float()).abs().max() <= 2, "the number of processes does not change a clip"
     assert len((again / "videos.jsonl").read_text().splitlines()) == 9
+
+
+def test_predict_goes_on_where_it_was_stopped(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, output = whole / "checkpoints/step=8.ckpt", tmp_path / "clips"
+    options = [f"--model.init_args.output={output}", "--data.init_args.prompts.prompts=[one,two,three,four,five]"]
+    drawn: list[list[int]] = []
+    draw = VideoDiffusion.draw
+
+    def stopping(self: VideoDiffusion, prompts: list[str], indices: list[int], seed: int) -> torch.Tensor:
+        if len(drawn) == 2:
+            raise KeyboardInterrupt
+        drawn.append(indices)
+        return draw(self, prompts, indices, seed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VideoDiffusion, "draw", stopping)
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            predict(tmp_path / "first", start, *options)
+    assert drawn == [[0, 1], [2, 3]]
+    (output / "videos/three-0.mp4").unlink()
+    drawn.clear()
+    monkeypatch.setattr(VideoDiffusion, "draw", lambda *given: drawn.append(given[2]) or draw(*given))
+    predict(tmp_path / "second", start, *options)
+    assert drawn == [[2], [4]]
+    rows = [json.loads(line) for line in (output / "videos.jsonl").read_text().splitlines()]
+    assert [row["file"] for row in rows] == [f"{name}-0.mp4" for name in ("one", "two", "three", "four", "five")]
+    with pytest.raises(SystemExit):
+        predict(tmp_path / "third", start, *options, "--data.init_args.prompts.seed=1")
 
 
 @pytest.fixture(scope="module")

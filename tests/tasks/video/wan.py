@@ -123,7 +123,11 @@ def digits_config(folder: Path, name: str = "digits_pretrain", **model: Any) -> 
         "log_every_n_steps": 1,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "callbacks": [{"class_path": "ModelCheckpoint", "init_args": checkpoint}, pictures],
+        "callbacks": [
+            {"class_path": "ModelCheckpoint", "init_args": checkpoint},
+            pictures,
+            {"class_path": "lightning_mhla.callbacks.AttentionPictures"},
+        ],
         "logger": [{"class_path": "CSVLogger", "init_args": {"save_dir": str(folder), "name": "log", "version": ""}}],
     }
     folder.mkdir(parents=True, exist_ok=True)
