@@ -7,7 +7,7 @@ First ``lightning fit --config configs/video/digits_pretrain.yaml``, softmax att
 done again: a stopped report goes on from the last checkpoint of the model that it was training.
 
 Beside the held-out loss, clips drawn for every caption are looked at by program: whether what is lit moves as the caption
-says, and whether a classifier of the real digits names the caption's digit in the middle frame. The same is asked of real
+says, and whether a classifier of real digits names the caption's digit in the middle frame. The same is asked of real
 clips that were held out, for comparison.
 """
 
@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from mhla_tasks.video import VideoDiffusion
 from mhla_tasks.video.clips import to_frames
 from mhla_tasks.video.convert import load_weights
-from mhla_tasks.video.digits import MOVES, NAMES, SIDE, MovingDigitSamples, every_caption
+from mhla_tasks.video.digits import MOVES, SIDE, MovingDigitSamples, every_caption
 from mhla_tasks.video.strips import draw_strips
 from sklearn.svm import SVC
 from torch import Tensor
@@ -33,7 +33,6 @@ from torch.nn import functional as F
 from benchmarks.machine import describe
 from benchmarks.runs import Row, train
 from lightning_mhla.checkpoints import load_module
-from lightning_mhla.data.digits import load_digits
 from lightning_mhla.files import write_whole
 
 PRETRAIN, FINETUNE = "configs/video/digits_pretrain.yaml", "configs/video/digits_finetune.yaml"
@@ -76,20 +75,28 @@ def moves_as_said(frames: Tensor, caption: str) -> bool:
     return along >= 2 and along > 2 * across
 
 
+def brightest_square(image: Tensor) -> Tensor:
+    """Where a digit is, ``[64]``: of the squares of a digit's size, the brightest; the first of those that are alike."""
+    squares = F.avg_pool2d(image[None, None], SIDE, stride=1)[0, 0]
+    top, left = divmod(int(squares.argmax()), squares.shape[1])
+    return image[top : top + SIDE, left : left + SIDE].flatten()
+
+
 @cache
-def classifier() -> SVC:
-    """Of the real digits, trained on those that the video model is trained on."""
-    images, labels = load_digits(True)
-    return SVC(gamma="scale").fit(images.flatten(1).numpy(), labels.numpy())
+def classifier(height: int, width: int) -> SVC:
+    """Of real digits on a canvas, found in the same way; trained on the clips that the video model is trained on."""
+    source = MovingDigitSamples(True, 1, height, width)
+    torch.manual_seed(0)
+    samples = [source[index] for index in range(len(source))]
+    squares = torch.stack([brightest_square((sample["video"][0, 0] + 1) / 2) for sample in samples])
+    return SVC(gamma="scale", C=10).fit(squares.numpy(), [sample["caption"].split()[1] for sample in samples])
 
 
 def shows_its_digit(frames: Tensor, caption: str) -> bool:
-    """Whether the classifier names the caption's digit in the brightest square of the middle frame."""
-    image = frames[len(frames) // 2, 0].float() / 255
-    squares = F.avg_pool2d(image[None, None], SIDE, stride=1)[0, 0]
-    top, left = divmod(int(squares.argmax()), squares.shape[1])
-    digit = image[top : top + SIDE, left : left + SIDE]
-    return NAMES[int(classifier().predict(digit.reshape(1, -1).numpy())[0])] == caption.split()[1]
+    """Whether the classifier names the caption's digit in the middle frame."""
+    square = brightest_square(frames[len(frames) // 2, 0].float() / 255)
+    (name,) = classifier(*frames.shape[-2:]).predict(square[None].numpy())
+    return bool(name == caption.split()[1])
 
 
 def judge(clips: Tensor, captions: list[str]) -> dict[str, float]:
