@@ -29,6 +29,8 @@ class TrainingModule(LightningModule):
     """
 
     network: nn.Module
+    output_names: tuple[str, ...] = ("head",)
+    """How names of parameters behind the last layer begin, for layer decay."""
 
     def __init__(self, optimizer: OptimizerConfig, ema_decay: float | None) -> None:
         super().__init__()
@@ -88,7 +90,8 @@ class TrainingModule(LightningModule):
         blocks = {id(layer) for layer in self.layers()}
         names = [f"{name}." for name, module in self.network.named_modules() if id(module) in blocks]
         root = names[0].split(".")[0]
-        before = [name for name, _ in self.network.named_parameters() if not name.startswith((root, "head"))]
+        after = (root, *self.output_names)
+        before = [name for name, _ in self.network.named_parameters() if not name.startswith(after)]
         return [before, *[[name] for name in names]]
 
     def on_train_batch_end(self, *_: Any) -> None:

@@ -64,6 +64,11 @@ class TokenGrid:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the grid of what ``model`` is called with."""
         x = args[0] if args else kwargs["hidden_states"]
+        if x.dim() != len(self.patch) + 2:
+            raise ValueError(
+                f"{type(model).__name__} is called with {list(x.shape)}; swapped attention wants batch, channels and "
+                f"the {len(self.patch)} axes of its patches"
+            )
         self.shape = tuple(size // step for size, step in zip(x.shape[2:], self.patch, strict=True))
 
     def layout(self, blocks: tuple[int, ...]) -> BlockLayout:
@@ -97,8 +102,17 @@ class SwappedAttention(nn.Module):
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
+        image_rotary_emb: Any = None,
     ) -> Tensor:
-        """As :meth:`forward`; diffusers reads the arguments off this signature."""
+        """As :meth:`forward`; diffusers reads the arguments off this signature, and leaves out those it does not have.
+
+        Raises:
+            ValueError: for rotary angles of another form than Wan's.
+        """
+        if image_rotary_emb is not None:
+            raise ValueError(
+                "the model's rotary angles (image_rotary_emb) have a form that swapped attention does not know"
+            )
         return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
     def forward(
@@ -143,7 +157,8 @@ def _split_heads(attn: Any, x: Tensor, attention: Attention) -> tuple[Tensor, Te
     for tensor, norm, width in ((q, attn.norm_q, attention.key_width), (k, attn.norm_k, attention.key_width)):
         across = norm is not None and norm.weight.shape[-1] != width
         heads = (norm(tensor) if across else tensor).unflatten(-1, (-1, width))
-        out.append(heads if norm is None or across else norm(heads))
+        heads = heads if norm is None or across else norm(heads)
+        out.append(heads.to(v.dtype))  # autocast gives norms in float32 on a GPU
     return out[0], out[1], v.unflatten(-1, (-1, attention.value_width))
 
 
@@ -230,11 +245,9 @@ def swap_attention(
     patch = model.config.patch_size
     axes = len(patch) if isinstance(patch, Sequence) else 2
     grid = TokenGrid(tuple(patch) if isinstance(patch, Sequence) else (patch, patch))
-    swapped = {}
-    for index, config in configs.items():
-        swapped[index] = _build(hosts[index], config, axes)
-        blocks = swapped[index].layout.block_grid
-        hosts[index].set_processor(SwappedAttention(swapped[index], blocks, grid))
+    swapped = {index: _build(hosts[index], config, axes) for index, config in configs.items()}
+    for index, built in swapped.items():
+        hosts[index].set_processor(SwappedAttention(built, built.layout.block_grid, grid))
     if configs:
         model.register_forward_pre_hook(grid, with_kwargs=True)
         saved = {

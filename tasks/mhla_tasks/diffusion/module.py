@@ -115,8 +115,8 @@ class ClassToImage(TrainingModule):
         return list(self.network.backbone.blocks)
 
     def configure_model(self) -> None:
-        """Take over published weights, where training starts; then see :meth:`TrainingModule.configure_model`."""
-        if self._pretrained is not None and self.trainer.state.fn == "fit":
+        """Take over published weights; then see :meth:`TrainingModule.configure_model`."""
+        if self._pretrained is not None:
             load_pretrained(self.network, self._pretrained)
             self._pretrained = None
         super().configure_model()

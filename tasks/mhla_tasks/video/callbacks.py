@@ -10,6 +10,7 @@ from lightning_mhla.callbacks import PeriodicEvaluation
 from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.callbacks.folder import run_folder
 from lightning_mhla.data.sampling import kept_random_state
+from lightning_mhla.strategies import shards_weights
 from mhla_tasks.video.module import VideoDiffusion
 from mhla_tasks.video.strips import draw_strips
 
@@ -40,19 +41,25 @@ class ClipPictures(PeriodicEvaluation):
             raise ValueError("prompts is empty; give at least one")
         self.prompts, self.frames, self.seed = prompts, frames, seed
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out now, not hours later, whether clips can be drawn."""
+        _checked(pl_module).check_drawable()
+        self._rest(pl_module)
+
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw on the first process."""
-        if not isinstance(pl_module, VideoDiffusion):
-            raise ValueError(f"ClipPictures draws from a VideoDiffusion, not from a {type(pl_module).__name__}")
+        """Draw on the first process, or on all where they gather weights from each other; write on the first."""
+        module = _checked(pl_module)
         folder, step = run_folder(trainer) / "pictures", trainer.global_step
-        if trainer.is_global_zero:
+        if trainer.is_global_zero or shards_weights(trainer):
             with (
                 kept_random_state(),
-                evaluation_weights(trainer, pl_module),
+                evaluation_weights(trainer, module),
                 trainer.precision_plugin.forward_context(),
             ):
-                clips = pl_module.draw(self.prompts, list(range(len(self.prompts))), self.seed)
+                clips = module.draw(self.prompts, list(range(len(self.prompts))), self.seed)
+            self._rest(module)
+        if trainer.is_global_zero:
             figure = draw_strips(list(zip(self.prompts, clips.cpu(), strict=True)), self.frames)
             folder.mkdir(parents=True, exist_ok=True)
             figure.savefig(folder / f"clips-step{step:07d}.png", dpi=110)
@@ -60,3 +67,16 @@ class ClipPictures(PeriodicEvaluation):
                 if isinstance(logger, TensorBoardLogger):
                     logger.experiment.add_figure("clips", figure, step)
         trainer.strategy.barrier()
+
+    def _rest(self, module: LightningModule) -> None:
+        """Leave the GPU to training: a text encoder may be larger than the model."""
+        checked = _checked(module)
+        checked.captions.rest()
+        if checked.codec is not None:
+            checked.codec.rest()
+
+
+def _checked(module: LightningModule) -> VideoDiffusion:
+    if not isinstance(module, VideoDiffusion):
+        raise ValueError(f"ClipPictures draws from a VideoDiffusion, not from a {type(module).__name__}")
+    return module

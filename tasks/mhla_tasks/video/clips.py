@@ -18,19 +18,25 @@ from lightning_mhla.data import BrokenSampleError
 LARGEST_FRAME = 8192 * 8192
 """Pixels of a frame, beyond which a file is taken for a broken or a hostile one."""
 
+EARLY = 0.25
+"""Of a frame's duration, by which it may be shown before its time."""
+
 CRF = 15
 """Constant rate factor of x264: hardly any visible loss."""
 
 
-def read_clip(data: bytes, name: str, frames: int, fps: float | None, place: float) -> Tensor:
+def read_clip(
+    data: bytes, name: str, frames: int, fps: float | None, place: float, size: tuple[int, int] | None = None
+) -> Tensor:
     """Consecutive frames of a video.
 
     Args:
-        data: the file.
+        data: the mp4 file.
         name: for messages.
         frames: how many.
         fps: frames a second; None for every frame as it comes.
         place: where the clip lies in what the video has room for, 0 (its beginning) to 1 (its end).
+        size: height and width that each frame is made to cover, its middle cut out; None for the video's own.
 
     Returns:
         ``[frames, 3, H, W]`` uint8.
@@ -41,7 +47,7 @@ def read_clip(data: bytes, name: str, frames: int, fps: float | None, place: flo
     import av
 
     try:
-        with av.open(io.BytesIO(data), metadata_errors="ignore") as container:
+        with av.open(io.BytesIO(data), format="mp4", metadata_errors="ignore") as container:
             if not container.streams.video:
                 raise BrokenSampleError(f"{name}: no video stream in the file")
             stream = container.streams.video[0]
@@ -51,69 +57,100 @@ def read_clip(data: bytes, name: str, frames: int, fps: float | None, place: flo
                 raise BrokenSampleError(f"{name}: frames of {stream.width} x {stream.height} are too large")
             stream.thread_type = "AUTO"
             rate = float(stream.average_rate or stream.guessed_rate or 0)
-            step = 1 / (fps or rate) if fps or rate else 0.0
-            if not step:
+            if not rate:
                 raise BrokenSampleError(f"{name}: the video does not say its frame rate")
-            length = _seconds(container, stream, rate)
-            span = (frames - 1) * step
+            step = 1 / (fps or rate)
+            length, span = _seconds(container, stream, rate), (frames - 1) * step
             if length is not None and span > length + step / 2:
                 raise BrokenSampleError(
-                    f"{name}: {length + 1 / rate if rate else length:.2f} s are too short for {frames} frames at "
-                    f"{1 / step:g} a second"
+                    f"{name}: {length + 1 / rate:.2f} s are too short for {frames} frames at {1 / step:g} a second"
                 )
             start = place * max(0.0, (length or span) - span)
-            chosen = list(_frames_at(container, stream, start, step, frames))
-    except (av.FFmpegError, OSError, ValueError, EOFError) as error:
+            if fps is None:
+                shown = _consecutive(container, stream, start, frames, rate)
+            else:
+                shown = _frames_at(container, stream, [start + number * step for number in range(frames)], rate)
+            chosen = [_pixels(frame, size) for frame in shown]
+            if len(chosen) < frames:
+                raise BrokenSampleError(f"{name}: the video ends after {len(chosen)} of the {frames} frames asked")
+            return torch.stack(chosen)
+    except (av.FFmpegError, OSError, ValueError, RuntimeError) as error:
         if isinstance(error, BrokenSampleError):
             raise
         raise BrokenSampleError(f"{name}: the video cannot be decoded ({error})") from error
-    if len(chosen) < frames:
-        raise BrokenSampleError(f"{name}: the video ends after {len(chosen)} of the {frames} frames asked")
-    return torch.from_numpy(np.stack(chosen)).permute(0, 3, 1, 2)
 
 
 def _seconds(container: Any, stream: Any, rate: float) -> float | None:
     """Time from the first frame to the last, where the file says it."""
-    if stream.frames and rate:
+    if stream.frames:
         return (stream.frames - 1) / rate
     if stream.duration and stream.time_base:
-        return float(stream.duration * stream.time_base) - (1 / rate if rate else 0.0)
-    return None if container.duration is None else container.duration / 1e6 - (1 / rate if rate else 0.0)
+        return float(stream.duration * stream.time_base) - 1 / rate
+    return None if container.duration is None else container.duration / 1e6 - 1 / rate
 
 
-def _frames_at(container: Any, stream: Any, start: float, step: float, count: int) -> Iterator[np.ndarray]:
-    """Frames shown at ``start``, ``start + step``, ..., as RGB ``[H, W, 3]``; a frame stays until the next one's time."""
+def _seek(container: Any, stream: Any, seconds: float) -> float:
+    """Go to the last key frame before ``seconds``; the time of the first frame, from which seconds count."""
     offset = float((stream.start_time or 0) * stream.time_base)
-    if start > 0:
-        container.seek(int((start + offset) / stream.time_base), stream=stream)
-    taken, shown = 0, None
+    if seconds > 0:
+        container.seek(int((seconds + offset) / stream.time_base), stream=stream)
+    return offset
+
+
+def _consecutive(container: Any, stream: Any, start: float, count: int, rate: float) -> Iterator[Any]:
+    """``count`` frames one after another, from about ``start`` on; half a frame earlier, so that they do not run out."""
+    start -= 0.5 / rate
+    offset, taken = _seek(container, stream, start), 0
+    for frame in container.decode(stream):
+        if frame.pts is not None and float(frame.pts * stream.time_base) - offset >= start - EARLY / rate:
+            yield frame
+            taken += 1
+        if taken == count:
+            return
+
+
+def _frames_at(container: Any, stream: Any, times: list[float], rate: float) -> Iterator[Any]:
+    """The frame that is on screen at each of ``times``: it stays until the next one's time, and the last one a while.
+
+    Times of frames are rounded to the file's time base, and cameras are not exact: a frame counts from a quarter of a
+    frame before its time.
+    """
+    offset, early = _seek(container, stream, times[0]), EARLY / rate
+    taken, shown, at = 0, None, 0.0
     for frame in container.decode(stream):
         if frame.pts is None:
             continue
         at = float(frame.pts * stream.time_base) - offset
-        while shown is not None and taken < count and start + taken * step < at - 1e-4:
+        while shown is not None and taken < len(times) and times[taken] < at - early:
             yield shown
             taken += 1
-        if taken == count:
+        if taken == len(times):
             return
-        image = frame.to_ndarray(format="rgb24") if at + 1e-4 >= start - step else None
-        shown = image if image is not None else shown
-    while shown is not None and taken < count and start + taken * step < at + step:
+        shown = frame
+    while shown is not None and taken < len(times) and times[taken] < at + 1 / rate + early:
         yield shown
         taken += 1
 
 
-def fit_clip(clip: Tensor, height: int, width: int) -> Tensor:
-    """A clip ``[F, 3, H, W]`` uint8 shrunk until it just covers ``height x width``, the middle cut out, in -1 .. 1.
+def _pixels(frame: Any, size: tuple[int, int] | None) -> Tensor:
+    """``[3, H, W]`` uint8 of a decoded frame, upright, fitted to ``size``."""
+    image = np.rot90(frame.to_ndarray(format="rgb24"), round(getattr(frame, "rotation", 0) / 90))
+    pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
+    return pixels if size is None else cover(pixels, *size)
 
-    Returns:
-        ``[3, F, height, width]`` float32.
-    """
-    scale = max(height / clip.shape[-2], width / clip.shape[-1])
-    size = [max(height, round(clip.shape[-2] * scale)), max(width, round(clip.shape[-1] * scale))]
-    if size != list(clip.shape[-2:]):
-        clip = v2.functional.resize(clip, size, interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
-    return (v2.functional.center_crop(clip, [height, width]).float() / 127.5 - 1).transpose(0, 1)
+
+def cover(image: Tensor, height: int, width: int) -> Tensor:
+    """Image ``[3, H, W]`` uint8 scaled until it just covers ``height x width``, the middle cut out."""
+    scale = max(height / image.shape[-2], width / image.shape[-1])
+    size = [max(height, round(image.shape[-2] * scale)), max(width, round(image.shape[-1] * scale))]
+    if size != list(image.shape[-2:]):
+        image = v2.functional.resize(image, size, interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
+    return v2.functional.center_crop(image, [height, width])
+
+
+def to_signed(clip: Tensor) -> Tensor:
+    """Frames ``[F, 3, H, W]`` uint8 as a clip ``[3, F, H, W]`` float32 in -1 .. 1."""
+    return (clip.float() / 127.5 - 1).transpose(0, 1)
 
 
 def write_clip(path: Path, clip: Tensor, fps: float) -> None:

@@ -21,6 +21,14 @@ class ClipCodec:
         self.path = path
         self._model: Any = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClipCodec:
+        return self  # the weight average copies the module
+
+    def rest(self) -> None:
+        """Leave the GPU to training."""
+        if self._model is not None:
+            self._model.cpu()
+
     def model(self, device: torch.device) -> Any:
         """The VAE on ``device``, in float32.
 

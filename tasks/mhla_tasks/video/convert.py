@@ -88,10 +88,14 @@ def read_weights(path: str) -> dict[str, Tensor]:
     try:
         if place.is_file():
             state = load_file(path) if place.suffix == ".safetensors" else _read_pickle(place)
-        elif is_swapped(place):
-            state = {
-                name: tensor for file in sorted(place.glob("*.safetensors")) for name, tensor in load_file(file).items()
-            }
+        elif swapped := [each for each in (place, place / "transformer") if is_swapped(each)]:
+            files = sorted(swapped[0].glob("*.safetensors"))
+            state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        elif (place / "meta.pt").is_file():
+            raise ValueError(
+                f"{path} is a sharded checkpoint; make one file of it first: "
+                f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
+            )
         else:
             return _read_diffusers(path)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -109,6 +113,8 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     content = torch.load(path, weights_only=True, map_location="cpu")
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, no weights by name")
     for key in CONTAINERS:
         if isinstance(content.get(key), dict):
             content = content[key]

@@ -13,13 +13,17 @@ import torch
 from torch import Tensor
 
 from lightning_mhla.data import BrokenSampleError, ResumableDataModule, SampleSource, ShardReader, ShardSets
-from mhla_tasks.video.clips import fit_clip, read_clip
+from mhla_tasks.video.clips import read_clip, to_signed
 from mhla_tasks.video.digits import MovingDigitSamples, every_caption
 from mhla_tasks.video.text import read_prompts
 
 VIDEO, TEXT, JSON = "mp4", "txt", "json"
 LATENT, EMBEDDING = "latent.npy", "text.npy"
 """Members of an encoded sample: the clip's latent, and the embeddings of its caption's tokens."""
+
+
+TRIED = 100
+"""Samples that are looked at for the size of a set's latents."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,11 @@ class RequestedClips:
         else:
             plain = known if request.prompts is None else request.prompts
             self.prompts = [(prompt, prompt) for prompt in plain]
+        self.prompts = list(dict.fromkeys(self.prompts))  # VBench's list has two of its prompts twice
         if not self.prompts:
             raise ValueError("there are no prompts; name a file of them: --data.init_args.prompts.prompts=FILE")
+        if len({name for name, _ in self.prompts}) < len(self.prompts):
+            raise ValueError("two prompts have one name, so that their clips would overwrite each other")
         for name, _ in self.prompts:
             if "/" in name or name.startswith(".") or len(file_name(name, request.per_prompt).encode()) > 250:
                 raise ValueError(
@@ -256,8 +263,8 @@ class CaptionedClips:
         text = self._caption(index)
         place = float(torch.rand(())) if self.anywhere else 0.5
         data = self.member(index, (VIDEO,))[1]
-        clip = read_clip(data, self.describe(index), self.frames, self.fps, place)
-        return {"video": fit_clip(clip, self.height, self.width), "caption": text, "index": index}
+        clip = read_clip(data, self.describe(index), self.frames, self.fps, place, (self.height, self.width))
+        return {"video": to_signed(clip), "caption": text, "index": index}
 
     def _caption(self, index: int) -> str:
         extension, data = self.member(index, (TEXT, JSON))
@@ -394,17 +401,19 @@ class LatentClips:
         text_length: tokens that a caption is filled up to.
 
     Raises:
-        ValueError: when the first sample is no encoded clip.
+        ValueError: when none of the first samples is an encoded clip.
     """
 
     def __init__(self, reader: ShardReader, text_length: int) -> None:
         self.reader, self.text_length = reader, text_length
         self.shard_sizes: Sequence[int] = reader.shard_sizes
-        if len(reader):
+        for index in range(len(reader)):
             try:
-                self.size = self._latent(0).shape
+                self.size = self._latent(index).shape
+                break
             except BrokenSampleError as error:
-                raise ValueError(f"{error}; these are no shards of python -m mhla_tasks.video.encode") from error
+                if index + 1 == min(len(reader), TRIED):
+                    raise ValueError(f"{error}; these are no shards of python -m mhla_tasks.video.encode") from error
 
     def __len__(self) -> int:
         """Number of clips."""

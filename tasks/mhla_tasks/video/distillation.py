@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mhla.swap import SwappedAttention, attention_layers, swapped_layers
 from mhla_tasks.video.convert import load_weights
@@ -77,7 +78,7 @@ class Teacher:
             processor = hosts[index].processor
             assert isinstance(processor, SwappedAttention)
             processor.grid(student, (noisy,), {})
-            compare = partial(_compare, hosts[index], distances)
+            compare = partial(_compare, hosts[index], student.is_gradient_checkpointing, distances)
             hooks.append(theirs[index].register_forward_hook(compare, with_kwargs=True))
         try:
             with torch.no_grad():
@@ -90,6 +91,7 @@ class Teacher:
 
 def _compare(
     layer: nn.Module,
+    recompute: bool,
     distances: list[Tensor],
     teacher: nn.Module,
     args: tuple[Any, ...],
@@ -97,5 +99,5 @@ def _compare(
     output: Tensor,
 ) -> None:
     with torch.enable_grad():
-        own = layer(*args, **kwargs)
+        own = checkpoint(layer, *args, use_reentrant=False, **kwargs) if recompute else layer(*args, **kwargs)
         distances.append((own.float() - output.float()).square().mean() / output.float().var())

@@ -166,7 +166,14 @@ def main() -> None:
         codec.latent_size(*size.values())
         codec.check_size(tuple(size.values()))
         captions = make_encoder(TextConfig(args.model, args.text_length), args.text_width)
-        identity = {"clips": digest, **size, "fps": args.fps, "model": args.model, "text_length": args.text_length}
+        identity = {
+            "clips": digest,
+            **size,
+            "fps": args.fps,
+            "model": args.model,
+            "caption_key": args.caption_key,
+            "text_length": args.text_length,
+        }
         paths, skipped = encode_clips(
             source,
             identity,

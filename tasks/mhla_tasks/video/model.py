@@ -105,6 +105,8 @@ def choose_trained(model: WanTransformer3DModel, part: TrainedPart, lora: LoraOp
             parameter.requires_grad_(not fixed)
     if part == "lora":
         _add_adapters(model, sorted(replaced), lora)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"train={part!r} leaves nothing to train: replacing added no parameters")
 
 
 def _add_adapters(model: WanTransformer3DModel, layers: Sequence[int], lora: LoraOptions) -> None:

@@ -19,11 +19,12 @@ from lightning_mhla.hyperparameters import keep_plain
 from lightning_mhla.module import TrainingModule
 from lightning_mhla.optim import OptimizerConfig
 from lightning_mhla.strategies import shards_weights
+from lightning_mhla.swap import swapped_layers
 from mhla_tasks.video.codec import ClipCodec
 from mhla_tasks.video.convert import load_weights
 from mhla_tasks.video.distillation import DistillationConfig, Teacher
 from mhla_tasks.video.model import LoraOptions, TrainedPart, TransformerConfig, build_transformer, choose_trained
-from mhla_tasks.video.sampling import SamplingConfig, draw_clips
+from mhla_tasks.video.sampling import SamplingConfig, draw_clips, latent_shape
 from mhla_tasks.video.text import TextConfig, make_encoder
 from mhla_tasks.video.writer import ClipWriter
 
@@ -116,21 +117,24 @@ class VideoDiffusion(TrainingModule):
             self.network.enable_gradient_checkpointing()
         self.captions = make_encoder(text, transformer.text_dim)
         self.codec = None if vae is None else ClipCodec(vae)
-        self._shape, self._pretrained = transformer, pretrained
+        self._shape, self.pretrained = transformer, pretrained
         self._writer = ClipWriter(output)
+        self._started = False
         self._teacher: Teacher | None = None
         self._empty: Tensor | None = None
         self.val_loss, self.val_samples = MeanMetric(), SumMetric()
+
+    output_names = ("proj_out", "scale_shift_table")
 
     def layers(self) -> list[nn.Module]:
         """See :meth:`TrainingModule.layers`."""
         return list(self.network.blocks)
 
     def configure_model(self) -> None:
-        """Take over weights to start from, where training starts; then see :meth:`TrainingModule.configure_model`."""
-        if self._pretrained is not None and self.trainer.state.fn == "fit":
-            load_weights(self.network, self._pretrained)
-            self._pretrained = None
+        """Take over weights to start from; then see :meth:`TrainingModule.configure_model`."""
+        if self.pretrained is not None and not self._started:
+            load_weights(self.network, self.pretrained)
+        self._started = True
         super().configure_model()
 
     def configure_callbacks(self) -> list[Callback]:
@@ -146,12 +150,53 @@ class VideoDiffusion(TrainingModule):
             self._teacher = Teacher(self._shape, path)
         if self._teacher is not None:
             self._teacher.model.to(self.device)
+        self._check_encoded_captions()
         if self.flow.caption_dropout:
             self.empty_caption()
+
+    def on_predict_start(self) -> None:
+        """Load what clips are drawn with, before the clock starts."""
+        self.check_drawable()
+
+    def check_drawable(self) -> None:
+        """Find out at once whether clips can be drawn.
+
+        Raises:
+            ValueError: for latents without a VAE, or a size that cannot be.
+            FileNotFoundError: for a VAE or text encoder that is not there.
+        """
+        channels = self.network.config.out_channels
+        if self.codec is None and channels not in (1, 3):
+            raise ValueError(
+                f"clips of {channels} channels are latents; name the VAE that decodes them: "
+                "--model.init_args.vae=FOLDER_OR_NAME"
+            )
+        latent_shape(self.network, self.codec, self.sampling)
+        if self.codec is not None:
+            self.codec.model(self.device)
+        self.captions.tokens("", self.device)
+
+    def _check_encoded_captions(self) -> None:
+        """Refuse captions that come encoded otherwise than prompts will be."""
+        length = getattr(self.trainer.datamodule, "text_length", None)  # type: ignore[attr-defined]
+        if length is None:
+            return
+        if self.captions.config.encoder is None:
+            raise ValueError(
+                "the data's captions are encoded, and without text.encoder prompts would be encoded otherwise; name the "
+                "pipeline that encoded them: --model.init_args.text.encoder=FOLDER_OR_NAME"
+            )
+        if length != self.captions.config.length:
+            raise ValueError(
+                f"captions have {length} tokens in the data (text_length) and {self.captions.config.length} in the model "
+                "(text.length); cross-attention sees the filling too, so set them alike"
+            )
 
     def _check_layer_steps(self) -> None:
         """Refuse strategies under which layers cannot be trained one by one."""
         strategy = self.trainer.strategy
+        if not swapped_layers(self.network):
+            raise ValueError("distillation.layer_steps matches replaced layers, and none is replaced; see layer_kinds")
         if shards_weights(self.trainer):
             raise ValueError(
                 f"distillation.layer_steps calls layers by themselves, whose weights {type(strategy).__name__} shards with "
@@ -209,15 +254,20 @@ class VideoDiffusion(TrainingModule):
             }
             for place in counted
         ]
-        rows = [rows[place] for place in self._writer.missing(rows)]
-        if not rows:
+        missing = self._writer.missing(rows)
+        rows, places = [rows[number] for number in missing], [counted[number] for number in missing]
+        if shards_weights(self.trainer):  # processes gather weights from each other: all draw equally often
+            places = list(range(len(batch["index"])))
+        elif not places:
             return {"frames": [], "rows": [], "fps": self.sampling.fps}
         start = time.perf_counter()
-        frames = self.draw([row["prompt"] for row in rows], [row["index"] for row in rows], rows[0]["seed"])
+        indices = [int(batch["index"][place]) for place in places]
+        frames = self.draw([batch["caption"][place] for place in places], indices, int(batch["seed"][0]))
         if frames.is_cuda:
             torch.cuda.synchronize()
-        took = {"seconds": (time.perf_counter() - start) / len(rows), "clips_at_once": len(rows)}
-        return {"frames": frames, "rows": [{**row, **took} for row in rows], "fps": self.sampling.fps}
+        took = {"seconds": (time.perf_counter() - start) / len(places), "clips_at_once": len(places)}
+        kept = [indices.index(row["index"]) for row in rows]
+        return {"frames": frames[kept], "rows": [{**row, **took} for row in rows], "fps": self.sampling.fps}
 
     def draw(self, prompts: list[str], indices: list[int], seed: int) -> Tensor:
         """Clips ``[B, F, C, H, W]`` uint8; see :func:`mhla_tasks.video.sampling.draw_clips`."""

@@ -45,6 +45,12 @@ class CaptionEncoder:
     def __init__(self, config: TextConfig, width: int) -> None:
         self.config, self.width = config, width
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CaptionEncoder:
+        return self  # the weight average copies the module
+
+    def rest(self) -> None:
+        """Leave the GPU to training."""
+
     def encode(self, captions: Sequence[str], device: torch.device) -> Tensor:
         """``[B, length, width]`` float32 on ``device``; zeros beyond a caption's tokens."""
         rows = [self.tokens(caption, device) for caption in captions]
@@ -85,7 +91,13 @@ class UMT5Text(CaptionEncoder):
         words = tokenizer(
             prompt_clean(caption), truncation=True, max_length=self.config.length, return_tensors="pt"
         ).to(device)
-        return model(words.input_ids, words.attention_mask).last_hidden_state[0].float()
+        with torch.autocast(device.type, enabled=False):
+            return model(words.input_ids, words.attention_mask).last_hidden_state[0].float()
+
+    def rest(self) -> None:
+        """See :meth:`CaptionEncoder.rest`."""
+        if self._parts is not None:
+            self._parts[1].cpu()
 
     def _load(self, device: torch.device) -> tuple[Any, Any]:
         if self._parts is None:
@@ -121,7 +133,7 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
 
     Raises:
         FileNotFoundError: when there is no such file.
-        ValueError: when it holds no prompt, or the same name twice.
+        ValueError: when it holds no prompt.
     """
     place = Path(path)
     if not place.is_file():
@@ -130,6 +142,4 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
     pairs = [(line.split("\t", 1)[0].strip(), line.split("\t", 1)[-1].strip()) for line in lines if line]
     if not pairs:
         raise ValueError(f"prompts {place} is empty; write a prompt on each line")
-    if len({name for name, _ in pairs}) < len(pairs):
-        raise ValueError(f"prompts {place} names a prompt twice, so that its clips would overwrite each other")
     return pairs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
@@ -34,16 +35,39 @@ class ClipWriter(Callback):
     def __init__(self, folder: str | None) -> None:
         self._asked = folder
         self.folder = Path()
-        self._drawn = 0
         self._shown: list[tuple[str, Tensor]] = []
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the folder, on every rank."""
         own = run_folder(trainer)
         self.folder = own if self._asked is None else Path(self._asked)
-        self._drawn, self._shown = 0, []
-        (self.folder / "videos").mkdir(parents=True, exist_ok=True)
+        self._shown = []
+        if trainer.is_global_zero:
+            (self.folder / "videos").mkdir(parents=True, exist_ok=True)
+        self._check_origin(trainer, pl_module)
         trainer.strategy.barrier()
+
+    def _check_origin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write down what the clips are drawn from and how, or compare it with what is there.
+
+        Raises:
+            ValueError: when they differ, so that clips of two models would be mixed.
+        """
+        place = self.folder / "videos-origin.json"
+        options = dict(pl_module.hparams)
+        origin = {
+            "weights": str(trainer.ckpt_path or getattr(pl_module, "pretrained", None)),
+            **{name: options[name] for name in ("sampling", "flow", "text", "vae")},
+        }
+        before = json.loads(place.read_text()) if place.exists() else json.loads(json.dumps(origin))
+        differing = [name for name, value in json.loads(json.dumps(origin)).items() if before.get(name) != value]
+        if differing:
+            raise ValueError(
+                f"{self.folder / 'videos'} holds clips of other {', '.join(differing)} (see {place.name}); choose another "
+                "--model.init_args.output"
+            )
+        if trainer.is_global_zero:
+            write_whole(place, json.dumps(origin, indent=2) + "\n")
 
     def missing(self, rows: list[Row]) -> list[int]:
         """Places of the clips that are not there yet.
@@ -72,10 +96,9 @@ class ClipWriter(Callback):
         for frames, row in zip(outputs["frames"], outputs["rows"], strict=True):
             frames = frames.cpu()
             line = {**row, "frames": len(frames), "height": frames.shape[-2], "width": frames.shape[-1]}
-            with (self.folder / "videos.jsonl").open("a") as stream:  # before the clip: it stands for no less than that
-                stream.write(json.dumps(line) + "\n")
+            with (self.folder / "videos.jsonl").open("a") as stream:  # a line break first: the last line may be torn
+                stream.write("\n" + json.dumps(line) + "\n")
             write_clip(self.folder / "videos" / row["file"], frames, outputs["fps"])
-            self._drawn += 1
             if len(self._shown) < SHOWN:
                 self._shown.append((row["prompt"], frames))
 
@@ -88,13 +111,21 @@ class ClipWriter(Callback):
         write_whole(self.folder / "videos.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         if self._shown:
             draw_strips(self._shown, SHOWN).savefig(self.folder / "videos.png", dpi=110)
-        first, seconds = rows[0], sum(row["seconds"] for row in rows) / len(rows)
+        if not rows:
+            return
+        first, seconds = rows[0], median(row["seconds"] for row in rows)
         Console(soft_wrap=True, highlight=False).print(
             f"{len(rows)} clips of {first['frames']} frames of {first['height']} x {first['width']} in "
-            f"{self.folder / 'videos'}: {seconds:.2f} s a clip, {first['clips_at_once']} at once"
+            f"{self.folder / 'videos'}: {seconds:.2f} s a clip (median), {first['clips_at_once']} at once"
         )
 
     def _lines(self) -> list[Row]:
         place = self.folder / "videos.jsonl"
         lines = place.read_text().splitlines() if place.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        rows = []
+        for line in filter(None, lines):
+            try:
+                rows.append(json.loads(line))
+            except ValueError:  # torn by a stop
+                continue
+        return rows

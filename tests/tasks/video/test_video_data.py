@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import tarfile
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from diffusers import WanPipeline
 from mhla_tasks.video import encode
-from mhla_tasks.video.clips import fit_clip, read_clip, to_frames, write_clip
+from mhla_tasks.video.clips import cover, read_clip, to_frames, to_signed, write_clip
 from mhla_tasks.video.codec import ClipCodec
 from mhla_tasks.video.data import (
     ClipFolder,
@@ -112,9 +113,11 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         "file": "dog-1.mp4",
         "seed": 3,
     }
-    path.write_text("a cat\na cat\n")
-    with pytest.raises(ValueError, match="names a prompt twice"):
-        read_prompts(path)
+    path.write_text("a cat\na dog\na cat \n")
+    assert len(RequestedClips(PromptRequest(str(path)), [])) == 2, "VBench's list has some of its prompts twice"
+    path.write_text("a cat\ta white cat\na cat\ta black cat\n")
+    with pytest.raises(ValueError, match="two prompts have one name"):
+        RequestedClips(PromptRequest(str(path)), [])
     path.write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
         read_prompts(path)
@@ -217,10 +220,53 @@ def test_a_sound_file_is_no_video(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [(20, 30), (31, 17), (8, 8)], ids=str)
 def test_clips_cover_the_size_asked(size: tuple[int, int]) -> None:
     clip = torch.full((3, 3, *size), 200, dtype=torch.uint8)
-    fitted = fit_clip(clip, 16, 16)
-    assert fitted.shape == (3, 3, 16, 16)
-    torch.testing.assert_close(fitted, torch.full_like(fitted, 200 / 127.5 - 1))
-    assert torch.equal(to_frames(fitted[None])[0], torch.full((3, 3, 16, 16), 200, dtype=torch.uint8))
+    covered = torch.stack([cover(frame, 16, 16) for frame in clip])
+    signed = to_signed(covered)
+    assert signed.shape == (3, 3, 16, 16)
+    torch.testing.assert_close(signed, torch.full_like(signed, 200 / 127.5 - 1))
+    assert torch.equal(to_frames(signed[None])[0], covered)
+
+
+def uneven_video(path: Path, times: list[float], base: int) -> bytes:
+    """Frames of brightness 10 i at ``times``, rounded to ``1 / base`` of a second."""
+    with av.open(str(path), "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=30)
+        stream.height, stream.width, stream.pix_fmt = 16, 16, "yuv420p"
+        stream.time_base = stream.codec_context.time_base = Fraction(1, base)
+        stream.options = {"crf": "10", "bf": "0"}
+        for number, at in enumerate(times):
+            frame = av.VideoFrame.from_ndarray(np.full((16, 16, 3), 10 * number, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = round(at * base), Fraction(1, base)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(("rate", "base"), [(30, 1000), (16, 1000), (24, 600), (23.976, 1000)])
+def test_rounded_times_neither_double_nor_lose_frames(tmp_path: Path, rate: float, base: int) -> None:
+    data = uneven_video(tmp_path / "v.mp4", [number / rate for number in range(24)], base)
+    for place, first in ((0.0, 0), (1.0, 12)):
+        shown = [round(level / 10) for level in brightness(read_clip(data, "v", 12, None, place))]
+        assert shown == list(range(first, first + 12)), shown
+    shown = [round(level / 10) for level in brightness(read_clip(data, "v", 12, rate, 0.0))]
+    assert shown == list(range(12)), shown
+
+
+def test_shaky_times_and_more_frames_than_there_are(tmp_path: Path, ramp: bytes) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shake = (torch.rand(24, generator=generator) - 0.5) * 0.3
+    data = uneven_video(
+        tmp_path / "v.mp4", [(number + float(shake[number])) / 30 if number else 0.0 for number in range(24)], 15360
+    )
+    assert [round(level / 10) for level in brightness(read_clip(data, "v", 20, None, 0.0))] == list(range(20))
+    shown = [round(level / 10) for level in brightness(read_clip(data, "v", 20, 30.0, 0.0))]
+    assert shown == list(range(20)), shown
+    clip = read_clip(ramp, "ramp", 4, 16.0, 0.166)  # from 0.447 s on, 8 frames a second
+    assert [round(level / 10) for level in brightness(clip)] == [3, 4, 4, 5]
+
+
+def test_frames_are_made_small_while_decoding(ramp: bytes) -> None:
+    assert read_clip(ramp, "ramp", 3, None, 0.0, (8, 10)).shape == (3, 3, 8, 10)
 
 
 # shards

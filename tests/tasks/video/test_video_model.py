@@ -61,6 +61,8 @@ def test_fixed_coefficients_stay_fixed() -> None:
 def test_training_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="train='new' trains replaced attention, and no layer is replaced"):
         choose_trained(tiny_wan(), "new", LoraOptions())
+    with pytest.raises(ValueError, match="train='new' leaves nothing to train"):
+        choose_trained(build_transformer(TINY, AttentionConfig(kind="softmax"), None), "new", LoraOptions())
 
 
 def test_adapters_start_without_effect_and_merge_exactly() -> None:
@@ -215,7 +217,7 @@ def test_their_convolution_after_the_gate_is_refused(original: WanTransformer3DM
         load_published(str(tmp_path / "softmax.pth"), (2, 2, 3))
 
 
-@pytest.mark.parametrize("place", ["transformer", "pipeline", "original", "swapped"])
+@pytest.mark.parametrize("place", ["transformer", "pipeline", "original", "swapped", "swapped pipeline"])
 def test_weights_to_start_from(original: WanTransformer3DModel, pipeline: Path, tmp_path: Path, place: str) -> None:
     """From wherever they come, softmax attention gives the source's output, and MHLA starts from its projections."""
     source: Any = original
@@ -230,14 +232,14 @@ def test_weights_to_start_from(original: WanTransformer3DModel, pipeline: Path, 
     else:
         source = tiny_wan()
         swap_attention(source, PAPER, layer_kinds=HYBRID)
-        shaken(source).save_pretrained(path)
+        shaken(source).save_pretrained(path / "transformer" if place == "swapped pipeline" else path)
     given = inputs()
-    kinds = HYBRID if place == "swapped" else ["keep"]
+    kinds = HYBRID if place.startswith("swapped") else ["keep"]
     model = build_transformer(TINY, PAPER, kinds)
     load_weights(model, str(path))
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(*given).sample, source(*given).sample)
-    if place != "swapped":
+    if not place.startswith("swapped"):
         model = build_transformer(TINY, PAPER, HYBRID)
         choose_trained(model, "lora", LoraOptions(rank=2))
         load_weights(model, str(path))
@@ -251,6 +253,13 @@ def test_wrong_weights(original: WanTransformer3DModel, tmp_path: Path) -> None:
     (tmp_path / "text.pth").write_text("no weights")
     with pytest.raises(ValueError, match="cannot be read safely"):
         load_weights(model, str(tmp_path / "text.pth"))
+    torch.save([torch.ones(2)], tmp_path / "list.pth")
+    with pytest.raises(ValueError, match="holds a list, no weights by name"):
+        load_weights(model, str(tmp_path / "list.pth"))
+    (tmp_path / "sharded").mkdir()
+    (tmp_path / "sharded/meta.pt").touch()
+    with pytest.raises(ValueError, match="consolidate_checkpoint"):
+        load_weights(model, str(tmp_path / "sharded"))
     torch.save({"a": torch.ones(2)}, tmp_path / "other.pth")
     with pytest.raises(ValueError, match="no weights of a Wan transformer"):
         load_weights(model, str(tmp_path / "other.pth"))
@@ -287,6 +296,11 @@ def test_matching_layers_is_zero_for_the_teacher_itself_and_trains_replaced_laye
     load_weights(student, str(tmp_path))
     loss = teacher.layer_loss(student, latent, times, text)
     loss.backward()
+    gradient = student.blocks[1].attn1.to_q.weight.grad.clone()
+    student.zero_grad()
+    student.enable_gradient_checkpointing()
+    teacher.layer_loss(student.train(), latent, times, text).backward()
+    torch.testing.assert_close(student.blocks[1].attn1.to_q.weight.grad, gradient)
     moved = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
     choose_trained(student, "attention", LoraOptions())
     assert moved == trained(student)

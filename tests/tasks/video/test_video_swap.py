@@ -264,6 +264,7 @@ def test_exponential_mixing_on_any_grid(tmp_path: Path) -> None:
         ({"layers": [0], "layer_kinds": ["mhla"]}, "give layers or layer_kinds, not both"),
         ({"layer_kinds": ["keep", "mhla"]}, "its length must divide the 3 layers"),
         ({"layer_kinds": ["keep", "mhla", "mhl"]}, "did you mean 'mhla'"),
+        ({"attention": AttentionConfig(normalize=False), "layer_kinds": ["linear", "mhla", "mhla"]}, "needs block_grid"),
     ],
 )  # fmt: skip
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
@@ -271,6 +272,18 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         swap_attention(model, **{"attention": PAPER, **options})
     assert swapped_layers(model) == {}, "a refused swap must leave the model as it was"
+
+
+def test_calls_of_other_models_are_refused() -> None:
+    model, given = tiny_dit()
+    swap_attention(model, AttentionConfig(block_grid=[2, 2]))
+    layer = model.transformer_blocks[0].attn1
+    with pytest.raises(ValueError, match=r"image_rotary_emb.* have a form that swapped attention does not know"):
+        layer(torch.randn(1, 16, 16), image_rotary_emb=(torch.ones(16, 8), torch.ones(16, 8)))
+    with pytest.raises(ValueError, match="self-attention without a mask"):
+        layer(torch.randn(1, 16, 16), attention_mask=torch.ones(1, 16))
+    with pytest.raises(ValueError, match="wants batch, channels and the 2 axes of its patches"):
+        model(given["hidden_states"].flatten(2), **{k: v for k, v in given.items() if k != "hidden_states"})
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
