@@ -118,7 +118,7 @@ def measure(name: str, checkpoint: Path, seconds: float) -> Row:
         "variant": name,
         "val_loss": curves["val/loss"][-1][1],
         "val_loss_by_step": curves["val/loss"],
-        "train_loss_by_step": curves["train/loss"],
+        "train_loss_by_step": curves.get("train/loss", []),
         **judge(draw(module, captions), captions),
         "clips": len(captions),
         "steps": content["global_step"],
