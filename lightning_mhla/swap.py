@@ -153,8 +153,8 @@ class SwappedAttention(nn.Module):
 def _split_heads(attn: Any, x: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of the host, its norms applied over a head or over all of them, as they are wide."""
     q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
-    out = []
-    for tensor, norm, width in ((q, attn.norm_q, attention.key_width), (k, attn.norm_k, attention.key_width)):
+    out, width = [], attention.key_width
+    for tensor, norm in ((q, attn.norm_q), (k, attn.norm_k)):
         across = norm is not None and norm.weight.shape[-1] != width
         heads = (norm(tensor) if across else tensor).unflatten(-1, (-1, width))
         heads = heads if norm is None or across else norm(heads)

@@ -42,9 +42,21 @@ class ClipPictures(PeriodicEvaluation):
         self.prompts, self.frames, self.seed = prompts, frames, seed
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out now, not hours later, whether clips can be drawn."""
-        _checked(pl_module).check_drawable()
-        self._rest(pl_module)
+        """Find out now, not hours later, whether clips can be drawn; on the processes that draw, so that others load nothing.
+
+        Raises:
+            ValueError: on every process, for what does not fit together.
+        """
+        module, failed = _checked(pl_module), ""
+        if trainer.is_global_zero or shards_weights(trainer):
+            try:
+                module.check_drawable()
+            except (ValueError, FileNotFoundError) as error:
+                failed = str(error)
+            self._rest(module)
+        failed = trainer.strategy.broadcast(failed)
+        if failed:
+            raise ValueError(failed)
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:

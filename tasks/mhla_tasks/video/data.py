@@ -102,11 +102,11 @@ class ClipData(ResumableDataModule):
         options: as for :class:`ResumableDataModule`.
     """
 
+    known_prompts: Sequence[str] = ()
+
     def __init__(self, prompts: PromptRequest, **options: Any) -> None:
         super().__init__(**options)
         self.prompts = PromptRequest(**prompts) if isinstance(prompts, dict) else prompts
-
-    known_prompts: Sequence[str] = ()
 
     def empty_caption(self) -> Tensor | None:
         """Embeddings ``[l, D]`` of the empty caption's tokens, where captions come encoded; None where they are text."""

@@ -77,6 +77,8 @@ class VideoDiffusion(TrainingModule):
         ema_decay: decay of the moving average of the weights that validation and clips use; null for none.
     """
 
+    output_names = ("proj_out", "scale_shift_table")
+
     def __init__(
         self,
         attention: AttentionConfig,
@@ -123,8 +125,6 @@ class VideoDiffusion(TrainingModule):
         self._teacher: Teacher | None = None
         self._empty: Tensor | None = None
         self.val_loss, self.val_samples = MeanMetric(), SumMetric()
-
-    output_names = ("proj_out", "scale_shift_table")
 
     def layers(self) -> list[nn.Module]:
         """See :meth:`TrainingModule.layers`."""

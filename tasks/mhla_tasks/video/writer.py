@@ -19,6 +19,9 @@ from mhla_tasks.video.strips import draw_strips
 SHOWN = 8
 """Clips in the picture, and frames of each."""
 
+ORIGIN = ("transformer", "attention", "layer_kinds", "sampling", "flow", "text", "vae")
+"""Options of the module that a clip depends on."""
+
 Row = dict[str, Any]
 
 
@@ -54,13 +57,15 @@ class ClipWriter(Callback):
             ValueError: when they differ, so that clips of two models would be mixed.
         """
         place = self.folder / "videos-origin.json"
-        options = dict(pl_module.hparams)
+        weights = Path(str(trainer.ckpt_path or getattr(pl_module, "pretrained", None)))
         origin = {
-            "weights": str(trainer.ckpt_path or getattr(pl_module, "pretrained", None)),
-            **{name: options[name] for name in ("sampling", "flow", "text", "vae")},
+            "weights": str(weights),
+            "written": weights.stat().st_mtime_ns if weights.is_file() else None,  # last.ckpt is overwritten
+            **{name: pl_module.hparams[name] for name in ORIGIN},
         }
-        before = json.loads(place.read_text()) if place.exists() else json.loads(json.dumps(origin))
-        differing = [name for name, value in json.loads(json.dumps(origin)).items() if before.get(name) != value]
+        origin = json.loads(json.dumps(origin))
+        before = json.loads(place.read_text()) if place.exists() else origin
+        differing = [name for name in origin if before.get(name) != origin[name]]
         if differing:
             raise ValueError(
                 f"{self.folder / 'videos'} holds clips of other {', '.join(differing)} (see {place.name}); choose another "

@@ -229,7 +229,6 @@ def test_clips_are_the_pipelines_own(pipeline: Path) -> None:
         ).frames[0]
         theirs = torch.from_numpy(frames).permute(0, 3, 1, 2) * 255
         assert (theirs - clips[number].float()).abs().max() <= 2
-    assert isinstance(wan.transformer, type(made.network))
 
 
 def test_euler_sampler_and_seeds() -> None:
