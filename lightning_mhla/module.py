@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning import Callback, LightningModule
+from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
+from lightning_mhla.callbacks.recovery import Recovery
 from lightning_mhla.callbacks.seeding import StepSeed
+from lightning_mhla.checkpoint_io import WholeCheckpointIO
+from lightning_mhla.mixing import MixingCoefficients
 from lightning_mhla.optim import OptimizerConfig, build_optimizer
+from lightning_mhla.strategies import LIVE, load_weights, shards_weights
 
 log = logging.getLogger(__name__)
 
@@ -44,20 +50,32 @@ class TrainingModule(LightningModule):
         raise NotImplementedError
 
     def configure_callbacks(self) -> list[Callback]:
-        """Seeds of each step, and the moving average, in every fit."""
+        """In every fit: seeds of each step, the moving average, and those that keep a run safe, unless it brings its own.
+
+        Checkpoints are written whole or not at all from here on.
+        """
+        if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            self.trainer.strategy.checkpoint_io = WholeCheckpointIO()
         if self.trainer.state.fn != "fit":
             return []
         average = [] if self.ema_decay is None else [ExponentialMovingAverage(self.ema_decay)]
-        return [StepSeed(), *average]
+        given = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
+        return [StepSeed(), *average, *(kind() for kind in (Recovery,) if kind not in given)]
 
     def configure_model(self) -> None:
         """Shard the network block by block, under a strategy that made a device mesh (FSDP2)."""
         if self.device_mesh is None or isinstance(self.network, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
+        gathered = getattr(self.trainer.strategy, "gather_dtype", "float32")
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if gathered != "float32":
+            policy = replace(policy, param_dtype=getattr(torch, gathered), reduce_dtype=torch.float32)
+            for module in [each for each in self.network.modules() if isinstance(each, MixingCoefficients)]:
+                fully_shard(module, mesh=mesh, reshard_after_forward=False)  # in float32; they are used after its forward
         for layer in self.layers():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.network, mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(self.network, mesh=mesh, mp_policy=policy)
 
     def configure_optimizers(self) -> Any:
         """AdamW with warm-up and schedule, stepped with the optimiser."""
@@ -114,11 +132,13 @@ class TrainingModule(LightningModule):
                     f"{ours.get(key)!r}; set --model.init_args.attention.{key}={theirs.get(key)}, or train from the start"
                 )
         fitting = self._trainer is not None and self._trainer.state.fn == "fit"
-        if fitting and self.ema_decay is None and "current_model_state" in checkpoint:
+        if fitting and self.ema_decay is None and LIVE in checkpoint:
             log.warning(
                 "the checkpoint keeps a weight average, which this run does not: it goes on from the live weights"
             )
-            checkpoint["state_dict"] = checkpoint["current_model_state"]
+            checkpoint["state_dict"] = checkpoint[LIVE]
+            if shards_weights(self.trainer):  # their strategy has loaded the average by now
+                load_weights(self, checkpoint[LIVE])
         state = self.state_dict()
         wrong = [
             f"{name} is {list(tensor.shape)}, here {list(state[name].shape)}"

@@ -1,8 +1,12 @@
-"""The processes that share a command, as torchrun or srun started them."""
+"""The processes that share a command: their places, as torchrun or srun started them, and what they agree on."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 
 def process_place() -> tuple[int, int, int]:
@@ -14,3 +18,24 @@ def process_place() -> tuple[int, int, int]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK") if "RANK" in os.environ else names
     rank, world, local = (int(os.environ.get(name, default)) for name, default in zip(names, "010", strict=True))
     return rank, world, local
+
+
+class Agreement:
+    """What any of the processes says, on every process, without waiting for an accelerator.
+
+    Made on every process at once, after the process group is there; on its own, a process agrees with itself.
+    """
+
+    def __init__(self) -> None:
+        self.shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._group: Any = None
+        if self.shared:
+            self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    def any(self, *said: bool) -> tuple[bool, ...]:
+        """For each place whether any process said yes; every process calls it, with equally many."""
+        if not self.shared:
+            return said
+        votes = torch.tensor(said, dtype=torch.int32)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
+        return tuple(bool(vote) for vote in votes)

@@ -2,30 +2,130 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
 from lightning import Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_mhla.checkpoint_io import read_file, resolve_checkpoint
+from lightning_mhla.sharded import load_rest, load_tensors, save_sharded, saved_names
+
+LIVE = "current_model_state"
+"""Under this name a checkpoint keeps the weights as they are trained, where ``state_dict`` is their moving average."""
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
     """FSDP2 over all processes: Lightning's ModelParallelStrategy with every process in the data-parallel dimension.
 
-    Works on GPUs (NCCL) and CPUs (gloo), on any number of nodes.
+    Works on GPUs (NCCL) and CPUs (gloo), on any number of nodes. Checkpoints are there whole or not at all, and load on
+    any number of processes.
 
     Args:
         save_distributed_checkpoint: write a folder of shards, one file for each process, instead of one file.
+        gather_dtype: in which weights are gathered for a block, and computed with; gradients are reduced in float32, and
+            the weights that the optimiser updates stay float32. Mixing coefficients are always gathered in float32.
     """
 
-    def __init__(self, save_distributed_checkpoint: bool = True) -> None:
+    def __init__(
+        self,
+        save_distributed_checkpoint: bool = True,
+        gather_dtype: Literal["float32", "bfloat16"] = "float32",
+    ) -> None:
         super().__init__(
             data_parallel_size=1, tensor_parallel_size=1, save_distributed_checkpoint=save_distributed_checkpoint
         )
+        self.gather_dtype = gather_dtype
 
     def setup_environment(self) -> None:
         """Size the data-parallel dimension, which is known only now."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any = None
+    ) -> None:
+        """Write the folder of shards, or one file; every process calls it."""
+        path = Path(self.broadcast(filepath))
+        if not self._save_distributed_checkpoint:
+            Strategy.save_checkpoint(self, checkpoint, path)
+            return
+        tensors = {name: checkpoint.pop(name) for name in ("state_dict", LIVE) if name in checkpoint}
+        for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
+            tensors[f"optimizer_{index}"] = state
+        save_sharded(path, tensors, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load weights and optimisers from a folder of shards or from one file, and give the other entries back.
+
+        Live weights beside a moving average come back under their own name, in shards like the module's own.
+        """
+        path = resolve_checkpoint(Path(self.broadcast(checkpoint_path)))
+        assert self.model is not None
+        if path.is_file():
+            content = read_file(path)
+            load_weights(self.model, content.pop("state_dict"), self._strict)
+            for optimizer, state in zip(self.optimizers, content.get("optimizer_states", []), strict=False):
+                named = _named(state, optimizer, self.model)
+                set_optimizer_state_dict(
+                    self.model, optimizer, optim_state_dict=named, options=StateDictOptions(full_state_dict=True)
+                )
+            return content
+        names = saved_names(path)
+        weights = {name: get_model_state_dict(self.model) for name in ("state_dict", LIVE) if name in names}
+        weights = {name: {key: value.clone() for key, value in state.items()} for name, state in weights.items()}
+        load_tensors(path, weights)
+        set_model_state_dict(self.model, weights.pop("state_dict"), options=StateDictOptions(strict=self._strict))
+        for index, optimizer in enumerate(self.optimizers):
+            state = {f"optimizer_{index}": get_optimizer_state_dict(self.model, optimizer)}
+            load_tensors(path, state)
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{index}"])
+        return {**load_rest(path), **weights}
+
+    @property
+    def _strict(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.strict_loading
+
+
+def _named(state: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """The state of an optimiser by name of the parameter, as sharded weights need it, in place of by number."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        "state": {order[number]: values for number, values in state["state"].items()},
+        "param_groups": [{**g, "params": [order[number] for number in g["params"]]} for g in state["param_groups"]],
+    }
+
 
 def shards_weights(trainer: Trainer) -> bool:
     """Whether no process holds all weights."""
     return isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy)
+
+
+def load_weights(module: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
+    """Copy weights into a module, of which every process may hold a share; every process calls it.
+
+    Args:
+        module: sharded or not.
+        state: in shards like the module's, or whole on every process.
+        strict: whether the names have to be the same.
+    """
+    sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    if sharded and not any(isinstance(value, DTensor) for value in state.values()):
+        set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, strict=strict))
+    else:
+        with torch.no_grad():
+            module.load_state_dict(state, strict=strict)

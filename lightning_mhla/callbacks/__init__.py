@@ -4,6 +4,7 @@ from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
 from lightning_mhla.callbacks.curves import LearningCurves
 from lightning_mhla.callbacks.periodic import PeriodicEvaluation
 from lightning_mhla.callbacks.pictures import AttentionPictures
+from lightning_mhla.callbacks.recovery import Recovery
 from lightning_mhla.callbacks.report import RunReport
 from lightning_mhla.callbacks.seeding import StepSeed
 
@@ -12,6 +13,7 @@ __all__ = [
     "ExponentialMovingAverage",
     "LearningCurves",
     "PeriodicEvaluation",
+    "Recovery",
     "RunReport",
     "StepSeed",
 ]

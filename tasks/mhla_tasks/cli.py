@@ -16,11 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
+from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from rich.logging import RichHandler
 
+from lightning_mhla.checkpoint_io import find_checkpoints, read_header
 from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.runs import RunFolder
+from lightning_mhla.sharded import is_sharded
 from mhla_tasks.config_errors import Source, find_unknown_key, read_sources, shorten
 
 OWN = ("mhla_kernels", "lightning_mhla", "mhla_tasks")
@@ -40,11 +43,26 @@ class ShortErrorParser(LightningArgumentParser):
 
 
 class SuiteCLI(LightningCLI):
-    """LightningCLI with short errors and with checkpoints that never override what the user asks for."""
+    """LightningCLI with short errors, run folders, and checkpoints that never override what the user asks for."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The options of every command beside Lightning's."""
+        parser.add_argument(
+            "--run_dir",
+            type=str | None,
+            default=None,
+            help="Folder of the run: logs and checkpoints go there, and it goes on from the newest whole checkpoint in it. "
+            "Without --config it takes the configuration that it was started with.",
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Check the keys, take over what a checkpoint remembers as defaults, then parse."""
         words = sys.argv[1:] if args is None else list(args) if isinstance(args, Sequence) else []
+        words = with_config_of_run(words)
+        if args is None:
+            sys.argv[1:] = words  # other processes of the run are started with it
+        else:
+            args = words
         for each in self._subcommand_parsers.values():
             each.set_defaults({"weights_only": True})
         self._subcommand_parsers["predict"].set_defaults({"return_predictions": False})  # callbacks write them
@@ -65,14 +83,52 @@ class SuiteCLI(LightningCLI):
         super().parse_arguments(parser, args)
 
     def before_instantiate_classes(self) -> None:
-        """Leave weights to start from alone where a checkpoint brings others."""
+        """Settle in the run's folder; leave weights to start from alone where a checkpoint brings others."""
         options = self.config[self.subcommand]
+        if options.run_dir is not None:
+            self._run = settle(options, self.subcommand)
+            if self.subcommand != "fit":
+                self.save_config_callback = None  # the folder keeps the configuration that the run was started with
         start = options.get("model", {}).get("init_args", {})
         if options.get("ckpt_path") and "pretrained" in start:
             start["pretrained"] = None
 
     def _parse_ckpt_path(self) -> None:
         """Nothing here: :meth:`parse_arguments` has made the checkpoint's memory the weakest source."""
+
+
+def with_config_of_run(words: list[str]) -> list[str]:
+    """The command line, with the configuration that a run was started with where it names a run folder and none."""
+    folders = [value for source in read_sources(words) if isinstance(value := source.values.get("run_dir"), str)]
+    if any(word.split("=")[0] in ("--config", "-c") for word in words) or not folders:
+        return words
+    kept = Path(folders[-1]) / "config.yaml"
+    return [words[0], f"--config={kept}", *words[1:]] if kept.is_file() else words
+
+
+def settle(options: Any, subcommand: str) -> RunFolder | None:
+    """Point a command at the folder of a run: its files go there, and it starts from the newest checkpoint in it.
+
+    Args:
+        options: of the command, changed in place.
+        subcommand: only ``fit`` writes there, and locks it.
+    """
+    path = Path(options.run_dir)
+    if subcommand != "fit":
+        if options.ckpt_path is None:
+            options.ckpt_path = str(path)
+        return None
+    folder = RunFolder(path)
+    options.trainer.default_root_dir = str(path)
+    own = {"save_dir": str(path), "name": "", "version": ""}
+    if options.trainer.logger in (None, True):
+        options.trainer.logger = [Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=Namespace(own))]
+    for logger in options.trainer.logger or []:
+        if logger.class_path.rsplit(".", 1)[-1] in ("TensorBoardLogger", "CSVLogger"):
+            logger.init_args.update(Namespace(own))
+    if folder.has_checkpoints():
+        options.ckpt_path = str(path)
+    return folder
 
 
 def _inside(source: Source, subcommand: str) -> Source:
@@ -85,7 +141,7 @@ def defaults_from(checkpoint: str, sources: Sequence[Source]) -> dict[str, Any]:
     """Model and data options that a checkpoint remembers, except where a source names another class.
 
     Args:
-        checkpoint: a file, the folder of a sharded checkpoint, or one of Lightning's words such as ``last``.
+        checkpoint: a file, the folder of a sharded checkpoint or of a run, or one of Lightning's words such as ``last``.
         sources: all other options.
 
     Raises:
@@ -96,8 +152,13 @@ def defaults_from(checkpoint: str, sources: Sequence[Source]) -> dict[str, Any]:
         if "://" in checkpoint or ("/" not in checkpoint and not path.suffix):
             return {}
         raise ValueError(f"ckpt_path {checkpoint} does not exist")
+    if path.is_dir() and not is_sharded(path):
+        below = find_checkpoints(path)
+        if not below:
+            return {}
+        path = below[0]
     try:
-        content = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=True, map_location="cpu")
+        content = read_header(path)
         found = [(root, content.get(key, {})) for root, key in MEMORY]
     except Exception as error:
         raise ValueError(f"ckpt_path {checkpoint} is no checkpoint that can be read safely ({error})") from error

@@ -1,0 +1,411 @@
+"""MHLA over a sequence whose tokens are spread over processes: they exchange block summaries, not tokens.
+
+Process p holds whole blocks, a range [f_p, l_p) of them. It computes its own summaries, and of the others' it needs
+
+    dense m          every summary S_b, or, where those are fewer bytes, every k and v instead;
+    exponential m    for each of the R terms one sum from every process on its left, and one from its right:
+                     L_r = sum_{p' < p} e^{-lambda_r (f_p - l_p')} sum_{b in p'} e^{-lambda_r (l_p' - b)} S_b
+                     whose part in block i is sum_r a_r e^{-lambda_r (i - f_p)} L_r; likewise from the right.
+
+Then each process mixes for its own query blocks and computes their outputs alone. With the normaliser, v carries a
+column of ones, so that summaries and normalisers travel as one. Backwards the gradients of what was gathered are summed and
+scattered. Nothing but these collectives waits for another process.
+
+Shape letters: B batch, N tokens, H heads, M blocks, W numbers of a summary, R exponential terms, P processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from mhla_kernels.attention import without_autocast
+from mhla_kernels.blocks import BlockPartition, make_partition
+from mhla_kernels.checks import Mixing, Problem, check_problem
+from mhla_kernels.chunked import Mixer, chunked
+from mhla_kernels.exponential import ExponentialMixing
+from mhla_kernels.features import FeatureMap, map_features
+
+Exchange = Literal["auto", "summaries", "tokens"]
+
+
+def share_blocks(blocks: int, processes: int) -> tuple[int, ...]:
+    """First block of each process, and the number of blocks at the end: ranges as even as whole blocks allow.
+
+    Args:
+        blocks: M.
+        processes: P.
+
+    Returns:
+        P + 1 integers; with fewer blocks than processes some hold none.
+    """
+    return tuple(blocks * rank // processes for rank in range(processes + 1))
+
+
+def share_tokens(
+    tokens: int, processes: int, *, block_size: int | None = None, block_offsets: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """First token of each process, and N at the end, when :func:`share_blocks` divides the blocks.
+
+    Args:
+        tokens: N.
+        processes: P.
+        block_size: tokens in a block. Exactly one of this and ``block_offsets``.
+        block_offsets: M + 1 integers, see :func:`mhla_kernels.mhla_attention`.
+
+    Raises:
+        ValueError: if none or both of the two are given.
+    """
+    bounds = _bounds(tokens, block_size, block_offsets)
+    return tuple(bounds[block] for block in share_blocks(len(bounds) - 1, processes))
+
+
+def _bounds(tokens: int, block_size: int | None, block_offsets: Sequence[int] | None) -> tuple[int, ...]:
+    if (block_size is None) == (block_offsets is None):
+        raise ValueError("give exactly one of block_size (equal blocks) and block_offsets (uneven blocks)")
+    if block_offsets is not None:
+        return tuple(block_offsets)
+    assert block_size is not None
+    return (*range(0, tokens, block_size), tokens)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one process receives in a forward pass of one layer; the backward pass moves as many.
+
+    Attributes:
+        summaries: of the other processes, or their boundary sums.
+        tokens: of the other processes' k and v; None where it is no choice.
+    """
+
+    summaries: int
+    tokens: int | None
+
+    @property
+    def least(self) -> Literal["summaries", "tokens"]:
+        """What moves fewer bytes."""
+        return "tokens" if self.tokens is not None and self.tokens < self.summaries else "summaries"
+
+
+def traffic(
+    batch: int,
+    tokens: int,
+    heads: int,
+    key_width: int,
+    value_width: int,
+    blocks: int,
+    processes: int,
+    *,
+    terms: int | None = None,
+    causal: bool = False,
+    normalize: bool = True,
+    token_bytes: int = 2,
+) -> Traffic:
+    """What :func:`mhla_sequence_parallel` exchanges; summaries are float32.
+
+    Args:
+        batch: B.
+        tokens: N.
+        heads: H.
+        key_width: Dk.
+        value_width: Dv.
+        blocks: M.
+        processes: P, with equal shares.
+        terms: R of exponential mixing over a sequence; None for dense coefficients.
+        causal: whether blocks see earlier ones only.
+        normalize: whether normalisers travel too.
+        token_bytes: of one number of k and v.
+    """
+    width = key_width * (value_width + normalize)
+    others = processes - 1
+    if terms is not None:
+        return Traffic(batch * heads * others * terms * (1 if causal else 2) * width * 4, None)
+    summaries = batch * heads * others * -(-blocks // processes) * width * 4
+    shares = batch * heads * others * -(-tokens // processes) * (key_width + value_width) * token_bytes
+    return Traffic(summaries, shares)
+
+
+def mhla_sequence_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Mixing,
+    *,
+    group: dist.ProcessGroup | DeviceMesh,
+    tokens: int,
+    block_size: int | None = None,
+    block_offsets: Sequence[int] | None = None,
+    causal: bool = False,
+    normalize: bool = True,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    feature_map: FeatureMap = "identity",
+    key_mask: Tensor | None = None,
+    exchange: Exchange = "auto",
+) -> Tensor:
+    """:func:`mhla_kernels.mhla_attention` of a sequence that is spread over the processes of a group.
+
+    Every process of the group calls it with its own tokens, from ``share_tokens(...)[rank]`` on, and gets their outputs.
+    Gradients of q, k and v are complete; those of ``mixing`` are this process's part of the sum over the group, as for
+    any weight that works on these tokens alone.
+
+    Args:
+        q: ``[B, n, H, Dk]``, this process's n tokens of N.
+        k: ``[B, n, H, Dk]``.
+        v: ``[B, n, H, Dv]``.
+        mixing: whole, and the same on every process.
+        group: the processes, in the order of their tokens: a process group, or a mesh of one dimension (``mesh["sequence"]``).
+        tokens: N of the whole sequence.
+        block_size: tokens in a block; the last block of the sequence may be short. Exactly one of this and ``block_offsets``.
+        block_offsets: M + 1 integers of the whole sequence; bidirectional only.
+        causal: see :func:`mhla_kernels.mhla_attention`, as for the arguments up to ``key_mask``.
+        normalize: likewise.
+        scale: likewise.
+        eps: likewise.
+        feature_map: likewise.
+        key_mask: ``[B, n]`` bool, of this process's tokens.
+        exchange: ``"summaries"``, ``"tokens"`` (dense mixing only), or ``"auto"``: the fewer bytes, see :func:`traffic`.
+
+    Returns:
+        ``[B, n, H, Dv]`` in the dtype of ``v``.
+
+    Raises:
+        ValueError: for arguments that do not fit, and for tokens that are not this process's share.
+        TypeError: as :func:`mhla_kernels.mhla_attention`.
+    """
+    processes = group.get_group() if isinstance(group, DeviceMesh) else group
+    rank, world = dist.get_rank(processes), dist.get_world_size(processes)
+    bounds = _bounds(tokens, block_size, block_offsets)
+    shares = share_blocks(len(bounds) - 1, world)
+    first, last = shares[rank], shares[rank + 1]
+    problem = _check_whole(
+        q, k, v, mixing, tokens, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask
+    )
+    if q.shape[1] != bounds[last] - bounds[first]:
+        raise ValueError(
+            f"process {rank} of {world} has {q.shape[1]} tokens; of N={tokens} its share is {bounds[last] - bounds[first]}, "
+            f"from {bounds[first]} on: see mhla_kernels.share_tokens"
+        )
+    if exchange not in ("auto", "summaries", "tokens"):
+        raise ValueError(f"exchange={exchange!r} is not one of 'auto', 'summaries', 'tokens'")
+    bands = isinstance(mixing, ExponentialMixing) and mixing.grid is None
+    if bands and exchange == "tokens":
+        raise ValueError("exchange='tokens' is for dense mixing; exponential mixing exchanges boundary sums")
+    if exchange == "auto":
+        sizes = (q.shape[0], tokens, q.shape[2], q.shape[3], v.shape[3], len(bounds) - 1, world)
+        terms = mixing.terms if bands and isinstance(mixing, ExponentialMixing) else None
+        found = traffic(*sizes, terms=terms, causal=causal, normalize=normalize, token_bytes=k.element_size())
+        exchange = found.least
+    with without_autocast(q.device.type):
+        return _attend(
+            q, k, v, mixing.to(problem.accumulate), processes, bounds, shares, rank, problem.scale, problem.accumulate,
+            causal, eps, feature_map, key_mask, exchange,
+        ).to(problem.dtype)  # fmt: skip
+
+
+def _check_whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Mixing,
+    tokens: int,
+    block_size: int | None,
+    block_offsets: Sequence[int] | None,
+    causal: bool,
+    normalize: bool,
+    scale: float | None,
+    eps: float,
+    feature_map: FeatureMap,
+    key_mask: Tensor | None,
+) -> Problem:
+    """The checks of one process that had the whole sequence, on tensors without memory."""
+    if len({x.shape[1:2] for x in (q, k, v)}) != 1:
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must hold equally many tokens")
+    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != q.shape[:2]):
+        raise ValueError(f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; it must be bool {list(q.shape[:2])}")
+    whole = [
+        torch.empty(x.shape[0], tokens, *x.shape[2:], dtype=x.dtype, device="meta") if x.dim() == 4 else x
+        for x in (q, k, v)
+    ]
+    return check_problem(
+        *whole, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, None, None
+    )
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Mixing,
+    group: dist.ProcessGroup,
+    bounds: tuple[int, ...],
+    shares: tuple[int, ...],
+    rank: int,
+    scale: float | None,
+    accumulate: torch.dtype,
+    causal: bool,
+    eps: float,
+    feature_map: FeatureMap,
+    key_mask: Tensor | None,
+    exchange: str,
+) -> Tensor:
+    width = v.shape[-1]
+    normalize = scale is None
+    if exchange == "tokens":
+        lengths = [bounds[b] - bounds[a] for a, b in pairwise(shares)]
+        both = torch.cat([k, v.to(k.dtype)], -1) if k.dtype == v.dtype else torch.cat([k.to(accumulate), v.to(accumulate)], -1)
+        if key_mask is not None:
+            both = both * key_mask[..., None, None]
+        gathered = gather_shares(both, 1, lengths, group)
+        every_k, every_v = gathered.to(accumulate).split([k.shape[-1], width], -1)
+        mask = None if key_mask is None else gather_shares(key_mask.to(accumulate), 1, lengths, group) > 0
+        _, every_k, every_v = map_features(every_k, every_k, every_v, feature_map, mask)
+    q, k, v = map_features(q.to(accumulate), k.to(accumulate), v.to(accumulate), feature_map, key_mask)
+    if normalize:
+        v = F.pad(v, (0, 1), value=1.0)
+        if key_mask is not None:
+            v = v * key_mask[..., None, None]
+    first, last = shares[rank], shares[rank + 1]
+    mixer: Mixer
+    if isinstance(mixing, ExponentialMixing) and mixing.grid is None:
+        mixer = _BandMixer(mixing, mixing.amplitude.sum(-1, keepdim=True), group=group, shares=shares, rank=rank)
+    else:
+        dense = mixing.dense() if isinstance(mixing, ExponentialMixing) else mixing[..., : len(bounds) - 1, : len(bounds) - 1]
+        own = dense.diagonal(dim1=-2, dim2=-1)[..., first:last]
+        mixer = _RowMixer(dense[..., first:last, :], own, group=group, shares=shares, rank=rank)
+        if exchange == "tokens":
+            if normalize:
+                every_v = F.pad(every_v, (0, 1), value=1.0)
+                every_v = every_v if mask is None else every_v * mask[..., None, None]
+            every = _partition(bounds, 0, len(bounds) - 1, q.device)
+            summaries = every.split(every_k).transpose(-1, -2) @ every.split(every_v)
+            mixer = replace(mixer, every=summaries)
+    own_blocks = _partition(bounds, first, last, q.device)
+    parts = [own_blocks.split(x) for x in (q, k, v)]
+    out = own_blocks.merge(chunked(*parts, mixer, causal=causal, scale=1.0 if scale is None else scale, eps=eps))
+    return out[..., :width] / (out[..., width:] + eps) if normalize else out
+
+
+def _partition(bounds: tuple[int, ...], first: int, last: int, device: torch.device) -> BlockPartition:
+    """The blocks from ``first`` to ``last`` of a sequence."""
+    own = tuple(bound - bounds[first] for bound in bounds[first : last + 1])
+    size = max((b - a for a, b in pairwise(bounds)), default=1)
+    equal = all(b - a == size for a, b in pairwise(own[:-1])) and (len(own) < 2 or own[-1] - own[-2] <= size)
+    if equal:  # slots of the whole sequence's size, so that a process with the short last block alone has them too
+        tokens = own[-1]
+        return BlockPartition(tokens, last - first, size)
+    return make_partition(own[-1], device, None, own, None)
+
+
+@dataclass
+class _RowMixer(Mixer):
+    """Rows ``[..., m, M]`` of dense coefficients, for the blocks of this process, applied to the summaries of all.
+
+    Attributes:
+        group: the processes.
+        shares: first block of each.
+        rank: this process.
+        every: summaries of all blocks ``[B, H, M, ...]`` where they are known; else they are gathered.
+    """
+
+    group: Any = None
+    shares: tuple[int, ...] = ()
+    rank: int = 0
+    every: Tensor | None = None
+
+    def __call__(self, summary: Tensor, causal: bool) -> Tensor:
+        assert isinstance(self.mixing, Tensor)
+        every = self.every
+        if every is None:
+            every = gather_shares(summary, 2, [b - a for a, b in pairwise(self.shares)], self.group)
+        batch, heads, blocks = every.shape[:3]
+        rows = self.mixing.tril(self.shares[self.rank] - 1) if causal else self.mixing
+        rows = rows.expand(batch, heads, *rows.shape[-2:]).reshape(batch * heads, *rows.shape[-2:])
+        mixed = torch.bmm(rows, every.reshape(batch * heads, blocks, -1))
+        return mixed.view(summary.shape)
+
+
+@dataclass
+class _BandMixer(Mixer):
+    """Exponential coefficients: own blocks by running sums, those of other processes by one sum for each term and side."""
+
+    group: Any = None
+    shares: tuple[int, ...] = ()
+    rank: int = 0
+
+    def __call__(self, summary: Tensor, causal: bool) -> Tensor:
+        assert isinstance(self.mixing, ExponentialMixing)
+        flat = summary.flatten(3)
+        amplitude, decay = (x if self.mixing.heads else x[None] for x in (self.mixing.amplitude, self.mixing.decay))
+        blocks = flat.shape[2]
+        place = torch.arange(blocks, device=flat.device, dtype=flat.dtype)
+        mixed = self.mixing.mix(flat, causal) if blocks else flat
+        sums = (-decay[..., None] * (blocks - place)).exp() @ flat  # [B, H, R, W], as seen from the next process
+        if not causal:
+            sums = torch.cat([sums, (-decay[..., None] * (place + 1)).exp() @ flat], 2)
+        world, terms = len(self.shares) - 1, decay.shape[-1]
+        every = gather_shares(sums, 2, [sums.shape[2]] * world, self.group).unflatten(2, (world, -1))
+        first, last = self.shares[self.rank], self.shares[self.rank + 1]
+        from_left = [first - self.shares[p + 1] if p < self.rank else None for p in range(world)]
+        reading = amplitude[:, None] * (-decay[:, None] * place[:, None]).exp()  # [H, m, R]
+        mixed = mixed + reading @ _faded(every[..., :terms, :], decay, from_left)
+        if not causal:
+            from_right = [self.shares[p] - last if p > self.rank else None for p in range(world)]
+            reading = amplitude[:, None] * (-decay[:, None] * (blocks - 1 - place)[:, None]).exp()
+            mixed = mixed + reading @ _faded(every[..., terms:, :], decay, from_right)
+        return mixed.view(summary.shape)
+
+
+def _faded(every_BHPRW: Tensor, decay: Tensor, gaps: Sequence[int | None]) -> Tensor:
+    """Boundary sums of all processes, each faded over the blocks in between; None for a process that does not count.
+
+    Such a one gets the weight zero, not left out: every process takes part in the collective of the backward pass.
+    """
+    gap = torch.tensor([0 if each is None else each for each in gaps], device=decay.device, dtype=decay.dtype)
+    counts = torch.tensor([each is not None for each in gaps], device=decay.device, dtype=decay.dtype)
+    weights = (-decay[:, None] * gap[:, None]).exp() * counts[:, None]  # [H, P, R]
+    return (weights[..., None] * every_BHPRW).sum(2)
+
+
+def gather_shares(share: Tensor, dim: int, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The shares of all processes one after the other along ``dim``; gradients are summed and scattered back.
+
+    Args:
+        share: this process's.
+        dim: along which shares differ in length.
+        lengths: of every process's share.
+        group: the processes.
+    """
+    longest = max(lengths)
+    share = share.movedim(dim, 0)
+    padded = F.pad(share, (0, 0) * (share.dim() - 1) + (0, longest - len(share)))
+    parts = _Gather.apply(padded, group)
+    if min(lengths) != longest:
+        parts = torch.cat([part[:length] for part, length in zip(parts.split(longest), lengths, strict=True)])
+    return parts.movedim(0, dim)
+
+
+class _Gather(torch.autograd.Function):
+    """Equal shares of all processes along the first axis."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        every = share.new_empty(dist.get_world_size(group) * share.shape[0], *share.shape[1:])
+        dist.all_gather_into_tensor(every, share.contiguous(), group=group)
+        return every
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (every,) = gradients
+        share = every.new_empty(every.shape[0] // dist.get_world_size(ctx.group), *every.shape[1:])
+        dist.reduce_scatter_tensor(share, every.contiguous(), group=ctx.group)
+        return share, None

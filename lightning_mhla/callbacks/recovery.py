@@ -1,0 +1,162 @@
+"""Checkpoints to go on from after a crash, and stopping on a signal without losing a step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+from lightning_mhla.callbacks.folder import run_folder
+from lightning_mhla.processes import Agreement
+
+log = logging.getLogger(__name__)
+
+GO_ON = 75
+"""Exit status of a run that a signal stopped and that the same command goes on with: EX_TEMPFAIL of sysexits.h."""
+
+
+class RunStopped(SystemExit):  # noqa: N818  # leaves as SystemExit does, no error is reported
+    """A signal has stopped the run, after its state was saved."""
+
+    def __init__(self) -> None:
+        super().__init__(GO_ON)
+
+
+class Recovery(Checkpoint):
+    """Saves the whole state every few minutes, and when a signal asks the run to stop.
+
+    Files go to ``checkpoints/recovery`` of the run's folder; ``--run_dir`` finds the newest whole one. A signal only sets
+    a flag: at the end of a step all processes agree on it, save together, and leave with status 75. A save waits until
+    validation or the end of an epoch is over where one follows, since training would go on after it otherwise.
+
+    Args:
+        every_minutes: between two saves, by the clock of the first process; null for none.
+        every_n_steps: optimiser steps between two saves; null for none.
+        keep: newest files that are kept; two, so that one is left when the newest is damaged.
+        signals: names of those that stop the run.
+    """
+
+    def __init__(
+        self,
+        every_minutes: float | None = 10.0,
+        every_n_steps: int | None = None,
+        keep: int = 2,
+        signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1"),
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1")
+        for name, value in {"every_minutes": every_minutes, "every_n_steps": every_n_steps}.items():
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be positive, or null for none")
+        unknown = [name for name in signals if not hasattr(signal, name)]
+        if unknown:
+            raise ValueError(f"signals names {unknown[0]!r}, which is no signal here; SIGTERM and SIGUSR1 are")
+        self.every_minutes, self.every_n_steps, self.keep = every_minutes, every_n_steps, keep
+        self.signals = [signal.Signals[name] for name in signals]
+        self.received: str | None = None
+        self._active = False
+        self._due = self._stopping = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Listen for signals from here on."""
+        if stage == "fit":
+            self._agreement = Agreement()
+            self._due = self._stopping = False
+            self.received, self._active = None, True
+            self._listen()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Signals do again what they did before."""
+        self._active = False
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals back from Lightning, whose handlers talk to other processes in the middle of a step."""
+        self._listen()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Likewise; start the clock; tell TensorBoard from where on points come again."""
+        self._listen()
+        self._folder = run_folder(trainer) / "checkpoints" / "recovery"
+        self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
+        if trainer.global_step:
+            _drop_later_points(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Agree on whether to save or to stop, and do it unless validation or the end of the epoch comes first."""
+        stop, due = self._agreement.any(self.received is not None, self._is_due(trainer))
+        self._due, self._stopping = self._due or stop or due, self._stopping or stop
+        loop = trainer.fit_loop.epoch_loop
+        fetcher = trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        more_follows = loop.batch_progress.is_last_batch or loop._is_training_done or loop._should_check_val_fx(fetcher)
+        if self._due and not more_follows and not loop._should_accumulate():  # gradients so far are not saved
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make up for a save that waited."""
+        if self._due and not trainer.sanity_checking:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Likewise."""
+        if self._due:
+            self._save(trainer)
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        if trainer.global_step == self._saved_step:
+            return False
+        if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
+            return True
+        minutes = (time.monotonic() - self._saved_at) / 60
+        return trainer.is_global_zero and self.every_minutes is not None and minutes >= self.every_minutes
+
+    def _save(self, trainer: Trainer) -> None:
+        path = self._folder / f"step={trainer.global_step:08d}.ckpt"
+        trainer.save_checkpoint(path)
+        self._saved_at, self._saved_step, self._due = time.monotonic(), trainer.global_step, False
+        if trainer.is_global_zero:
+            saved = sorted(self._folder.glob("step=*.ckpt"), key=lambda each: each.stat().st_mtime_ns)
+            for old in saved[: -self.keep]:
+                trainer.strategy.remove_checkpoint(old)
+        if self._stopping:
+            if trainer.is_global_zero:
+                log.warning(
+                    "stopped on %s after step %d, saved as %s; the same command with --run_dir goes on from there",
+                    self.received or "a signal to another process", trainer.global_step, path,
+                )  # fmt: skip
+            raise RunStopped
+
+    def _listen(self) -> None:
+        for number in self.signals if self._active else []:
+            current = signal.getsignal(number)
+            if current != self._on_signal:
+                self._before.setdefault(number, current)
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        name = signal.Signals(number).name
+        if self._active:
+            self.received = name
+        else:  # Lightning puts handlers back that it found, this one too, when the run is over
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _drop_later_points(trainer: Trainer) -> None:
+    """Have TensorBoard show the points after the checkpoint once, those that this run writes."""
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+            start = Event(step=trainer.global_step, session_log=SessionLog(status=1))
+            logger.experiment.file_writer.add_event(start)
+

@@ -1,0 +1,172 @@
+"""Checkpoints on disk: written aside, flushed and renamed, checked before they are read, the newest whole one found."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from lightning_mhla.files import written_whole
+from lightning_mhla.sharded import check_sharded, is_sharded, load_rest, load_whole
+
+log = logging.getLogger(__name__)
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Lightning's reading and writing of checkpoints, for local paths: whole or not at all, and checked.
+
+    It also reads the folder of a sharded checkpoint, and given another folder takes the newest whole checkpoint below it.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike, storage_options: Any = None) -> None:
+        """Write a file aside, flush it to the disk, rename it.
+
+        Raises:
+            OSError: when it cannot be written, with what to do; earlier checkpoints stay as they are.
+        """
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with written_whole(target) as aside, aside.open("wb") as stream:
+                torch.save(checkpoint, stream)
+        except (OSError, RuntimeError) as error:
+            raise _explained(error, target) from error
+
+    def load_checkpoint(
+        self, path: str | os.PathLike, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Check a checkpoint and read it, onto the CPU.
+
+        Raises:
+            ValueError: when it is damaged, or cannot be read without running code.
+        """
+        if "://" in str(path):
+            return super().load_checkpoint(path, map_location, weights_only)  # type: ignore[arg-type]
+        found = resolve_checkpoint(Path(path))
+        return load_whole(found) if found.is_dir() else read_file(found)
+
+
+def _explained(error: Exception, path: Path) -> OSError:
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+    # torch reports a failed write as a RuntimeError of its zip writer
+    reason = "the disk is full" if full or isinstance(error, RuntimeError) else str(error)
+    return OSError(
+        f"checkpoint {path} could not be written: {reason} ({_first_line(error)}); earlier checkpoints are as they were. "
+        "Make room and start the same command again: it goes on from the newest of them"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def check_checkpoint(path: Path) -> None:
+    """Read a checkpoint to its end and compare checksums: those that torch writes into a file, or a folder's manifest.
+
+    Raises:
+        ValueError: saying what is wrong with it.
+    """
+    if path.is_dir():
+        check_sharded(path)
+        return
+    try:
+        with zipfile.ZipFile(path) as records:
+            if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
+                raise ValueError(f"{path} holds compressed records, which no checkpoint of torch does")
+            damaged = records.testzip()
+            names = records.namelist()
+    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"{path} is no whole checkpoint ({_first_line(error)})") from error
+    if damaged is not None or not any(name.endswith("/data.pkl") for name in names):
+        raise ValueError(f"{path} is damaged: " + (f"{damaged} has another checksum" if damaged else "no data.pkl in it"))
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The entries of a checkpoint file, on the CPU, without running code.
+
+    Raises:
+        ValueError: when it is cut short, or holds anything but tensors and plain values.
+    """
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, KeyError, IndexError) as error:
+        raise ValueError(f"{path} is no checkpoint that can be read safely ({_first_line(error)})") from error
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise ValueError(f"{path} holds no state_dict: it is no checkpoint of training")
+    return content
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """All entries of a checkpoint but the tensors of a sharded one; tensors of a file stay on the disk."""
+    return load_rest(path) if path.is_dir() else read_file(path)
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints anywhere below a folder, the one written last first."""
+    found = [path for path in folder.rglob("*.ckpt") if path.is_file() or is_sharded(path)]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def resolve_checkpoint(path: Path) -> Path:
+    """A checkpoint itself once it is checked, or the newest whole one below a folder; damaged ones there are passed over.
+
+    Under several processes the first one looks, and all take what it found.
+
+    Raises:
+        FileNotFoundError: when there is none.
+        ValueError: when it is damaged, or none in the folder is whole.
+    """
+    return _first_process(lambda: _checked(path))
+
+
+def _checked(path: Path) -> Path:
+    if not path.exists():
+        raise FileNotFoundError(f"checkpoint {path} does not exist")
+    if path.is_dir() and not is_sharded(path):
+        return _newest_whole(path)
+    check_checkpoint(path)
+    return path
+
+
+def _newest_whole(folder: Path) -> Path:
+    candidates = find_checkpoints(folder)
+    if not candidates:
+        raise FileNotFoundError(f"{folder} holds no checkpoint")
+    for path in candidates:
+        try:
+            check_checkpoint(path)
+        except ValueError as error:
+            log.warning("PASSED OVER A DAMAGED CHECKPOINT: %s", error)
+        else:
+            return path
+    raise ValueError(
+        f"none of the {len(candidates)} checkpoints in {folder} is whole; move the folder away to train from the start"
+    )
+
+
+def _first_process(find: Callable[[], Path]) -> Path:
+    """What the first process finds, or its error, on every process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return find()
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [find()]
+        except (FileNotFoundError, ValueError) as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return answer[0]

@@ -1,0 +1,235 @@
+"""Sharded checkpoints: folders to which every process writes its share, there whole or not at all, and read safely.
+
+The tensors are in the format of ``torch.distributed.checkpoint``; ``meta.pt`` holds the rest, as Lightning lays it out.
+``manifest.json``, written last, lists every file with its size and CRC-32: a folder without it is not whole. torch's own
+reader unpickles whatever it finds; the one here knows the classes that such a folder needs and no others.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from lightning_mhla.files import flush, write_whole
+
+MANIFEST, REST = "manifest.json", "meta.pt"
+
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
+    """Write the folder of a checkpoint; every process calls it, with its share of the tensors.
+
+    Args:
+        path: of the folder; one that is there already is replaced once the new one is whole.
+        tensors: nested dicts of DTensors, tensors and plain values.
+        rest: plain values, the same on every process; the first one's are written.
+
+    Raises:
+        OSError: when it cannot be written, on every process; what was there before stays.
+    """
+    rank = dist.get_rank()
+    aside = path.with_name(f"{path.name}.part")
+    if rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    dist.barrier()
+    failure = None
+    try:
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(aside))
+        if rank == 0:
+            torch.save(rest, aside / REST)
+        mine = [aside / REST, aside / ".metadata"] if rank == 0 else []
+        mine += sorted(aside.glob(f"__{rank}_*"))
+        for file in mine:
+            flush(file)
+        files = {file.name: {"bytes": file.stat().st_size, "crc32": _crc32(file)} for file in mine}
+    except (OSError, RuntimeError, dcp.CheckpointException) as error:
+        failure, files = f"{type(error).__name__}: {error}", {}
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (failure, files))
+    failures = [what for what, _ in parts if what]
+    if failures:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise OSError(f"checkpoint {path} could not be written: {failures[0]}")
+    if rank == 0:
+        listed = {name: facts for _, each in parts for name, facts in each.items()}
+        write_whole(aside / MANIFEST, json.dumps(listed, indent=1))
+        _exchange(aside, path)
+    dist.barrier()
+
+
+def _exchange(new: Path, path: Path) -> None:
+    """Put a whole folder in the place of an older one."""
+    old = path.with_name(f"{path.name}.old")
+    if path.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    else:
+        path.unlink(missing_ok=True)
+    new.rename(path)
+    flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def check_sharded(path: Path) -> None:
+    """Compare every file of a sharded checkpoint with its manifest.
+
+    Raises:
+        ValueError: naming what is missing or differs.
+    """
+    try:
+        listed = json.loads((path / MANIFEST).read_text())
+        expected = {str(name): (int(facts["bytes"]), int(facts["crc32"])) for name, facts in listed.items()}
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} has no {MANIFEST}: it was not written to its end") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path / MANIFEST} is no list of files ({error})") from error
+    for name, (size, crc32) in expected.items():
+        file = path / name
+        if Path(name).name != name or not file.is_file():
+            raise ValueError(f"{file} is missing")
+        if file.stat().st_size != size or _crc32(file) != crc32:
+            raise ValueError(f"{file} is damaged: {file.stat().st_size} bytes, and {size} with another checksum belong")
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether a path is the folder of a sharded checkpoint."""
+    return path.is_dir() and (path / REST).is_file()
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _METADATA_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's metadata")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads metadata without unpickling anything else, and only files of the folder."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        where = Path(self.path) / ".metadata"
+        try:
+            with where.open("rb") as stream:
+                metadata = _MetadataUnpickler(stream).load()
+            assert isinstance(metadata, Metadata), "no metadata"
+            outside = [s.relative_path for s in metadata.storage_data.values() if Path(s.relative_path).name != s.relative_path]
+        except (pickle.UnpicklingError, AssertionError, AttributeError, EOFError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(f"{where} cannot be read safely ({error})") from error
+        if outside:
+            raise ValueError(f"{where} names a file outside its folder: {outside[0]}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _PlainValues:
+    """Reads values that are no tensors as plain data."""
+
+    flatten_state_dict: bool
+    original_state_dict: dict[str, Any]
+    state_dict: dict[str, Any]
+    mappings: dict[str, Any]
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        loaded = torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            dcp.default_planner.set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+class _Planner(_PlainValues, DefaultLoadPlanner):
+    pass
+
+
+class _WholePlanner(_PlainValues, _EmptyStateDictLoadPlanner):
+    pass
+
+
+def saved_names(path: Path) -> set[str]:
+    """First words of the names under which tensors were saved: ``state_dict``, ``optimizer_0`` and so on."""
+    return {name.split(".")[0] for name in _Reader(path).read_metadata().state_dict_metadata}
+
+
+def load_tensors(path: Path, into: dict[str, Any]) -> None:
+    """Fill the tensors of nested dicts in place, each process its share; every process calls it.
+
+    Args:
+        path: of the folder, written by any number of processes.
+        into: as given to :func:`save_sharded`, or a part of that.
+    """
+    dcp.load(into, storage_reader=_Reader(path), planner=_Planner())
+
+
+def load_rest(path: Path) -> dict[str, Any]:
+    """What was saved beside the tensors."""
+    rest = torch.load(path / REST, weights_only=True, map_location="cpu")
+    if not isinstance(rest, dict):
+        raise ValueError(f"{path / REST} holds {type(rest).__name__}, not a checkpoint's entries")
+    return rest
+
+
+def load_whole(path: Path) -> dict[str, Any]:
+    """A sharded checkpoint as the one dict that training in one process writes; needs memory for all of it.
+
+    Raises:
+        ValueError: when it is damaged or cannot be read safely.
+    """
+    check_sharded(path)
+    tensors: dict[str, Any] = {}
+    dcp.state_dict_loader._load_state_dict(tensors, storage_reader=_Reader(path), planner=_WholePlanner(), no_dist=True)
+    optimizers = sorted(name for name in tensors if name.startswith("optimizer_"))
+    states = [_numbered(tensors.pop(name)) for name in optimizers]
+    return {**tensors, **load_rest(path), "optimizer_states": states}
+
+
+def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an optimiser by number of the parameter, as it numbers them itself, in place of by name."""
+    groups = optimizer["param_groups"]
+    names = [name for group in groups for name in group["params"]]
+    number = {name: index for index, name in enumerate(names)}
+    return {
+        "state": {number[name]: state for name, state in optimizer.get("state", {}).items()},
+        "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in groups],
+    }
