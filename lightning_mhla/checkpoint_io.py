@@ -90,7 +90,9 @@ def check_checkpoint(path: Path) -> None:
     except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, RuntimeError) as error:
         raise ValueError(f"{path} is no whole checkpoint ({_first_line(error)})") from error
     if damaged is not None or not any(name.endswith("/data.pkl") for name in names):
-        raise ValueError(f"{path} is damaged: " + (f"{damaged} has another checksum" if damaged else "no data.pkl in it"))
+        raise ValueError(
+            f"{path} is damaged: " + (f"{damaged} has another checksum" if damaged else "no data.pkl in it")
+        )
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -60,7 +60,9 @@ class TrainingModule(LightningModule):
             return []
         average = [] if self.ema_decay is None else [ExponentialMovingAverage(self.ema_decay)]
         given = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
-        return [StepSeed(), *average, *(kind() for kind in (Recovery,) if kind not in given)]
+        keeps = bool(self.trainer.checkpoint_callbacks)  # checkpoints are not switched off
+        own = [Recovery()] if keeps and Recovery not in given else []
+        return [StepSeed(), *average, *own]
 
     def configure_model(self) -> None:
         """Shard the network block by block, under a strategy that made a device mesh (FSDP2)."""
@@ -72,7 +74,9 @@ class TrainingModule(LightningModule):
         if gathered != "float32":
             policy = replace(policy, param_dtype=getattr(torch, gathered), reduce_dtype=torch.float32)
             for module in [each for each in self.network.modules() if isinstance(each, MixingCoefficients)]:
-                fully_shard(module, mesh=mesh, reshard_after_forward=False)  # in float32; they are used after its forward
+                fully_shard(
+                    module, mesh=mesh, reshard_after_forward=False
+                )  # in float32; they are used after its forward
         for layer in self.layers():
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(self.network, mesh=mesh, mp_policy=policy)

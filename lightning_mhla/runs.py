@@ -41,6 +41,18 @@ class RunFolder:
         """Whether there is something to go on from."""
         return bool(find_checkpoints(self.path))
 
+    @property
+    def taken(self) -> bool:
+        """Whether this is the process that looks after the folder."""
+        return is_first_process()
+
+    def keep(self, name: str) -> None:
+        """Rename a file of an earlier start that a new one would delete: ``metrics.csv`` to ``metrics-1.csv`` and so on."""
+        file = self.path / name
+        if file.is_file():
+            stem, suffix = file.stem, file.suffix
+            file.rename(self.path / f"{stem}-{len(list(self.path.glob(f'{stem}-*{suffix}'))) + 1}{suffix}")
+
     def _take(self, patience: float) -> None:
         stream = (self.path / "lock").open("a+")
         until = time.monotonic() + patience
@@ -68,7 +80,9 @@ class RunFolder:
 
 def is_first_process() -> bool:
     """Whether this is the first process of a run, before any process group is there."""
-    return process_place()[0] == 0 and not int(os.environ.get("LOCAL_RANK", "0")) + int(os.environ.get("NODE_RANK", "0"))
+    return process_place()[0] == 0 and not int(os.environ.get("LOCAL_RANK", "0")) + int(
+        os.environ.get("NODE_RANK", "0")
+    )
 
 
 def _owner(text: str) -> str:

@@ -152,8 +152,18 @@ class _Reader(dcp.FileSystemReader):
             with where.open("rb") as stream:
                 metadata = _MetadataUnpickler(stream).load()
             assert isinstance(metadata, Metadata), "no metadata"
-            outside = [s.relative_path for s in metadata.storage_data.values() if Path(s.relative_path).name != s.relative_path]
-        except (pickle.UnpicklingError, AssertionError, AttributeError, EOFError, IndexError, KeyError, TypeError) as error:
+            outside = [
+                s.relative_path for s in metadata.storage_data.values() if Path(s.relative_path).name != s.relative_path
+            ]
+        except (
+            pickle.UnpicklingError,
+            AssertionError,
+            AttributeError,
+            EOFError,
+            IndexError,
+            KeyError,
+            TypeError,
+        ) as error:
             raise ValueError(f"{where} cannot be read safely ({error})") from error
         if outside:
             raise ValueError(f"{where} names a file outside its folder: {outside[0]}")

@@ -14,7 +14,6 @@ each, and where an axis has fewer tokens than blocks, the coefficients are resiz
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -29,6 +28,7 @@ from lightning_mhla.attention.base import Projections
 from lightning_mhla.attention.mhla import MHLA
 from lightning_mhla.layout import BlockLayout
 from lightning_mhla.positions import Rotary
+from lightning_mhla.untrusted import read_json
 
 log = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
 def is_swapped(folder: str | Path) -> bool:
     """Whether ``folder`` holds a model that was saved after a swap."""
     path = Path(folder) / "config.json"
-    return path.is_file() and SAVED in json.loads(path.read_text())
+    return path.is_file() and SAVED in read_json(path)
 
 
 def load_swapped(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
@@ -342,7 +342,7 @@ def load_swapped(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
     place = Path(folder)
     if not (place / "config.json").is_file():
         raise FileNotFoundError(f"{place} has no config.json; give a folder that save_pretrained wrote")
-    config = json.loads((place / "config.json").read_text())
+    config = read_json(place / "config.json")
     saved = config.pop(SAVED, None)
     if saved is None:
         raise ValueError(

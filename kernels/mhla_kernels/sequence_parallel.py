@@ -261,7 +261,11 @@ def _attend(
     normalize = scale is None
     if exchange == "tokens":
         lengths = [bounds[b] - bounds[a] for a, b in pairwise(shares)]
-        both = torch.cat([k, v.to(k.dtype)], -1) if k.dtype == v.dtype else torch.cat([k.to(accumulate), v.to(accumulate)], -1)
+        both = (
+            torch.cat([k, v.to(k.dtype)], -1)
+            if k.dtype == v.dtype
+            else torch.cat([k.to(accumulate), v.to(accumulate)], -1)
+        )
         if key_mask is not None:
             both = both * key_mask[..., None, None]
         gathered = gather_shares(both, 1, lengths, group)
@@ -278,7 +282,11 @@ def _attend(
     if isinstance(mixing, ExponentialMixing) and mixing.grid is None:
         mixer = _BandMixer(mixing, mixing.amplitude.sum(-1, keepdim=True), group=group, shares=shares, rank=rank)
     else:
-        dense = mixing.dense() if isinstance(mixing, ExponentialMixing) else mixing[..., : len(bounds) - 1, : len(bounds) - 1]
+        dense = (
+            mixing.dense()
+            if isinstance(mixing, ExponentialMixing)
+            else mixing[..., : len(bounds) - 1, : len(bounds) - 1]
+        )
         own = dense.diagonal(dim1=-2, dim2=-1)[..., first:last]
         mixer = _RowMixer(dense[..., first:last, :], own, group=group, shares=shares, rank=rank)
         if exchange == "tokens":

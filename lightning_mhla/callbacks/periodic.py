@@ -8,6 +8,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 
 from lightning_mhla.callbacks.curves import LearningCurves
+from lightning_mhla.callbacks.recovery import Recovery
 
 
 class PeriodicEvaluation(Callback):
@@ -65,6 +66,7 @@ class PeriodicEvaluation(Callback):
                     callback.note(f"{prefix}/{name}", trainer.global_step, value)
 
     def _once(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step != self._evaluated:
+        leaving = any(isinstance(each, Recovery) and each.leaving for each in trainer.callbacks)  # type: ignore[attr-defined]
+        if trainer.global_step != self._evaluated and not leaving:
             self._evaluated = trainer.global_step
             self.evaluate(trainer, pl_module)

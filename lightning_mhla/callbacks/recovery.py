@@ -11,9 +11,10 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-from lightning_mhla.callbacks.folder import run_folder
+from lightning_mhla.callbacks.folder import checkpoint_folder, run_folder
 from lightning_mhla.processes import Agreement
 
 log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ GO_ON = 75
 """Exit status of a run that a signal stopped and that the same command goes on with: EX_TEMPFAIL of sysexits.h."""
 
 
-class RunStopped(SystemExit):  # noqa: N818  # leaves as SystemExit does, no error is reported
+class RunStopped(SystemExit):  # leaves as SystemExit does, no error is reported
     """A signal has stopped the run, after its state was saved."""
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class RunStopped(SystemExit):  # noqa: N818  # leaves as SystemExit does, no err
 
 
 class Recovery(Checkpoint):
-    """Saves the whole state every few minutes, and when a signal asks the run to stop.
+    """Saves the whole state every few minutes, at the end of training, and when a signal asks the run to stop.
 
     Files go to ``checkpoints/recovery`` of the run's folder; ``--run_dir`` finds the newest whole one. A signal only sets
     a flag: at the end of a step all processes agree on it, save together, and leave with status 75. A save waits until
@@ -61,6 +62,7 @@ class Recovery(Checkpoint):
         self.every_minutes, self.every_n_steps, self.keep = every_minutes, every_n_steps, keep
         self.signals = [signal.Signals[name] for name in signals]
         self.received: str | None = None
+        self.leaving = False
         self._active = False
         self._due = self._stopping = False
         self._before: dict[signal.Signals, Any] = {}
@@ -69,8 +71,11 @@ class Recovery(Checkpoint):
         """Listen for signals from here on."""
         if stage == "fit":
             self._agreement = Agreement()
-            self._due = self._stopping = False
+            self._due = self._stopping = self.leaving = False
             self.received, self._active = None, True
+            environment = getattr(trainer.strategy, "cluster_environment", None)
+            if isinstance(environment, SLURMEnvironment):
+                environment.auto_requeue = False  # Lightning would save inside the signal's handler
             self._listen()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -87,10 +92,16 @@ class Recovery(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Likewise; start the clock; tell TensorBoard from where on points come again."""
         self._listen()
-        self._folder = run_folder(trainer) / "checkpoints" / "recovery"
+        own = run_folder(trainer) / "checkpoints"
+        self._folder = (own if trainer.loggers else checkpoint_folder(trainer)) / "recovery"
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
         if trainer.global_step:
             _drop_later_points(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Leave before the step that follows a save, when what was logged of the last one is written."""
+        if self.leaving:
+            raise RunStopped
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Agree on whether to save or to stop, and do it unless validation or the end of the epoch comes first."""
@@ -109,8 +120,8 @@ class Recovery(Checkpoint):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Likewise."""
-        if self._due:
+        """Likewise; and save the state at the end of training, from which a longer run goes on."""
+        if self._due or (_is_over(trainer) and trainer.global_step > self._saved_step):
             self._save(trainer)
 
     def _is_due(self, trainer: Trainer) -> bool:
@@ -153,10 +164,15 @@ class Recovery(Checkpoint):
             os.kill(os.getpid(), number)
 
 
+def _is_over(trainer: Trainer) -> bool:
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs  # type: ignore[operator]
+    return last_epoch or 0 <= steps <= trainer.global_step or trainer.should_stop
+
+
 def _drop_later_points(trainer: Trainer) -> None:
     """Have TensorBoard show the points after the checkpoint once, those that this run writes."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
             start = Event(step=trainer.global_step, session_log=SessionLog(status=1))
             logger.experiment.file_writer.add_event(start)
-

@@ -12,9 +12,13 @@ from torch import Tensor
 
 from lightning_mhla.data.shards import ShardReader
 from lightning_mhla.data.source import BrokenSampleError
+from lightning_mhla.untrusted import BROKEN, reason
 
 EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 FORMATS = ("JPEG", "PNG", "WEBP")
+
+LARGEST_IMAGE, NARROWEST = 1 << 26, 64
+"""Pixels of an image, and the ratio of its sides, beyond which it is taken for a broken or a hostile one."""
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -26,11 +30,17 @@ def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
         BrokenSampleError: naming ``name``, when the data is no whole image.
     """
     try:
-        return Image.open(io.BytesIO(data), formats=FORMATS).convert(mode)
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        width, height = image.size
+        if width * height > LARGEST_IMAGE or max(width, height) > NARROWEST * min(width, height):
+            raise BrokenSampleError(f"{name}: an image of {width} x {height} pixels is too large or too narrow")
+        return image.convert(mode)
+    except BrokenSampleError:
+        raise
     except UnidentifiedImageError as error:
         raise BrokenSampleError(f"{name}: the image cannot be decoded (no JPEG, PNG or WebP)") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise BrokenSampleError(f"{name}: the image cannot be decoded ({error})") from error
+    except (OSError, Image.DecompressionBombError, *BROKEN) as error:
+        raise BrokenSampleError(f"{name}: the image cannot be decoded ({reason(error)})") from error
 
 
 class ShardImages:
@@ -124,7 +134,8 @@ def image_files(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; give one that holds images")
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower().lstrip(".") in EXTENSIONS)
+    named = (path for path in folder.rglob("*") if path.suffix.lower().lstrip(".") in EXTENSIONS)
+    paths = sorted(path for path in named if path.is_file())
     if not paths:
         raise FileNotFoundError(f"{folder} holds no images ({', '.join(EXTENSIONS)})")
     return paths

@@ -7,19 +7,19 @@ A shard is an uncompressed tar file; the members of one sample follow each other
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 import os
 import re
 import shutil
 import tarfile
+import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import fsspec
 import numpy as np
@@ -27,11 +27,15 @@ from braceexpand import braceexpand
 from rich.progress import track
 
 from lightning_mhla.data.source import BrokenSampleError
+from lightning_mhla.untrusted import BROKEN, parse_array, reason
 
 log = logging.getLogger(__name__)
 
 SCHEMES = ("http", "https", "s3", "gs", "hf")
 """Remote places that shards may come from; everything else but a plain path is refused, ``pipe:`` above all."""
+
+LONGEST_NAME, MOST_EXTENSIONS, LONGEST_TAIL = 1024, 64, 1 << 24
+"""Of a member, in characters; kinds of members; bytes of zeros at a tar file's end. Beyond, a shard is refused."""
 
 OPEN_FILES = 64
 """Shards that one process keeps open."""
@@ -133,25 +137,36 @@ def scan_shard(path: Path) -> MemberTable:
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
+                tar.members = []  # or it keeps them all
+                if member.size < 0 or member.issparse():
+                    raise tarfile.ReadError(f"{member.name[:80]!r} is sparse, or of negative size")
+                if len(member.name) > LONGEST_NAME:
+                    raise tarfile.ReadError(f"a name of {len(member.name)} characters, at most {LONGEST_NAME} are read")
                 end = member.offset_data + -(-member.size // 512) * 512
                 folder, _, name = member.name.rpartition("/")
                 stem, dot, extension = name.partition(".")
                 if member.isfile() and dot and stem:
                     key = f"{folder}/{stem}" if folder else stem
                     samples.setdefault(key, {})[extension.lower()] = (member.offset_data, member.size)
-    except tarfile.TarError as error:
-        raise ValueError(f"{path}: not a whole tar file ({error}); write or download it again") from error
+    except PermissionError:
+        raise
+    except (tarfile.TarError, OSError, *BROKEN) as error:
+        raise ValueError(f"{path}: not a whole tar file ({reason(error)}); write or download it again") from error
+    extensions = tuple(sorted({extension for members in samples.values() for extension in members}))
+    if len(extensions) > MOST_EXTENSIONS:
+        raise ValueError(f"{path}: {len(extensions)} kinds of members, at most {MOST_EXTENSIONS} are read")
     if end + 512 > total:
         raise ValueError(
             f"{path}: cut short, {total} bytes where at least {end + 1024} belong; write or download it again"
         )
+    if total - end > LONGEST_TAIL:
+        raise ValueError(f"{path}: {total - end} bytes follow its last member; write or download it again")
     with path.open("rb") as stream:
         stream.seek(end)
-        if any(any(chunk) for chunk in iter(lambda: stream.read(1 << 20), b"")):
+        if any(chunk.count(0) != len(chunk) for chunk in iter(lambda: stream.read(1 << 20), b"")):
             raise ValueError(
                 f"{path}: not a whole tar file (no member where byte {end} is); write or download it again"
             )
-    extensions = tuple(sorted({extension for members in samples.values() for extension in members}))
     missing = (-1, 0)
     table = [[members.get(extension, missing) for extension in extensions] for members in samples.values()]
     places = np.array(table, dtype=np.int64).reshape(len(samples), len(extensions), 2)
@@ -166,13 +181,16 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
     places = [path.with_name(path.name + ".index.npz"), (cache or default_cache()) / "tables" / f"{hidden}.npz"]
     for place in places:
         try:
+            with ZipFile(place) as archive:
+                if sum(info.file_size for info in archive.infolist()) > max(1 << 26, stat.st_size):
+                    raise ValueError("larger than the shard")
             with np.load(place, allow_pickle=False) as kept:
-                if (kept["stamp"] == stamp).all():
-                    return MemberTable(kept["keys"], tuple(kept["extensions"].tolist()), kept["offsets"], kept["sizes"])
+                if kept["stamp"].shape == stamp.shape and (kept["stamp"] == stamp).all():
+                    return _checked_table(kept, stat.st_size)
         except FileNotFoundError:
             continue
-        except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
-            log.warning("member table %s is read anew: %s", place, error)
+        except (OSError, BadZipFile, zlib.error, NotImplementedError, *BROKEN) as error:
+            log.warning("member table %s is read anew: %s", place, reason(error))
     table = scan_shard(path)
     for place in places:
         try:
@@ -191,6 +209,19 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
         except OSError as error:
             log.info("member table of %s not kept at %s: %s", path, place, error)
     return table
+
+
+def _checked_table(kept: Mapping[str, np.ndarray], total: int) -> MemberTable:
+    """A kept member table, if every entry of it lies in a shard of ``total`` bytes."""
+    keys, extensions, offsets, sizes = (kept[name] for name in ("keys", "extensions", "offsets", "sizes"))
+    shape = (len(keys), len(extensions))
+    plain = keys.ndim == extensions.ndim == 1 and keys.dtype.kind == extensions.dtype.kind == "U"
+    whole = offsets.dtype == sizes.dtype == np.int64 and offsets.shape == sizes.shape == shape
+    if not (plain and whole and (offsets >= -1).all() and (sizes >= 0).all()):
+        raise ValueError("no member table")
+    if (offsets > total).any() or (sizes > total - np.maximum(offsets, 0)).any():
+        raise ValueError("members outside the shard")
+    return MemberTable(keys, tuple(extensions.tolist()), offsets, sizes)
 
 
 class ShardReader:
@@ -219,7 +250,8 @@ class ShardReader:
     def describe(self, index: int) -> str:
         """Shard and key of a sample, for messages."""
         shard, row = self._find(index)
-        return f"{self.shards[shard]}: sample {self.tables[shard].keys[row]}"
+        key = str(self.tables[shard].keys[row])
+        return f"{self.shards[shard]}: sample {key if key.isprintable() and len(key) < 200 else repr(key)[:200]}"
 
     def extension(self, index: int, wanted: Sequence[str]) -> str:
         """The first of ``wanted`` that the sample has.
@@ -261,8 +293,8 @@ class ShardReader:
         """
         data = self.read(index, self.extension(index, (extension,)))
         try:
-            values = np.load(io.BytesIO(data), allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
+            values = parse_array(data)
+        except ValueError as error:
             raise BrokenSampleError(f"{self.describe(index)}: .{extension} is no array ({error})") from error
         if values.dtype.kind != "f" or not np.isfinite(values).all():
             raise BrokenSampleError(
@@ -276,11 +308,8 @@ class ShardReader:
         Raises:
             BrokenSampleError: if it is not one of 0 to ``num_classes - 1``, or missing.
         """
-        text = self.read(index, self.extension(index, ("cls",)))
-        try:
-            label = int(text)
-        except ValueError:
-            label = -1
+        text = self.read(index, self.extension(index, ("cls",)), count=32)
+        label = int(text) if re.fullmatch(rb"\s*\d{1,9}\s*", text) else -1
         if not 0 <= label < num_classes:
             raise BrokenSampleError(
                 f"{self.describe(index)}: label {text[:20]!r} is not one of the classes 0 to {num_classes - 1}"

@@ -16,6 +16,7 @@ from rich.progress import track
 from torch import Tensor
 
 from lightning_mhla.files import write_whole
+from lightning_mhla.untrusted import read_json
 
 Item = TypeVar("Item")
 
@@ -79,7 +80,7 @@ def check_manifest(path: Path, manifest: dict[str, Any]) -> None:
     Raises:
         ValueError: when they differ, so that shards of two lists would be mixed.
     """
-    if path.exists() and (before := json.loads(path.read_text())) != manifest:
+    if path.exists() and (before := read_json(path)) != manifest:
         differing = ", ".join(key for key in manifest if before.get(key) != manifest[key]) or "other entries"
         raise ValueError(
             f"{path.parent} holds shards of another list of samples or made otherwise ({path.name}: {differing}); choose "

@@ -122,10 +122,14 @@ def settle(options: Any, subcommand: str) -> RunFolder | None:
     options.trainer.default_root_dir = str(path)
     own = {"save_dir": str(path), "name": "", "version": ""}
     if options.trainer.logger in (None, True):
-        options.trainer.logger = [Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=Namespace(own))]
+        options.trainer.logger = [
+            Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=Namespace(own))
+        ]
     for logger in options.trainer.logger or []:
         if logger.class_path.rsplit(".", 1)[-1] in ("TensorBoardLogger", "CSVLogger"):
             logger.init_args.update(Namespace(own))
+            if folder.taken and logger.class_path.endswith("CSVLogger"):
+                folder.keep("metrics.csv")  # Lightning deletes the table of an earlier start
     if folder.has_checkpoints():
         options.ckpt_path = str(path)
     return folder

@@ -7,7 +7,6 @@ new attention has starts without effect: ``lepe`` adds nothing, the gate is 1; m
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import pickle
 import re
@@ -15,10 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_mhla.attention import Attention
+from lightning_mhla.untrusted import BROKEN, read_json, reason
 from mhla_tasks.diffusion.model import DiT
 
 log = logging.getLogger(__name__)
@@ -113,16 +114,23 @@ def read_state(path: str) -> dict[str, Tensor]:
         if place.is_file():
             with torch.serialization.safe_globals([argparse.Namespace]):  # DiT's train.py keeps its options so
                 content = torch.load(path, weights_only=True, map_location="cpu")
+            if not isinstance(content, dict):
+                raise ValueError(f"{path} holds a {type(content).__name__}, no weights by name")
             if "pytorch-lightning_version" in content:
                 raise ValueError(
                     f"{path} is a checkpoint of training; make a folder of it first: "
                     f"python -m mhla_tasks.diffusion.checkpoint {path} FOLDER"
                 )
-            return content.get("ema", content)
+            weights = content.get("ema", content)
+            if not isinstance(weights, dict) or not all(isinstance(each, Tensor) for each in weights.values()):
+                raise ValueError(f"{path} holds something else than weights by name")
+            return weights
         if (place / "model.safetensors").is_file():
             return load_file(place / "model.safetensors")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read safely ({str(error).splitlines()[0]})") from error
+    except ValueError:
+        raise
+    except (pickle.UnpicklingError, SafetensorError, OSError, *BROKEN) as error:
+        raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error
     return _read_diffusers(path)
 
 
@@ -130,7 +138,7 @@ def _read_diffusers(path: str) -> dict[str, Tensor]:
     from diffusers import DiTTransformer2DModel
 
     config = Path(path) / "config.json"
-    alone = config.is_file() and json.loads(config.read_text()).get("_class_name") == DiTTransformer2DModel.__name__
+    alone = config.is_file() and read_json(config).get("_class_name") == DiTTransformer2DModel.__name__
     try:
         model = DiTTransformer2DModel.from_pretrained(path, **({} if alone else {"subfolder": "transformer"}))
     except (OSError, ValueError) as error:

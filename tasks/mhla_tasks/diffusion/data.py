@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from torchvision.transforms import v2
 from lightning_mhla.data import BrokenSampleError, ResumableDataModule, SampleSource, ShardReader, ShardSets
 from lightning_mhla.data.digits import DigitSamples
 from lightning_mhla.data.images import ShardImages
+from lightning_mhla.untrusted import read_json
 from mhla_tasks.diffusion.codec import draw_latents
 
 log = logging.getLogger(__name__)
@@ -390,18 +391,23 @@ def latent_scale(reader: ShardReader) -> float:
                 f"{manifest} is missing: it says how the latents are scaled; copy it along with the shards that "
                 "python -m mhla_tasks.diffusion.encode wrote"
             )
-        content = json.loads(manifest.read_text())
+        content = read_json(manifest)
         if "scale" not in content:
             raise ValueError(
                 f"{manifest} is not of latents: encode the shards first, with python -m mhla_tasks.diffusion.encode, or "
                 "train on images with ImageShards and --model.init_args.vae"
             )
-        scales.add(float(content["scale"]))
+        scale, samples = content["scale"], content.get("samples")
+        if not isinstance(scale, int | float) or not math.isfinite(scale) or scale <= 0 or not isinstance(samples, int):
+            raise ValueError(
+                f"{manifest} gives scale {str(scale)[:40]} and samples {str(samples)[:40]}, no such numbers"
+            )
+        scales.add(float(scale))
         here = sum(
             size for path, size in zip(reader.shards, reader.shard_sizes, strict=True) if _prefix(path) == prefix
         )
-        if here != content["samples"]:
-            log.warning("%s: %d of %d latents are here", prefix, here, content["samples"])
+        if here != samples:
+            log.warning("%s: %d of %d latents are here", prefix, here, samples)
     if len(scales) > 1:
         raise ValueError(f"the shards hold latents of different scales, {sorted(scales)}: they are of different VAEs")
     return scales.pop() if scales else 1.0

@@ -11,7 +11,6 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-from PIL import Image
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, KEY_METRIC_ISC_STD, i
 from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, KEY_METRIC_KID_STD, kid_features_to_metric
 from torch_fidelity.metric_prc import KEY_METRIC_PRECISION, KEY_METRIC_RECALL, prc_features_to_metric
 
-from lightning_mhla.data.images import image_files
+from lightning_mhla.data.images import decode_image, image_files
 from mhla_tasks.diffusion.features import FeatureNetwork, Features
 
 PUBLISHED_COUNT = 50_000
@@ -149,6 +148,8 @@ def _from_arrays(
     found: dict[str, Moments] = {}
     for name, keys in {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}.items():
         if keys[0] in arrays and keys[1] in arrays:
+            if any(arrays[key].dtype.kind != "f" or not np.isfinite(arrays[key]).all() for key in keys):
+                raise ValueError(f"{path}: {keys[0]} and {keys[1]} are not finite floating-point numbers")
             mean, covariance = (np.float64(arrays[key]) for key in keys)
             if mean.ndim != 1 or covariance.shape != (len(mean),) * 2:
                 raise ValueError(f"{path}: {keys[0]} {mean.shape} and {keys[1]} {covariance.shape} are no moments")
@@ -180,8 +181,8 @@ def _shown(batches: Iterable[Tensor], path: Path, count: int) -> Iterable[Tensor
 
 
 def _open(path: Path) -> Tensor:
-    with Image.open(path) as image:
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    image = decode_image(path.read_bytes(), str(path))
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def _stack(images: list[Tensor], path: str) -> Tensor:

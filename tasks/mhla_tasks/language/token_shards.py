@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
+from lightning_mhla.untrusted import parse_array, parse_array_header
 
 TOKENS, STARTS = "tokens.npy", "starts.npy"
 """Members of a sample: its tokens, and the first token of each document."""
@@ -33,17 +33,15 @@ class ShardRuns:
         """Where the tokens of a run begin in its member, and their type."""
         self.reader.extension(run, (TOKENS,))
         self.reader.extension(run, (STARTS,))
-        stream = io.BytesIO(self.reader.read(run, TOKENS, 0, 256))
         try:
-            np.lib.format.read_magic(stream)
-            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-        except (ValueError, EOFError) as error:
+            shape, dtype, start = parse_array_header(self.reader.read(run, TOKENS, 0, 256))
+        except ValueError as error:
             raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is no array of numpy ({error})") from error
         if len(shape) != 1 or dtype.kind != "u":
             raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is {dtype} {shape}, not unsigned integers [n]")
-        if stream.tell() + shape[0] * dtype.itemsize != self.reader.size(run, TOKENS):
+        if start + shape[0] * dtype.itemsize != self.reader.size(run, TOKENS):
             raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is cut short of its {shape[0]} tokens")
-        return stream.tell(), dtype
+        return start, dtype
 
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """See ``sources.TokenRuns``."""
@@ -61,9 +59,15 @@ class ShardRuns:
             if len(self._starts) >= 64:
                 self._starts.clear()
             try:
-                self._starts[run] = np.load(io.BytesIO(self.reader.read(run, STARTS)), allow_pickle=False)
-            except (ValueError, EOFError) as error:
+                starts = parse_array(self.reader.read(run, STARTS))
+            except ValueError as error:
                 raise BrokenSampleError(f"{self.describe(run)}: .{STARTS} is no array of numpy ({error})") from error
+            ascending = starts.ndim == 1 and starts.dtype.kind in "iu" and (np.diff(starts.astype(np.int64)) >= 0).all()
+            if not ascending or (len(starts) and not 0 <= starts[0] <= starts[-1] < max(1, self.lengths[run])):
+                raise BrokenSampleError(
+                    f"{self.describe(run)}: .{STARTS} are no ascending places of its {self.lengths[run]} tokens"
+                )
+            self._starts[run] = starts
         return self._starts[run]
 
     def describe(self, run: int) -> str:

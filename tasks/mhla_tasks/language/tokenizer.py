@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lightning_mhla.untrusted import reason
+
 END, PAD = "<|endoftext|>", "<|pad|>"
 
 
@@ -43,11 +45,11 @@ def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:
     """
     try:
         return AutoTokenizer.from_pretrained(str(where), trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the tokenizers library raises Exception itself
         kind = "folder" if Path(where).exists() else "folder, and no model that the hub or its local cache gives"
         raise FileNotFoundError(
             f"{where} is no {kind} with a tokenizer (tokenizer.json); give the folder that holds it, or a model name with "
-            f"the network at hand ({str(error).splitlines()[0]})"
+            f"the network at hand ({reason(error)})"
         ) from error
 
 
@@ -59,7 +61,14 @@ def pack_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def unpack_tokenizer(files: dict[str, str]) -> PreTrainedTokenizerBase:
-    """The reverse of :func:`pack_tokenizer`."""
+    """The reverse of :func:`pack_tokenizer`.
+
+    Raises:
+        ValueError: when these are no files of a tokenizer.
+    """
+    named = isinstance(files, dict) and all(isinstance(text, str) for text in files.values())
+    if not named or any(not isinstance(name, str) or not Path(name).name.strip(".") for name in files):
+        raise ValueError("the checkpoint's tokenizer is no set of text files by name")
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
             (Path(folder) / Path(name).name).write_text(text)

@@ -15,8 +15,8 @@ from torchvision.transforms import v2
 
 from lightning_mhla.data import BrokenSampleError
 
-LARGEST_FRAME = 8192 * 8192
-"""Pixels of a frame, beyond which a file is taken for a broken or a hostile one."""
+LARGEST_FRAME, NARROWEST = 8192 * 4320, 16
+"""Pixels of a frame, and the ratio of its sides, beyond which a file is taken for a broken or a hostile one."""
 
 EARLY = 0.25
 """Of a frame's duration, by which it may be shown before its time."""
@@ -53,8 +53,9 @@ def read_clip(
             stream = container.streams.video[0]
             if stream.codec_context is None:
                 raise BrokenSampleError(f"{name}: nothing here can decode the video")
-            if stream.width * stream.height > LARGEST_FRAME:
-                raise BrokenSampleError(f"{name}: frames of {stream.width} x {stream.height} are too large")
+            sides = stream.width, stream.height
+            if sides[0] * sides[1] > LARGEST_FRAME or max(sides) > NARROWEST * min(sides):
+                raise BrokenSampleError(f"{name}: frames of {sides[0]} x {sides[1]} are too large or too narrow")
             stream.thread_type = "AUTO"
             rate = float(stream.average_rate or stream.guessed_rate or 0)
             if not rate:

@@ -16,7 +16,6 @@ What only the new attention has, where the source lacks it, starts without effec
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import pickle
 import re
@@ -30,11 +29,14 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from rich.console import Console
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
+from lightning_mhla.sharded import is_sharded, load_whole
 from lightning_mhla.swap import KEEP, is_swapped
+from lightning_mhla.untrusted import BROKEN, read_json, reason
 from mhla_tasks.video.model import TransformerConfig, build_transformer
 
 log = logging.getLogger(__name__)
@@ -91,15 +93,14 @@ def read_weights(path: str) -> dict[str, Tensor]:
         elif swapped := [each for each in (place, place / "transformer") if is_swapped(each)]:
             files = sorted(swapped[0].glob("*.safetensors"))
             state = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        elif (place / "meta.pt").is_file():
-            raise ValueError(
-                f"{path} is a sharded checkpoint; make one file of it first: "
-                f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
-            )
+        elif is_sharded(place):
+            state = load_whole(place)["state_dict"]
         else:
             return _read_diffusers(path)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read safely ({str(error).splitlines()[0]})") from error
+    except ValueError:
+        raise
+    except (pickle.UnpicklingError, SafetensorError, OSError, *BROKEN) as error:
+        raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error
     state = {name.removeprefix("network."): tensor for name, tensor in state.items()}
     if any(".lora_A." in name for name in state):
         raise ValueError(
@@ -118,12 +119,12 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     for key in CONTAINERS:
         if isinstance(content.get(key), dict):
             content = content[key]
-    return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
+    return {name: tensor for name, tensor in content.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
 
 
 def _read_diffusers(path: str) -> dict[str, Tensor]:
     config = Path(path) / "config.json"
-    alone = config.is_file() and json.loads(config.read_text()).get("_class_name") == WanTransformer3DModel.__name__
+    alone = config.is_file() and read_json(config).get("_class_name") == WanTransformer3DModel.__name__
     try:
         model = WanTransformer3DModel.from_pretrained(path, **({} if alone else {"subfolder": "transformer"}))
     except (OSError, ValueError) as error:

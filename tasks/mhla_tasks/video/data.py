@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from lightning_mhla.data import BrokenSampleError, ResumableDataModule, SampleSource, ShardReader, ShardSets
+from lightning_mhla.untrusted import reason
 from mhla_tasks.video.clips import read_clip, to_signed
 from mhla_tasks.video.digits import MovingDigitSamples, every_caption
 from mhla_tasks.video.text import read_prompts
 
 VIDEO, TEXT, JSON = "mp4", "txt", "json"
+
+LONGEST_CAPTION = 1 << 20
+"""Bytes of a caption and what comes with it."""
 LATENT, EMBEDDING = "latent.npy", "text.npy"
 """Members of an encoded sample: the clip's latent, and the embeddings of its caption's tokens."""
 
@@ -269,11 +273,15 @@ class CaptionedClips:
     def _caption(self, index: int) -> str:
         extension, data = self.member(index, (TEXT, JSON))
         where = f"{self.describe(index)}: .{extension}"
+        if len(data) > LONGEST_CAPTION:
+            raise BrokenSampleError(f"{where} is no caption: {len(data)} bytes")
         try:
             text = data.decode() if extension == TEXT else json.loads(data)[self.caption_key]
-        except (UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+            if isinstance(text, str):
+                text.encode()  # a lone surrogate is no text
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             hint = "" if extension == TEXT else f" under {self.caption_key!r}; set caption_key"
-            raise BrokenSampleError(f"{where} holds no caption{hint} ({error})") from error
+            raise BrokenSampleError(f"{where} holds no caption{hint} ({reason(error)})") from error
         if not isinstance(text, str) or not text.strip():
             raise BrokenSampleError(f"{where} holds an empty caption")
         return text.strip()

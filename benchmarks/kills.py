@@ -1,0 +1,243 @@
+"""A run that is killed again and again, at random times, against the same run left alone.
+
+    python -m benchmarks.kills --out benchmarks/results                       # digits: 50 kills; three more domains: 10 each
+    python -m benchmarks.kills --domains classification --kills 5             # a short look
+
+SIGKILL meets start-up, training, validation and the writing of checkpoints; after each the same command starts again. The
+final weights, moving averages, optimiser, schedule and learning curves have to be those of the undisturbed run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import describe
+from lightning_mhla.files import write_whole
+
+ROOT = Path(__file__).parents[1]
+SAVE_EVERY = 5
+"""Optimiser steps between two checkpoints: so often that kills meet their writing."""
+
+LAST = "checkpoints/recovery/step=*.ckpt"
+"""Where a run leaves its state at the end."""
+
+DRAWN = (
+    "AttentionPictures",
+    "GenerationMetrics",
+    "TextSamples",
+    "ClipPictures",
+    "TokenThroughput",
+    "LearningRateMonitor",
+)
+"""Callbacks left out: they draw, score or time, and touch no weight."""
+
+
+class Domain(NamedTuple):
+    """A default configuration, and how long it trains here."""
+
+    config: str
+    kills: int
+    trainer: dict[str, Any]
+
+
+DOMAINS = {
+    "classification": Domain("configs/classification/digits.yaml", 50, {}),
+    "language": Domain(
+        "configs/language/stdlib.yaml", 10, {"max_steps": 120, "val_check_interval": 40, "limit_val_batches": 8}
+    ),
+    "diffusion": Domain("configs/diffusion/digits.yaml", 10, {"max_epochs": 6, "check_val_every_n_epoch": 2}),
+    "video": Domain("configs/video/digits_pretrain.yaml", 10, {"max_steps": 120, "val_check_interval": 40}),
+}
+
+
+def write_config(domain: Domain, folder: Path) -> Path:
+    """The domain's default with a table of losses, and a checkpoint every few steps."""
+    config = yaml.safe_load((ROOT / domain.config).read_text())
+    trainer = config["trainer"] | domain.trainer
+    trainer |= {"log_every_n_steps": 1, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer["logger"] = [{"class_path": "CSVLogger", "init_args": {"save_dir": ".", "flush_logs_every_n_steps": 1}}]
+    trainer["callbacks"] = [c for c in trainer["callbacks"] if not c["class_path"].endswith(DRAWN)]
+    recovery = {"class_path": "lightning_mhla.callbacks.Recovery", "init_args": {"every_n_steps": SAVE_EVERY}}
+    trainer["callbacks"].append(recovery)
+    if "cache_dir" not in config["data"]["init_args"] and "language" in domain.config:
+        config["data"]["init_args"]["cache_dir"] = str(folder / "cache")
+    write_whole(folder / "config.yaml", yaml.safe_dump(config | {"trainer": trainer}))
+    return folder / "config.yaml"
+
+
+def start(config: Path, run: Path) -> subprocess.Popen[bytes]:
+    """The command that trains, and goes on."""
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / "output.txt").open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mhla_tasks.cli", "fit", "--config", str(config), "--run_dir", str(run)],
+            stdout=output, stderr=output, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+
+def wait_to_kill(process: subprocess.Popen[bytes], run: Path, rng: random.Random, spread: float) -> str | None:
+    """Wait for a random moment: of start-up, of training, or the next writing of a checkpoint; None if the run ended."""
+    kind = rng.choices(["starting", "training", "writing"], [0.2, 0.4, 0.4])[0]
+    until = time.monotonic() + rng.uniform(0.5, 8)
+    while kind != "starting" and not _rows(run / "metrics.csv"):
+        if process.poll() is not None:
+            return None
+        time.sleep(0.02)
+    if kind != "starting":
+        until = time.monotonic() + rng.uniform(0, spread)
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            return None
+        time.sleep(0.005)
+    while kind == "writing" and not any(run.rglob("*.part")):
+        if process.poll() is not None:
+            return None
+    return kind
+
+
+def train_killed(config: Path, run: Path, kills: int, rng: random.Random, spread: float) -> list[str]:
+    """Train to the end through so many kills; which they were."""
+    done: list[str] = []
+    while True:
+        process = start(config, run)
+        kind = wait_to_kill(process, run, rng, spread) if len(done) < kills else None
+        if kind is None:
+            if process.wait() != 0:
+                raise SystemExit(f"error: {run}: the run ended with status {process.returncode}, see output.txt")
+            return done
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        done.append(kind)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open() as stream:
+            rows = list(csv.DictReader(stream))
+    except FileNotFoundError:
+        return []
+    return [row for row in rows if None not in row and None not in row.values() and (row.get("step") or "").isdigit()]
+
+
+def losses(run: Path) -> list[tuple[str, int, str]]:
+    """Every loss that any start of a run has logged: name, step, value to the last digit."""
+    rows = [row for path in sorted(run.glob("metrics*.csv")) for row in _rows(path)]
+    return [(name, int(row["step"]), row[name]) for row in rows for name in ("train/loss", "val/loss") if row.get(name)]
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Paths of everything in which two checkpoints differ."""
+    if isinstance(a, torch.Tensor):
+        return [] if isinstance(b, torch.Tensor) and torch.equal(a, b) else [path]
+    if isinstance(a, dict):
+        keys = {*a, *b} if isinstance(b, dict) else {}
+        return (
+            [w for key in keys for w in differences(a.get(key), b.get(key), f"{path}/{key}")]
+            if keys or a == b
+            else [path]
+        )
+    if isinstance(a, list | tuple):
+        same = isinstance(b, list | tuple) and len(a) == len(b)
+        return (
+            [w for i, (x, y) in enumerate(zip(a, b, strict=True)) for w in differences(x, y, f"{path}/{i}")]
+            if same
+            else [path]
+        )
+    return [] if a == b else [path]
+
+
+def compare(whole: Path, killed: Path) -> dict[str, Any]:
+    """What differs between the two runs, and how many steps were done twice."""
+    ends = [torch.load(sorted(run.glob(LAST))[-1], weights_only=True) for run in (whole, killed)]
+    keys = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "global_step")
+    unequal = [w for key in keys for w in differences(ends[0].get(key), ends[1].get(key), key)]
+    unequal += differences(*(end["callbacks"].get("LearningCurves") for end in ends), "learning curves")
+    once, again = losses(whole), losses(killed)
+    wrong = sorted(set(again) ^ set(once))
+    trained = [entry for entry in again if entry[0] == "train/loss"]
+    return {
+        "steps": int(ends[0]["global_step"]),
+        "repeated_steps": len(trained) - len({step for _, step, _ in trained}),
+        "losses_that_differ": [list(entry) for entry in wrong],
+        "tensors_and_values_that_differ": unequal,
+    }
+
+
+def measure(name: str, folder: Path, kills: int | None, seed: int) -> dict[str, Any]:
+    """Both runs of a domain, compared."""
+    domain = DOMAINS[name]
+    config = write_config(domain, folder)
+    begun = time.monotonic()
+    process = start(config, folder / "whole")
+    if process.wait() != 0:
+        raise SystemExit(f"error: {folder / 'whole'}: the run failed, see output.txt")
+    alone = time.monotonic() - begun
+    wanted = domain.kills if kills is None else kills
+    done = train_killed(config, folder / "killed", wanted, random.Random(seed), 0.6 * max(5.0, alone - 10) / wanted)
+    row = {"config": domain.config, "kills": len(done), **{kind: done.count(kind) for kind in sorted(set(done))}}
+    return {
+        **row,
+        **compare(folder / "whole", folder / "killed"),
+        "seconds": round(time.monotonic() - begun),
+        "alone": round(alone),
+    }
+
+
+def show(rows: dict[str, dict[str, Any]]) -> None:
+    """Print the table."""
+    table = Table(
+        "run", "steps", "kills", "while starting", "training", "writing", "steps repeated", "what differs in the end"
+    )
+    for name, row in rows.items():
+        wrong = len(row["losses_that_differ"]) + len(row["tensors_and_values_that_differ"])
+        counts = [str(row.get(kind, 0)) for kind in ("starting", "training", "writing")]
+        table.add_row(
+            name,
+            str(row["steps"]),
+            str(row["kills"]),
+            *counts,
+            str(row["repeated_steps"]),
+            str(wrong) if wrong else "nothing",
+        )
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--domains", nargs="+", choices=list(DOMAINS), default=list(DOMAINS))
+    parser.add_argument("--kills", type=int, help="of every domain; 50 and 10 without")
+    parser.add_argument("--seed", type=int, default=0, help="of the random times")
+    parser.add_argument("--runs", type=Path, help="folder that keeps the runs; a temporary one without")
+    parser.add_argument("--out", type=Path, help="folder for kills.json")
+    options = parser.parse_args()
+    rows: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in options.domains:
+            rows[name] = measure(name, (options.runs or Path(scratch)) / name, options.kills, options.seed)
+            show(rows)
+            if options.out:
+                result = {"machine": describe(torch.device("cpu")), "save_every_n_steps": SAVE_EVERY, "runs": rows}
+                write_whole(options.out / "kills.json", json.dumps(result, indent=1) + "\n")
+    if any(row["losses_that_differ"] or row["tensors_and_values_that_differ"] for row in rows.values()):
+        raise SystemExit("error: a killed run did not end as the one left alone")
+
+
+if __name__ == "__main__":
+    main()

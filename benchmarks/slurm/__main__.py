@@ -1,0 +1,192 @@
+"""Every fault that a job of two nodes has to survive, on a real SLURM on this machine.
+
+    python -m benchmarks.slurm --out benchmarks/results
+    python -m benchmarks.slurm --faults "20 signals" "killed rank 0"
+
+SLURM is taken from the PATH, or unpacked from Debian's packages (nothing is installed). Each fault meets a job of its own,
+submitted with docker/slurm/train.sbatch; the losses of all its starts have to be those of a job that nothing happens to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import describe
+from benchmarks.slurm.cluster import Cluster, SlurmUnavailable, find_or_unpack
+from benchmarks.slurm.job import Job
+from lightning_mhla.data.shards import default_cache
+from lightning_mhla.files import write_whole
+
+STEPS = 1200
+
+Make = Callable[..., Job]
+
+
+def signals(cluster: Cluster, make: Make) -> Job:
+    """USR1 and TERM in turns, each in the middle of training."""
+    job = make()
+    for number in range(1, 21):
+        job.wait_for_start(number, steps=10)
+        cluster.signal(job.number, ("USR1", "TERM")[number % 2])
+    return job
+
+
+def time_limit(cluster: Cluster, make: Make) -> Job:
+    """A limit of a minute, of which SLURM warns up to a minute early; it is lifted once the run has gone on."""
+    job = make(time=1, signal="B:USR1@30")
+    job.wait_for_start(2)
+    cluster.run("scontrol", "update", f"job={job.number}", "TimeLimit=60")
+    return job
+
+
+def preempted(cluster: Cluster, make: Make, warned: bool) -> Job:
+    """A job of a higher partition takes both nodes."""
+    job = make(signal="B:USR1@30" if warned else "B:WINCH@1")
+    job.wait_for_start(1, steps=40)
+    script = job.folder / "urgent.sh"
+    script.write_text("#!/bin/bash\nsrun sleep 3\n")
+    urgent = cluster.submit(script, partition="high", nodes=2, output=str(job.folder / "urgent.txt"))
+    cluster.wait(urgent, timeout=90)
+    return job
+
+
+def requeued(cluster: Cluster, make: Make) -> Job:
+    """``scontrol requeue`` by hand."""
+    job = make()
+    job.wait_for_start(1, steps=40)
+    cluster.requeue(job.number)
+    return job
+
+
+def killed_rank(cluster: Cluster, make: Make, rank: int) -> Job:
+    """SIGKILL of one process."""
+    job = make()
+    job.wait_for_start(1, steps=40)
+    cluster.kill_rank(job.number, rank)
+    return job
+
+
+def dead_node(cluster: Cluster, make: Make, place: int) -> Job:
+    """SIGKILL of a node's slurmd and of everything that it started; the node comes back after a second."""
+    job = make()
+    job.wait_for_start(1, steps=40)
+    cluster.kill_node(cluster.nodes[place])
+    time.sleep(1)
+    cluster.start_node(cluster.nodes[place])
+    return job
+
+
+def dead_slurmd(cluster: Cluster, make: Make) -> Job:
+    """SIGKILL of one slurmd, which comes back while the job runs."""
+    job = make()
+    job.wait_for_start(1, steps=20)
+    cluster.kill_slurmd(cluster.nodes[1])
+    _wait_for_steps(job, 40)
+    cluster.start_node(cluster.nodes[1], wait=False)
+    return job
+
+
+def dead_controller(cluster: Cluster, make: Make) -> Job:
+    """The controller goes and comes back, while the job runs and while it wants to be queued again."""
+    job = make()
+    job.wait_for_start(1, steps=20)
+    cluster.kill_controller()
+    _wait_for_steps(job, 40)
+    cluster.start_controller()
+    cluster.signal(job.number, "USR1")
+    cluster.kill_controller()
+    time.sleep(5)
+    cluster.start_controller()
+    return job
+
+
+def _wait_for_steps(job: Job, count: int) -> None:
+    before = job.step()
+    while job.step() < before + count:
+        time.sleep(0.1)
+
+
+FAULTS: dict[str, tuple[Callable[[Cluster, Make], Job], int]] = {
+    "20 signals in a row": (signals, 20),
+    "time limit": (time_limit, 1),
+    "preempted, with --signal": (lambda cluster, make: preempted(cluster, make, True), 1),
+    "preempted, without": (lambda cluster, make: preempted(cluster, make, False), 1),
+    "scontrol requeue": (requeued, 1),
+    "killed rank 0": (lambda cluster, make: killed_rank(cluster, make, 0), 1),
+    "killed rank 1": (lambda cluster, make: killed_rank(cluster, make, 1), 1),
+    "dead first node": (lambda cluster, make: dead_node(cluster, make, 0), 1),
+    "dead second node": (lambda cluster, make: dead_node(cluster, make, 1), 1),
+    "dead slurmd": (dead_slurmd, 1),
+    "dead controller": (dead_controller, 1),
+}
+"""Name, what happens, and how often."""
+
+
+def measure(cluster: Cluster, folder: Path, name: str, curve: dict[int, str]) -> dict[str, Any]:
+    """Let a fault happen and see the job to its end."""
+    happen, times = FAULTS[name]
+    begun = time.monotonic()
+    job = happen(cluster, lambda **options: Job(cluster, folder / name.replace(" ", "-"), STEPS, **options))
+    fields = job.finish(timeout=300)
+    found = job.curve()
+    wrong = [step for step in {*curve, *found} if curve.get(step) != found.get(step)]
+    return {
+        "times": times,
+        "state": fields["JobState"],
+        "starts": job.starts(),
+        "steps": len(found),
+        "steps_repeated": job.repeated(),
+        "losses_that_differ": len(wrong),
+        "seconds": round(time.monotonic() - begun),
+        **({} if fields["JobState"] == "COMPLETED" else {"output": job.output()[-3000:]}),
+    }
+
+
+def show(rows: dict[str, dict[str, Any]]) -> None:
+    """Print the table."""
+    table = Table("fault", "times", "job in the end", "starts", "steps", "steps repeated", "losses that differ")
+    for name, row in rows.items():
+        keys = ("times", "state", "starts", "steps", "steps_repeated", "losses_that_differ")
+        table.add_row(name, *(str(row[key]) for key in keys))
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--out", type=Path, help="folder for slurm.json")
+    options = parser.parse_args()
+    rows: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            installation = find_or_unpack(default_cache() / "slurm")
+            with Cluster(Path(scratch) / "cluster", installation) as cluster:
+                undisturbed = Job(cluster, Path(scratch) / "undisturbed", STEPS)
+                if undisturbed.finish()["JobState"] != "COMPLETED":
+                    raise SystemExit(f"error: the undisturbed job failed:\n{undisturbed.output()[-3000:]}")
+                curve = undisturbed.curve()
+                for name in options.faults:
+                    rows[name] = measure(cluster, Path(scratch), name, curve)
+                    show(rows)
+                    if options.out:
+                        result = {"machine": describe(torch.device("cpu")), "steps": STEPS, "faults": rows}
+                        write_whole(options.out / "slurm.json", json.dumps(result, indent=1) + "\n")
+        except SlurmUnavailable as error:
+            raise SystemExit(f"error: {error}") from error
+    if any(row["state"] != "COMPLETED" or row["losses_that_differ"] for row in rows.values()):
+        raise SystemExit("error: a job did not end as the undisturbed one")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,540 @@
+"""A real SLURM of two virtual nodes on this host, for tests: nothing is installed and no root is needed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pwd
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client")
+SECOND_NODE = (
+    "zz-node2"  # sorts after the host's name, which SLURM so takes for rank 0, the batch script and MASTER_ADDR
+)
+NODE_MARK = "SLURM_LAB_NODE"  # which node a slurmd and its slurmstepd stand for
+POLL = 0.1  # seconds between two looks
+PORTS = 100  # one each for slurmctld and the two slurmd, the others for srun
+TERMINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"})
+
+
+class SlurmUnavailable(RuntimeError):  # noqa: N818 (a state of the machine, not a fault of the caller)
+    """SLURM can neither be found nor unpacked nor started here; the message says why in one sentence."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Where the programs, plugins and libraries are. `plugins` is None for an installed SLURM, which knows its own."""
+
+    controller: Path
+    daemon: Path
+    stepd: Path | None
+    commands: Path
+    plugins: Path | None = None
+    libraries: tuple[Path, ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's variables without those of an enclosing SLURM job, plus what the programs need."""
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH_", "SRUN_", "SCANCEL_"))}
+        variables["PATH"] = os.pathsep.join([str(self.commands), variables.get("PATH", os.defpath)])
+        if self.libraries:
+            inherited = [variables["LD_LIBRARY_PATH"]] if variables.get("LD_LIBRARY_PATH") else []
+            variables["LD_LIBRARY_PATH"] = os.pathsep.join([*map(str, self.libraries), *inherited])
+        return variables
+
+
+def find_or_unpack(cache: Path) -> Installation:
+    """Take the SLURM on PATH, else unpack Debian's packages into `cache` (once; 1 to 5 s, needs the network).
+
+    Raises:
+        SlurmUnavailable: there is no SLURM, and apt could not fetch it.
+    """
+    return _installed() or _unpacked(cache.resolve())
+
+
+def _installed() -> Installation | None:
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+    found = [shutil.which(name, path=path) for name in ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")]
+    if None in found:
+        return None
+    controller, daemon, srun = (Path(str(program)) for program in found[:3])
+    return Installation(controller, daemon, stepd=None, commands=srun.parent)
+
+
+def _unpacked(cache: Path) -> Installation:
+    root = cache / "root"
+    complete = cache / "complete"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits here, then finds the marker
+            if not complete.exists():
+                shutil.rmtree(root, ignore_errors=True)
+                for archive in _download(cache):
+                    _apt("dpkg", "-x", str(archive), str(root))
+                    archive.unlink()
+                complete.touch()
+    except OSError as error:
+        raise SlurmUnavailable(f"SLURM could not be unpacked into {cache}: {error}.") from error
+    plugins = next(root.glob("usr/lib/*/slurm-wlm"), None)
+    if plugins is None:
+        raise SlurmUnavailable(f"The packages unpacked into {root} hold no folder slurm-wlm.")
+    programs = root / "usr/sbin"
+    return Installation(
+        controller=programs / "slurmctld-wlm",
+        daemon=programs / "slurmd-wlm",
+        stepd=programs / "slurmstepd-wlm",
+        commands=root / "usr/bin",
+        plugins=plugins,
+        libraries=(plugins, plugins.parent),
+    )
+
+
+def _download(cache: Path) -> list[Path]:
+    """Fetch the packages and whatever library of theirs is missing, with the system's package lists or own ones."""
+    archives = cache / "archives"
+    shutil.rmtree(archives, ignore_errors=True)
+    archives.mkdir()
+    common = ["-o", "APT::Sandbox::User=", "-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=15"]
+    try:
+        _fetch(archives, common)
+    except SlurmUnavailable:  # no lists, or ones that name versions which are gone
+        _fetch(archives, [*common, *_own_lists(cache, common)])
+    return sorted(archives.glob("*.deb"))
+
+
+def _own_lists(cache: Path, common: list[str]) -> list[str]:
+    """Package lists in `cache`, for `apt-get update` without root; only Debian's own sources are asked if separate."""
+    for name in ("lists/partial", "apt/archives/partial"):
+        (cache / name).mkdir(parents=True, exist_ok=True)
+    options = ["-o", f"Dir::State::lists={cache / 'lists'}", "-o", f"Dir::Cache={cache / 'apt'}"]
+    for sources in ("debian.sources", "ubuntu.sources"):
+        path = Path("/etc/apt/sources.list.d") / sources
+        if path.exists():
+            options += ["-o", f"Dir::Etc::sourcelist={path}", "-o", "Dir::Etc::sourceparts=-"]
+    _apt("apt-get", *common, *options, "-o", "APT::Update::Error-Mode=any", "update")
+    return options
+
+
+def _fetch(archives: Path, options: list[str]) -> None:
+    plan = _apt("apt-get", *options, "install", "--simulate", "--no-install-recommends", *PACKAGES)
+    names = re.findall(r"^Inst (\S+)", plan, re.MULTILINE)
+    _apt("apt-get", *options, "download", *names, folder=archives)
+
+
+def _apt(*command: str, folder: Path | None = None) -> str:
+    variables = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SlurmUnavailable(f"SLURM is not installed, and {command[0]} could not fetch it: {error}.") from error
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        raise SlurmUnavailable(f"SLURM is not installed, and {command[0]} could not fetch it: {said}")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Process:
+    """What /proc says about one process: its parent, its command line and the variables it was started with."""
+
+    pid: int
+    parent: int
+    command: str
+    variables: dict[str, str]
+
+
+def _processes() -> dict[int, Process]:
+    """All processes of this user but this one; those that vanish while being read are left out."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            parent, state = _parent_and_state(entry)
+            block = (entry / "environ").read_bytes()
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if state in "ZX":
+            continue
+        pairs = (item.partition("=") for item in block.decode(errors="replace").split("\0") if "=" in item)
+        variables = {name: value for name, _, value in pairs}
+        found[int(entry.name)] = Process(int(entry.name), parent, command.decode(errors="replace"), variables)
+    return found
+
+
+def _parent_and_state(entry: Path) -> tuple[int, str]:
+    after_name = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return int(after_name[1]), after_name[0]
+
+
+def _with_descendants(roots: set[int], processes: dict[int, Process]) -> list[int]:
+    """`roots` and all below them, each parent before its children."""
+    family = {pid: _depth(pid, processes) for pid in roots if pid in processes}
+    while grown := {p.pid for p in processes.values() if p.parent in family and p.pid not in family}:
+        family.update((pid, _depth(pid, processes)) for pid in grown)
+    return sorted(family, key=family.__getitem__)
+
+
+def _depth(pid: int, processes: dict[int, Process]) -> int:
+    depth = 0
+    while (process := processes.get(pid)) is not None:
+        pid = process.parent
+        depth += 1
+    return depth
+
+
+def _kill(family: list[int]) -> None:
+    """SIGKILL as at one instant: stopped first, parents leading, so that none reports another's end.
+
+    Then children die before parents: the kernel wakes stopped processes whose parents die, and srun would kill the job.
+    """
+    for pid in family:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    for pid in reversed(family):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _until(look: Callable[[], object], timeout: float) -> bool:
+    """Call `look` every tenth of a second until it returns something true; False if it never did."""
+    deadline = time.monotonic() + timeout
+    while not look():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL)
+    return True
+
+
+CONFIGURATION = """\
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SrunPortRange={first_srun_port}-{last_srun_port}
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+AuthInfo=cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+PlugStackConfig={folder}/plugstack.conf
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+ReturnToService=2
+JobRequeue=1
+SlurmctldTimeout=10
+SlurmdTimeout={lost_node_after}
+KillWait=5
+OverTimeLimit=0
+MailProg=/bin/true
+NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs={cpus} State=UNKNOWN
+NodeName={second} NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs={cpus} State=UNKNOWN
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE \
+GraceTime={grace_time}
+PartitionName=high Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+@dataclass
+class Cluster:
+    """Two virtual nodes, `nodes`, in two partitions: `low` (the default) is requeued when `high` needs its nodes.
+
+    Nothing in `folder` may be shared with another cluster. Everything started here dies in `stop`.
+
+    Raises:
+        SlurmUnavailable: a daemon does not come up here.
+    """
+
+    folder: Path
+    installation: Installation
+    cpus: int = 1  # of each node
+    grace_time: int = 0  # seconds between the signal and the end of a preempted job
+    lost_node_after: int = 10  # seconds without an answer (SlurmdTimeout)
+    _daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False, repr=False)
+    _lost: set[str] = field(default_factory=set, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.folder = self.folder.resolve()
+        self.nodes = (socket.gethostname().partition(".")[0], SECOND_NODE)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for every command that is to speak to this cluster."""
+        return {**self.installation.environment, "SLURM_CONF": str(self._configuration)}
+
+    @property
+    def _configuration(self) -> Path:
+        return self.folder / "slurm.conf"
+
+    def start(self) -> None:
+        """Write the configuration, start the three daemons, and wait until both nodes are idle (about a second)."""
+        for name in ("state", *(f"spool/{node}" for node in self.nodes)):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        (self.folder / "plugstack.conf").touch()
+        self._configuration.write_text(self._configure())
+        self._launch("slurmctld", [str(self.installation.controller), "-D", "-c"])
+        for node in self.nodes:
+            self.start_node(node, wait=False)
+        if not _until(self._all_idle, timeout=30):
+            raise SlurmUnavailable(f"The nodes did not become idle within 30 s: {self._last_words()}")
+
+    def _configure(self) -> str:
+        first = _free_ports(PORTS)
+        text = CONFIGURATION.replace("\\\n", "").format(
+            host=self.nodes[0],
+            second=self.nodes[1],
+            user=pwd.getpwuid(os.geteuid()).pw_name,
+            folder=self.folder,
+            cpus=self.cpus,
+            grace_time=self.grace_time,
+            lost_node_after=self.lost_node_after,
+            controller_port=first,
+            first_port=first + 1,
+            second_port=first + 2,
+            first_srun_port=first + 3,
+            last_srun_port=first + PORTS - 1,
+        )
+        plugins = self.installation.plugins
+        return f"{text}PluginDir={plugins}\n" if plugins else text
+
+    def _launch(self, name: str, command: list[str], mark: dict[str, str] | None = None) -> None:
+        with (self.folder / f"{name}.out").open("ab") as out:
+            self._daemons[name] = subprocess.Popen(
+                command,
+                env=self.environment | (mark or {}),
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def stop(self) -> None:
+        """Kill the daemons, and every process of theirs and of their jobs."""
+        _until(lambda: not self._kill_all(lambda process: True), timeout=10)
+        for daemon in self._daemons.values():
+            daemon.wait()
+        self._daemons.clear()
+
+    def kill_controller(self, save: bool = True) -> None:
+        """End slurmctld; jobs do not notice. Without `save` it forgets what happened in the last 5 s, jobs included."""
+        if save:
+            daemon = self._daemons["slurmctld"]
+            daemon.terminate()
+            _until(lambda: daemon.poll() is not None, timeout=10)
+        self._kill_daemon("slurmctld")
+
+    def start_controller(self) -> None:
+        """Start slurmctld with the state it left, and wait until it answers."""
+        self._launch("slurmctld", [str(self.installation.controller), "-D"])
+        if not _until(lambda: "is UP" in self._try("scontrol", "ping"), 30):
+            raise SlurmUnavailable(f"slurmctld did not come back within 30 s: {self._last_words()}")
+
+    def kill_slurmd(self, node: str) -> None:
+        """SIGKILL the slurmd of `node` alone; its jobs go on."""
+        self._kill_daemon(f"slurmd-{node}")
+
+    def kill_node(self, node: str) -> None:
+        """SIGKILL the slurmd of `node`, its slurmstepd and all their descendants, as if the power had gone.
+
+        SLURM notices after 25 to 35 s, or at once by `declare_down` or `start_node`.
+        """
+        _until(lambda: not self._kill_all(lambda process: _node_of(process) == node), timeout=10)
+        self._kill_daemon(f"slurmd-{node}")
+        spool = self.folder / "spool" / node  # a job's script left there makes the next launch of that job fail
+        shutil.rmtree(spool)
+        spool.mkdir()
+        self._lost.add(node)
+
+    def start_node(self, node: str, wait: bool = True) -> None:
+        """Start the slurmd of `node`; `wait` until jobs can run there again."""
+        stepd = ["-d", str(self.installation.stepd)] if self.installation.stepd else []
+        if node in self._lost:
+            self._lost.discard(node)
+            if "down" not in self.node_state(node):
+                self.declare_down(node)  # or SLURM believes for minutes that the job still runs there
+        self._launch(f"slurmd-{node}", [str(self.installation.daemon), "-D", "-N", node, *stepd], {NODE_MARK: node})
+        if wait and not _until(lambda: self.node_state(node) in {"idle", "mixed", "allocated"}, timeout=60):
+            raise TimeoutError(f"{node} is {self.node_state(node)}, not usable, 60 s after its slurmd started.")
+
+    def declare_down(self, node: str) -> None:
+        """Tell SLURM that a killed node is lost, which it else finds out by itself; jobs there are requeued."""
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+
+    def node_state(self, node: str) -> str:
+        """State of `node` as sinfo prints it: `idle`, `mixed`, `allocated`, `down`, with * where it does not answer."""
+        return self._try("sinfo", "-h", "-N", "-p", "low", "-n", node, "-o", "%T").strip()
+
+    def run(self, *command: str) -> str:
+        """Standard output of a command such as `squeue`; its error text is in the exception if it fails."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+        return done.stdout
+
+    def submit(self, script: Path, *arguments: str, **options: str | int | bool) -> int:
+        """Submit `script`; `ntasks_per_node=1` stands for --ntasks-per-node=1, `requeue=True` for --requeue."""
+        flags = []
+        for name, value in options.items():
+            flag = f"--{name.replace('_', '-')}"
+            flags += [flag] if value is True else [f"{flag}={value}"]
+        return int(self.run("sbatch", "--parsable", *flags, str(script), *arguments).partition(";")[0])
+
+    def show(self, job: int) -> dict[str, str]:
+        """The fields of `scontrol show job`: JobState, Reason, Restarts, ExitCode, BatchHost, StartTime, ..."""
+        text = self.run("scontrol", "-o", "show", "job", str(job))
+        return dict(re.findall(r"([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", text))
+
+    def wait(self, job: int, states: set[str] | frozenset[str] = TERMINAL, timeout: float = 60) -> dict[str, str]:
+        """Wait until JobState is one of `states`.
+
+        Raises:
+            TimeoutError: it was none of them in time; the message holds what SLURM says about the job.
+        """
+        seen: dict[str, str] = {}
+
+        def reached() -> bool:
+            seen.update(self.show(job))
+            return seen["JobState"] in states
+
+        if not _until(reached, timeout):
+            raise TimeoutError(f"Job {job} was none of {sorted(states)} within {timeout:g} s: {seen}")
+        return seen
+
+    def signal(self, job: int, name: str, to: Literal["batch", "steps", "all"] = "batch") -> None:
+        """Send e.g. "USR1" to the batch shell alone, to the tasks of all steps alone, or to every process of both."""
+        flag = {"batch": ["--batch"], "steps": [], "all": ["--full"]}[to]
+        self.run("scancel", f"--signal={name}", *flag, str(job))
+
+    def requeue(self, job: int) -> None:
+        """Put the running `job` back into the queue."""
+        self.run("scontrol", "requeue", str(job))
+
+    def cancel(self, job: int) -> None:
+        """End the job: SIGTERM, and SIGKILL after KillWait (5 s)."""
+        self.run("scancel", str(job))
+
+    def task_pids(self, job: int, node: str | None = None) -> dict[int, int]:
+        """Process id of each rank's first process, of the ranks on `node` if given."""
+        processes = {pid: p for pid, p in self._mine().items() if self._is_task(p, job, node)}
+        first = {pid: p for pid, p in processes.items() if p.parent not in processes}
+        return {int(p.variables["SLURM_PROCID"]): pid for pid, p in first.items()}
+
+    def kill_rank(self, job: int, rank: int) -> None:
+        """SIGKILL the process of one rank, and its children."""
+        first = self.task_pids(job)[rank]
+        _kill(_with_descendants({first}, _processes()))
+
+    @staticmethod
+    def _is_task(process: Process, job: int, node: str | None) -> bool:
+        variables = process.variables
+        return (
+            variables.get("SLURM_JOB_ID") == str(job)
+            and variables.get("SLURM_STEP_ID", "").isdigit()
+            and node in {None, variables.get("SLURMD_NODENAME")}
+        )
+
+    def _mine(self) -> dict[int, Process]:
+        mine = str(self._configuration)
+        return {pid: p for pid, p in _processes().items() if p.variables.get("SLURM_CONF") == mine}
+
+    def _kill_all(self, wanted: Callable[[Process], bool]) -> list[int]:
+        """Kill those of the cluster's processes that are `wanted`, with their descendants; return whom it met."""
+        mine = {pid for pid, process in self._mine().items() if wanted(process)}
+        victims = _with_descendants(mine, _processes())
+        _kill(victims)
+        return victims
+
+    def _kill_daemon(self, name: str) -> None:
+        daemon = self._daemons.pop(name, None)
+        if daemon is not None:
+            daemon.kill()
+            daemon.wait()
+
+    def _try(self, *command: str) -> str:
+        try:
+            return self.run(*command)
+        except (RuntimeError, subprocess.TimeoutExpired):
+            return ""
+
+    def _all_idle(self) -> bool:
+        self._check_daemons()
+        return [self.node_state(node) for node in self.nodes] == ["idle", "idle"]
+
+    def _check_daemons(self) -> None:
+        for name, daemon in self._daemons.items():
+            if daemon.poll() is not None:
+                raise SlurmUnavailable(f"{name} ended with {daemon.returncode}: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        lines = []
+        for log in sorted([*self.folder.glob("*.out"), *self.folder.glob("*.log")]):
+            text = log.read_text(errors="replace").strip()
+            if text:
+                lines.append(f"{log.name}: {text.splitlines()[-1]}")
+        return "; ".join(lines)
+
+
+def _node_of(process: Process) -> str | None:
+    return process.variables.get("SLURMD_NODENAME") or process.variables.get(NODE_MARK)
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` neighbouring free ports, below those that the kernel gives to outgoing connections."""
+    for _ in range(200):
+        first = random.SystemRandom().randrange(20000, 32000 - count)
+        if all(_is_free(port) for port in range(first, first + count)):
+            return first
+    raise SlurmUnavailable(f"No {count} neighbouring ports between 20000 and 32000 are free.")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

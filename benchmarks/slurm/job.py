@@ -1,0 +1,131 @@
+"""A two-node training job, as the shipped template submits it, and the losses that it logged."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+from benchmarks.slurm.cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "docker/slurm/train.sbatch"
+STEP_TIMEOUT = 90.0
+
+
+def write_config(folder: Path, steps: int) -> Path:
+    """The digits configuration, small and fast, with a table of losses and a checkpoint every 25 steps."""
+    config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
+    config["model"]["init_args"] |= {"dim": 8, "depth": 1, "heads": 1, "ema_decay": 0.9, "drop_path": 0.2}
+    config["model"]["init_args"]["optimizer"] = {"lr": 1.0e-3, "warmup_steps": 10}
+    config["data"]["init_args"] = {"batch_size": 64}
+    config["trainer"] = {
+        "accelerator": "cpu",
+        "max_steps": steps,
+        "check_val_every_n_epoch": 5,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": [{"class_path": "CSVLogger", "init_args": {"save_dir": ".", "flush_logs_every_n_steps": 1}}],
+        "callbacks": [
+            {"class_path": "ModelCheckpoint", "init_args": {"save_last": True, "monitor": "val/loss"}},
+            {"class_path": "lightning_mhla.callbacks.Recovery", "init_args": {"every_n_steps": 25}},
+        ],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder / "config.yaml"
+
+
+class Job:
+    """A run in a cluster."""
+
+    def __init__(self, cluster: Cluster, folder: Path, steps: int, **options: str | int | bool) -> None:
+        self.cluster, self.folder, self.run = cluster, folder, folder / "run"
+        config = write_config(folder, steps)
+        exported = {"RUN_DIR": self.run, "PYTHON": sys.executable, "OMP_NUM_THREADS": 1}
+        self.number = cluster.submit(
+            TEMPLATE,
+            *("--config", str(config), "--config", str(ROOT / "configs/trainer/ddp.yaml")),
+            **{
+                "job_name": "mhla-test",
+                "nodes": 2,
+                "chdir": str(ROOT),
+                "output": str(folder / "out.txt"),
+                "export": ",".join(["ALL", *(f"{name}={value}" for name, value in exported.items())]),
+                **options,
+            },
+        )
+
+    def step(self) -> int:
+        """The last step that this start of the run has logged; -1 for none yet."""
+        return max((step for step, _ in _losses(self.run / "metrics.csv")), default=-1)
+
+    def starts(self) -> int:
+        """How often training has begun to log."""
+        return len(list(self.run.glob("metrics*.csv")))
+
+    def wait_for_start(self, number: int, steps: int = 3) -> None:
+        """Wait until the run has started so often and made some steps."""
+        until = time.monotonic() + STEP_TIMEOUT
+        begun = None
+        while True:
+            self.hasten()
+            if self.starts() >= number and self.step() >= 0:
+                begun = self.step() if begun is None else begun
+                if self.step() >= begun + steps:
+                    return
+            if time.monotonic() > until:
+                raise TimeoutError(f"start {number} made no steps in {STEP_TIMEOUT:g} s:\n{self.output()[-3000:]}")
+            time.sleep(0.1)
+
+    def hasten(self) -> None:
+        """Spare a requeued job the seconds that SLURM lets it wait."""
+        fields = self.cluster.show(self.number)
+        if fields["JobState"] == "PENDING" and fields.get("Reason") == "BeginTime":
+            self.cluster._try("scontrol", "update", f"job={self.number}", "StartTime=now")
+
+    def finish(self, timeout: float = 180) -> dict[str, str]:
+        """Wait for the end; SLURM's fields."""
+        until = time.monotonic() + timeout
+        while True:
+            self.hasten()
+            fields = self.cluster.show(self.number)
+            if fields["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+                return fields
+            if time.monotonic() > until:
+                raise TimeoutError(f"the job is {fields['JobState']} after {timeout:g} s:\n{self.output()[-3000:]}")
+            time.sleep(0.2)
+
+    def output(self) -> str:
+        """What the job has printed."""
+        path = self.folder / "out.txt"
+        return path.read_text() if path.exists() else ""
+
+    def curve(self) -> dict[int, str]:
+        """The training loss of every step, to the last digit.
+
+        Raises:
+            AssertionError: when two starts logged different losses for one step.
+        """
+        found: dict[int, str] = {}
+        for path in sorted(self.run.glob("metrics*.csv")):
+            for step, loss in _losses(path):
+                assert found.setdefault(step, loss) == loss, f"step {step} came twice, with {found[step]} and {loss}"
+        return found
+
+    def repeated(self) -> int:
+        """Steps that were done more than once."""
+        return sum(len(_losses(path)) for path in self.run.glob("metrics*.csv")) - len(self.curve())
+
+
+def _losses(path: Path) -> list[tuple[int, str]]:
+    try:
+        rows = list(csv.DictReader(path.read_text().splitlines(keepends=True)))
+    except FileNotFoundError:
+        return []
+    whole = [row for row in rows if None not in row and None not in row.values()]
+    return [(int(row["step"]), row["train/loss"]) for row in whole if row.get("train/loss") and row["step"].isdigit()]
