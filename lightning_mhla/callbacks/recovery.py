@@ -140,13 +140,14 @@ class Recovery(Checkpoint):
             saved = sorted(self._folder.glob("step=*.ckpt"), key=lambda each: each.stat().st_mtime_ns)
             for old in saved[: -self.keep]:
                 trainer.strategy.remove_checkpoint(old)
-        if self._stopping:
-            if trainer.is_global_zero:
-                log.warning(
-                    "stopped on %s after step %d, saved as %s; the same command with --run_dir goes on from there",
-                    self.received or "a signal to another process", trainer.global_step, path,
-                )  # fmt: skip
-            raise RunStopped
+        self.leaving = self._stopping
+        if self.leaving and trainer.is_global_zero:
+            log.warning(
+                "stopped on %s after step %d, saved as %s; the same command with --run_dir goes on from there",
+                self.received or "a signal to another process",
+                trainer.global_step,
+                path,
+            )
 
     def _listen(self) -> None:
         for number in self.signals if self._active else []:
