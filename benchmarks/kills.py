@@ -167,7 +167,8 @@ def compare(whole: Path, killed: Path) -> dict[str, Any]:
     ends = [torch.load(sorted(run.glob(LAST))[-1], weights_only=True) for run in (whole, killed)]
     keys = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "global_step")
     unequal = [w for key in keys for w in differences(ends[0].get(key), ends[1].get(key), key)]
-    unequal += differences(*(end["callbacks"].get("LearningCurves") for end in ends), "learning curves")
+    one, two = (end["callbacks"].get("LearningCurves") for end in ends)
+    unequal += differences(one, two, "learning curves")
     once, again = losses(whole), losses(killed)
     wrong = sorted(set(again) ^ set(once))
     trained = [entry for entry in again if entry[0] == "train/loss"]

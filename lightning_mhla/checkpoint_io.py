@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_mhla.files import written_whole
 from lightning_mhla.sharded import check_sharded, is_sharded, load_rest, load_whole
+from lightning_mhla.untrusted import BROKEN, reason
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     It also reads the folder of a sharded checkpoint, and given another folder takes the newest whole checkpoint below it.
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a file aside, flush it to the disk, rename it.
 
         Raises:
@@ -45,7 +44,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             raise _explained(error, target) from error
 
     def load_checkpoint(
-        self, path: str | os.PathLike, map_location: Any = None, weights_only: bool | None = None
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Check a checkpoint and read it, onto the CPU.
 
@@ -53,23 +52,24 @@ class WholeCheckpointIO(TorchCheckpointIO):
             ValueError: when it is damaged, or cannot be read without running code.
         """
         if "://" in str(path):
-            return super().load_checkpoint(path, map_location, weights_only)  # type: ignore[arg-type]
+            return super().load_checkpoint(path, map_location, weights_only=True)  # whatever was asked for
         found = resolve_checkpoint(Path(path))
-        return load_whole(found) if found.is_dir() else read_file(found)
+        if not found.is_dir():
+            return read_file(found)
+        content = load_whole(found)
+        check_entries(found, content)
+        return content
 
 
 def _explained(error: Exception, path: Path) -> OSError:
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-    # torch reports a failed write as a RuntimeError of its zip writer
-    reason = "the disk is full" if full or isinstance(error, RuntimeError) else str(error)
+    """torch reports a failed write as an error of its zip writer; the disk's own is behind it, if there is one."""
+    behind = error.__cause__ or error.__context__
+    cause = behind if isinstance(behind, OSError) and not isinstance(error, OSError) else error
+    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
     return OSError(
-        f"checkpoint {path} could not be written: {reason} ({_first_line(error)}); earlier checkpoints are as they were. "
-        "Make room and start the same command again: it goes on from the newest of them"
+        f"checkpoint {path} could not be written ({reason(cause)}; {free / 2**30:.1f} GiB are free there). Earlier checkpoints "
+        "are as they were: make room and start the same command again, with --run_dir it goes on from the newest"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def check_checkpoint(path: Path) -> None:
@@ -88,7 +88,7 @@ def check_checkpoint(path: Path) -> None:
             damaged = records.testzip()
             names = records.namelist()
     except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"{path} is no whole checkpoint ({_first_line(error)})") from error
+        raise ValueError(f"{path} is no whole checkpoint ({reason(error)})") from error
     if damaged is not None or not any(name.endswith("/data.pkl") for name in names):
         raise ValueError(
             f"{path} is damaged: " + (f"{damaged} has another checksum" if damaged else "no data.pkl in it")
@@ -103,11 +103,35 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     try:
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, KeyError, IndexError) as error:
-        raise ValueError(f"{path} is no checkpoint that can be read safely ({_first_line(error)})") from error
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} is no checkpoint that can be read safely: it holds more than plain data") from error
+    except (OSError, *BROKEN) as error:
+        raise ValueError(f"{path} is no checkpoint that can be read safely ({reason(error)})") from error
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise ValueError(f"{path} holds no state_dict: it is no checkpoint of training")
+    check_entries(path, content)
     return content
+
+
+def check_entries(path: Path, content: dict[str, Any]) -> None:
+    """Refuse a checkpoint whose entries are not what Lightning wrote, before something trips over them.
+
+    Raises:
+        ValueError: naming the entry.
+    """
+    kinds: dict[str, type] = {
+        "hyper_parameters": dict, "datamodule_hyper_parameters": dict, "loops": dict, "callbacks": dict,
+        "optimizer_states": list, "lr_schedulers": list, "epoch": int, "global_step": int,
+        "pytorch-lightning_version": str,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        if name in content and not isinstance(content[name], kind):
+            raise ValueError(f"{path}: its {name} is a {type(content[name]).__name__}, not a {kind.__name__}")
+    for name in ("state_dict", "current_model_state"):
+        for key, value in content.get(name, {}).items():
+            plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
+            if not isinstance(key, str) or not plain:
+                raise ValueError(f"{path}: {str(key)[:80]!r} in its {name} is no plain tensor")
 
 
 def read_header(path: Path) -> dict[str, Any]:

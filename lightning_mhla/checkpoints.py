@@ -9,6 +9,7 @@ from typing import TypeVar
 from lightning_mhla.checkpoint_io import WholeCheckpointIO
 from lightning_mhla.module import TrainingModule
 from lightning_mhla.strategies import LIVE
+from lightning_mhla.untrusted import BROKEN, reason
 
 Module = TypeVar("Module", bound=TrainingModule)
 
@@ -35,8 +36,16 @@ def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Mod
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
     if not options or not set(options) <= set(parameters) or not needed <= set(options):
         raise ValueError(f"{path} is no checkpoint of {kind.__module__}.{kind.__name__}")
-    module = kind(**options)
+    try:
+        module = kind(**options)
+    except ValueError:
+        raise
+    except BROKEN as error:
+        raise ValueError(f"{path} holds options that make no {kind.__name__} ({reason(error)})") from error
     weights = content.get(LIVE, content["state_dict"]) if live else content["state_dict"]
     module.on_load_checkpoint(content)
-    module.load_state_dict(weights)
+    try:
+        module.load_state_dict(weights)
+    except BROKEN as error:
+        raise ValueError(f"the weights of {path} do not fit their model ({reason(error)})") from error
     return module.eval()

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
+from lightning_mhla.callbacks.finite import FiniteWatch
+from lightning_mhla.callbacks.forecast import Forecast
 from lightning_mhla.callbacks.recovery import Recovery
 from lightning_mhla.callbacks.seeding import StepSeed
+from lightning_mhla.callbacks.stalls import StallWatch
 from lightning_mhla.checkpoint_io import WholeCheckpointIO
 from lightning_mhla.mixing import MixingCoefficients
 from lightning_mhla.optim import OptimizerConfig, build_optimizer
@@ -60,9 +63,10 @@ class TrainingModule(LightningModule):
             return []
         average = [] if self.ema_decay is None else [ExponentialMovingAverage(self.ema_decay)]
         given = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
-        keeps = bool(self.trainer.checkpoint_callbacks)  # checkpoints are not switched off
-        own = [Recovery()] if keeps and Recovery not in given else []
-        return [StepSeed(), *average, *own]
+        guards: list[type[Callback]] = [FiniteWatch, StallWatch, Forecast]
+        if self.trainer.checkpoint_callbacks:  # checkpoints are not switched off
+            guards.append(Recovery)
+        return [StepSeed(), *average, *(guard() for guard in guards if guard not in given)]
 
     def configure_model(self) -> None:
         """Shard the network block by block, under a strategy that made a device mesh (FSDP2)."""
@@ -93,16 +97,7 @@ class TrainingModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
 
     def log_loss(self, loss: Tensor, batch_size: int) -> Tensor:
-        """Log the training loss of ``batch_size`` samples and hand it on.
-
-        Raises:
-            ValueError: when it is not finite, before it reaches the weights.
-        """
-        if not torch.isfinite(loss.detach()) and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
-            raise ValueError(
-                f"the loss is {float(loss)} at step {self.trainer.global_step}; lower the learning rate, warm up longer "
-                "or clip gradients (trainer.gradient_clip_val)"
-            )
+        """Log the training loss of ``batch_size`` samples and hand it on."""
         self.log("train/loss", loss, prog_bar=True, batch_size=batch_size)
         return loss
 

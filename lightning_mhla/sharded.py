@@ -18,12 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_mhla.files import flush, write_whole
+from lightning_mhla.untrusted import BROKEN, reason
 
 MANIFEST, REST = "manifest.json", "meta.pt"
 
@@ -65,7 +70,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
     dist.barrier()
     failure = None
     try:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(aside))
+        save(tensors, storage_writer=FileSystemWriter(aside))
         if rank == 0:
             torch.save(rest, aside / REST)
         mine = [aside / REST, aside / ".metadata"] if rank == 0 else []
@@ -73,7 +78,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
         for file in mine:
             flush(file)
         files = {file.name: {"bytes": file.stat().st_size, "crc32": _crc32(file)} for file in mine}
-    except (OSError, RuntimeError, dcp.CheckpointException) as error:
+    except (OSError, RuntimeError, CheckpointException) as error:
         failure, files = f"{type(error).__name__}: {error}", {}
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (failure, files))
@@ -143,7 +148,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """Reads metadata without unpickling anything else, and only files of the folder."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -184,7 +189,7 @@ class _PlainValues:
         name = read_item.dest_index.fqn
         loaded = torch.load(value, weights_only=True)
         if self.flatten_state_dict:
-            dcp.default_planner.set_element(self.original_state_dict, self.mappings[name], loaded)
+            set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
 
@@ -209,12 +214,15 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
         path: of the folder, written by any number of processes.
         into: as given to :func:`save_sharded`, or a part of that.
     """
-    dcp.load(into, storage_reader=_Reader(path), planner=_Planner())
+    load(into, storage_reader=_Reader(path), planner=_Planner())
 
 
 def load_rest(path: Path) -> dict[str, Any]:
     """What was saved beside the tensors."""
-    rest = torch.load(path / REST, weights_only=True, map_location="cpu")
+    try:
+        rest = torch.load(path / REST, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, OSError, *BROKEN) as error:
+        raise ValueError(f"{path / REST} cannot be read safely ({reason(error)})") from error
     if not isinstance(rest, dict):
         raise ValueError(f"{path / REST} holds {type(rest).__name__}, not a checkpoint's entries")
     return rest
@@ -228,7 +236,11 @@ def load_whole(path: Path) -> dict[str, Any]:
     """
     check_sharded(path)
     tensors: dict[str, Any] = {}
-    dcp.state_dict_loader._load_state_dict(tensors, storage_reader=_Reader(path), planner=_WholePlanner(), no_dist=True)
+    saved_names(path)  # says what is wrong with the metadata
+    try:
+        _load_state_dict(tensors, storage_reader=_Reader(path), planner=_WholePlanner(), no_dist=True)
+    except (CheckpointException, pickle.UnpicklingError, OSError, *BROKEN) as error:
+        raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error
     optimizers = sorted(name for name in tensors if name.startswith("optimizer_"))
     states = [_numbered(tensors.pop(name)) for name in optimizers]
     return {**tensors, **load_rest(path), "optimizer_states": states}

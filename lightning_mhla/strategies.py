@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from lightning import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -84,8 +84,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 )
             return content
         names = saved_names(path)
-        weights = {name: get_model_state_dict(self.model) for name in ("state_dict", LIVE) if name in names}
-        weights = {name: {key: value.clone() for key, value in state.items()} for name, state in weights.items()}
+        own: dict[str, Any] = get_model_state_dict(self.model)
+        weights = {
+            name: {key: value.clone() for key, value in own.items()} for name in ("state_dict", LIVE) if name in names
+        }
         load_tensors(path, weights)
         set_model_state_dict(self.model, weights.pop("state_dict"), options=StateDictOptions(strict=self._strict))
         for index, optimizer in enumerate(self.optimizers):
@@ -115,7 +117,7 @@ def shards_weights(trainer: Trainer) -> bool:
     return isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy)
 
 
-def load_weights(module: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
+def load_weights(module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
     """Copy weights into a module, of which every process may hold a share; every process calls it.
 
     Args:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,11 +35,14 @@ Make = Callable[..., Job]
 
 
 def signals(cluster: Cluster, make: Make) -> Job:
-    """USR1 and TERM in turns, each in the middle of training."""
+    """In turns USR1 to the batch script, as SLURM sends it, and TERM to one process alone; each in the midst of training."""
     job = make()
     for number in range(1, 21):
         job.wait_for_start(number, steps=10)
-        cluster.signal(job.number, ("USR1", "TERM")[number % 2])
+        if number % 2:
+            cluster.signal(job.number, "USR1")
+        else:
+            os.kill(cluster.task_pids(job.number)[number // 2 % 2], signal.SIGTERM)
     return job
 
 

@@ -14,6 +14,7 @@ from benchmarks.slurm.cluster import Cluster
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "docker/slurm/train.sbatch"
 STEP_TIMEOUT = 90.0
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def write_config(folder: Path, steps: int) -> Path:
@@ -78,7 +79,8 @@ class Job:
                 begun = self.step() if begun is None else begun
                 if self.step() >= begun + steps:
                     return
-            if time.monotonic() > until:
+            over = self.cluster.show(self.number)["JobState"] in OVER
+            if over or time.monotonic() > until:
                 raise TimeoutError(f"start {number} made no steps in {STEP_TIMEOUT:g} s:\n{self.output()[-3000:]}")
             time.sleep(0.1)
 
@@ -94,7 +96,7 @@ class Job:
         while True:
             self.hasten()
             fields = self.cluster.show(self.number)
-            if fields["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+            if fields["JobState"] in OVER:
                 return fields
             if time.monotonic() > until:
                 raise TimeoutError(f"the job is {fields['JobState']} after {timeout:g} s:\n{self.output()[-3000:]}")

@@ -231,12 +231,13 @@ def _check_whole(
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must hold equally many tokens")
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != q.shape[:2]):
         raise ValueError(f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; it must be bool {list(q.shape[:2])}")
-    whole = [
-        torch.empty(x.shape[0], tokens, *x.shape[2:], dtype=x.dtype, device="meta") if x.dim() == 4 else x
+    meta = torch.device("meta")
+    q, k, v = (
+        torch.empty(x.shape[0], tokens, *x.shape[2:], dtype=x.dtype, device=meta) if x.dim() == 4 else x
         for x in (q, k, v)
-    ]
+    )
     return check_problem(
-        *whole, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, None, None
+        q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, None, None
     )
 
 
@@ -297,8 +298,8 @@ def _attend(
             summaries = every.split(every_k).transpose(-1, -2) @ every.split(every_v)
             mixer = replace(mixer, every=summaries)
     own_blocks = _partition(bounds, first, last, q.device)
-    parts = [own_blocks.split(x) for x in (q, k, v)]
-    out = own_blocks.merge(chunked(*parts, mixer, causal=causal, scale=1.0 if scale is None else scale, eps=eps))
+    q, k, v = (own_blocks.split(x) for x in (q, k, v))
+    out = own_blocks.merge(chunked(q, k, v, mixer, causal=causal, scale=1.0 if scale is None else scale, eps=eps))
     return out[..., :width] / (out[..., width:] + eps) if normalize else out
 
 

@@ -9,9 +9,9 @@ import time
 from typing import Any
 
 from lightning import LightningModule, Trainer
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from lightning_mhla.callbacks.folder import checkpoint_folder, run_folder
@@ -167,7 +167,7 @@ class Recovery(Checkpoint):
 
 def _is_over(trainer: Trainer) -> bool:
     epochs, steps = trainer.max_epochs, trainer.max_steps
-    last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs  # type: ignore[operator]
+    last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
     return last_epoch or 0 <= steps <= trainer.global_step or trainer.should_stop
 
 

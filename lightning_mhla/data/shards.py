@@ -137,7 +137,7 @@ def scan_shard(path: Path) -> MemberTable:
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                tar.members = []  # or it keeps them all
+                tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
                 if member.size < 0 or member.issparse():
                     raise tarfile.ReadError(f"{member.name[:80]!r} is sparse, or of negative size")
                 if len(member.name) > LONGEST_NAME:

@@ -25,6 +25,7 @@ from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.runs import RunFolder
 from lightning_mhla.sharded import is_sharded
 from mhla_tasks.config_errors import Source, find_unknown_key, read_sources, shorten
+from mhla_tasks.trust import allow_imports, check_config, refusal
 
 OWN = ("mhla_kernels", "lightning_mhla", "mhla_tasks")
 EXPECTED = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
@@ -36,7 +37,9 @@ class ShortErrorParser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Say what is wrong and leave with status 2."""
-        text = shorten(message, read_sources(sys.argv[1:]))
+        text = _printable(shorten(message, read_sources(sys.argv[1:])))
+        if denied := re.search(r"Importing '([^']+)' is not allowed", text):
+            text = f"{denied[1]}: {refusal(denied[1]) or 'may not be imported'}"
         program = re.sub(r" \[[^]]*\]", "", self.prog)
         sys.stderr.write(f"error: {text}\nhelp: {program} --help\n")
         sys.exit(2)
@@ -54,6 +57,13 @@ class SuiteCLI(LightningCLI):
             help="Folder of the run: logs and checkpoints go there, and it goes on from the newest whole checkpoint in it. "
             "Without --config it takes the configuration that it was started with.",
         )
+        parser.add_argument(
+            "--allow",
+            type=list[str] | str | None,
+            default=None,
+            help="Packages beyond those of this suite and Lightning whose classes configurations may name (comma between "
+            "them). Importing a package runs it. Only on the command line.",
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Check the keys, take over what a checkpoint remembers as defaults, then parse."""
@@ -70,6 +80,13 @@ class SuiteCLI(LightningCLI):
         if subcommand is not None:
             chosen = self._subcommand_parsers[subcommand]
             sources = [_inside(source, subcommand) for source in read_sources(words)]
+            problems = [check_config(Path(source.origin)) for source in sources if not source.origin.startswith("-")]
+            try:
+                allow_imports(sources)
+            except ValueError as error:
+                problems.append(str(error))
+            if any(problems):
+                chosen.error(next(problem for problem in problems if problem))
             options = [action.dest for action in chosen._actions]
             unknown = find_unknown_key(sources, [*options, "print_config"])
             if unknown:
@@ -86,7 +103,7 @@ class SuiteCLI(LightningCLI):
         """Settle in the run's folder; leave weights to start from alone where a checkpoint brings others."""
         options = self.config[self.subcommand]
         if options.run_dir is not None:
-            self._run = settle(options, self.subcommand)
+            self._run = settle(options, str(self.subcommand))
             if self.subcommand != "fit":
                 self.save_config_callback = None  # the folder keeps the configuration that the run was started with
         start = options.get("model", {}).get("init_args", {})
@@ -95,6 +112,11 @@ class SuiteCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Nothing here: :meth:`parse_arguments` has made the checkpoint's memory the weakest source."""
+
+
+def _printable(text: str) -> str:
+    """Without signs that a terminal would obey, and not longer than can be read."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)[:2000]
 
 
 def with_config_of_run(words: list[str]) -> list[str]:
@@ -169,7 +191,11 @@ def defaults_from(checkpoint: str, sources: Sequence[Source]) -> dict[str, Any]:
     options = {}
     for root, memory in found:
         named = [s.values[root]["class_path"] for s in sources if "class_path" in _mapping(s.values.get(root))]
+        if not isinstance(memory, dict) or not all(isinstance(name, str) for name in memory):
+            raise ValueError(f"ckpt_path {checkpoint}: its options of the {root} are no named values")
         class_path = memory.get("_class_path")
+        if class_path and (refused := refusal(str(class_path))):
+            raise ValueError(f"ckpt_path {checkpoint} was trained with the class {str(class_path)[:80]}: {refused}")
         if class_path and (not named or named[-1] == class_path):
             known = {name: value for name, value in memory.items() if not name.startswith("_")}
             options[root] = {"class_path": class_path, "init_args": known}
@@ -202,9 +228,12 @@ def main(args: ArgsType = None) -> None:
         ".*`srun` command is available.*",
         ".*callbacks used to create the.*",
         ".*Grad strides do not match.*",
+        ".*Previous log files in this directory will be deleted.*",  # RunFolder keeps them
     ):
         warnings.filterwarnings("ignore", message=noise)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in str(record.msg))
+    saving = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
+    saving.addFilter(lambda record: "`weights_only` was not set" not in str(record.msg))  # what is read is plain data
     try:
         SuiteCLI(
             parser_class=ShortErrorParser,

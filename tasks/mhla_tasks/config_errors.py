@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from lightning_mhla.untrusted import YAML_CHARACTERS, check_yaml
+
 SHORT_NAMES = {
     "callbacks": ("lightning.pytorch.callbacks",),
     "logger": ("lightning.pytorch.loggers",),
@@ -66,16 +68,19 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError):
+        text = path.read_text(encoding="utf-8") if path.is_file() and path.stat().st_size <= YAML_CHARACTERS else ""
+        check_yaml(text)
+        loaded = yaml.safe_load(text)
+    except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return {}
     return loaded if isinstance(loaded, dict) else {}
 
 
 def _literal(text: str) -> Any:
     try:
+        check_yaml(text)
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
 
 
@@ -90,7 +95,8 @@ def find_unknown_key(sources: Sequence[Source], options: Collection[str]) -> str
     trainer = {option.split(".")[1] for option in options if option.startswith("trainer.")}
     classes: dict[str, type] = {}
     for source in sources:
-        for key, value in source.values.items():
+        for name, value in source.values.items():
+            key = str(name)
             if key not in roots:
                 return _message(source.origin, key, roots, "")
             if key == "trainer" and isinstance(value, dict):
@@ -113,7 +119,7 @@ def _message(origin: str, path: str, valid: Collection[str], owner: str) -> str:
 
 def _check_trainer(origin: str, values: dict[str, Any], valid: set[str]) -> str | None:
     for key, value in values.items():
-        name = key.rstrip("+")
+        name = str(key).rstrip("+")
         if name not in valid:
             return _message(origin, f"trainer.{key}", valid, "the trainer")
         for place, item in enumerate(value if isinstance(value, list) else [value]):
@@ -151,7 +157,8 @@ def _check_class(
 
 
 def _unknown(origin: str, path: str, given: Any, valid: dict[str, Any], owner: str) -> Iterator[str]:
-    for key, value in given.items() if isinstance(given, dict) else ():
+    for name, value in given.items() if isinstance(given, dict) else ():
+        key = str(name)
         if key.rstrip("+") not in valid:
             yield _message(origin, f"{path}.{key}", valid, owner)
             continue
@@ -168,6 +175,10 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 def _resolve(class_path: str, modules: Sequence[str]) -> type | str:
     """The class, looked for in ``modules`` if its path names none, or what is wrong with its path."""
+    from mhla_tasks.trust import refusal
+
+    if refused := refusal(class_path):
+        return refused
     module_name, _, name = class_path.rpartition(".")
     names: list[str] = []
     for each in [module_name] if module_name else modules:

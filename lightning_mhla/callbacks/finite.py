@@ -1,0 +1,214 @@
+"""Stops, or skips, a step whose loss or gradients are not finite, before it reaches the weights, and says where it began."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_mhla.callbacks.seeding import StepSeed
+from lightning_mhla.processes import Agreement
+
+log = logging.getLogger(__name__)
+
+
+class FiniteWatch(Callback):
+    """Looks at the loss and at the norm of all gradients before each optimiser step.
+
+    When one of them is NaN or infinite, the step's batch runs once more with an eye on every module, and the message names
+    the first whose output, or the last in whose backward pass the gradient, was no longer finite. All processes decide alike.
+
+    Args:
+        action: ``stop`` the run, or ``skip`` the optimiser step: weights and optimiser stay as they are, the data and the
+            learning rate go on.
+        max_skipped: steps that are skipped in all before the run stops.
+    """
+
+    def __init__(self, action: Literal["stop", "skip"] = "stop", max_skipped: int = 10) -> None:
+        if action not in ("stop", "skip"):
+            raise ValueError(f"action={action!r} is not one of 'stop', 'skip'")
+        if max_skipped < 0:
+            raise ValueError(f"max_skipped={max_skipped} must not be negative")
+        self.action, self.max_skipped = action, max_skipped
+        self.skipped = 0
+        self._seen: list[tuple[Any, int, Tensor | None]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Count from zero."""
+        self.skipped, self._seen = 0, []
+        self._agreement = Agreement() if stage == "fit" else None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Remember the batch, until its gradients are used."""
+        self._seen.append((batch, batch_idx, None))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Remember its loss."""
+        batch, batch_idx, _ = self._seen[-1]
+        self._seen[-1] = (batch, batch_idx, loss.detach())
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Look.
+
+        Raises:
+            ValueError: when the run is to stop.
+        """
+        seen, self._seen = self._seen, []
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is made
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        losses = [loss for _, _, loss in seen if loss is not None]
+        finite = torch.stack([norm.float(), *(loss.float() for loss in losses)]).isfinite().tolist()
+        assert self._agreement is not None
+        (wrong,) = self._agreement.any(not all(finite))
+        if not wrong:
+            return
+        place = next((i for i, good in enumerate(finite[1:]) if not good), len(seen) - 1)
+        batch, batch_idx, loss = seen[place]
+        what = (
+            f"the loss is {float(loss)}" if loss is not None and not loss.isfinite() else "the gradient is not finite"
+        )
+        where = _everywhere(explain(trainer, pl_module, batch, batch_idx), trainer.world_size)
+        message = f"{what} at step {trainer.global_step}: {where}"
+        if self.action == "stop":
+            raise ValueError(
+                f"{message}. The weights are as they were before this step; lower the learning rate, warm up longer, clip "
+                "gradients (trainer.gradient_clip_val), or leave such steps out: "
+                "--trainer.callbacks+=lightning_mhla.callbacks.FiniteWatch --trainer.callbacks.action=skip"
+            )
+        self.skipped += 1
+        if self.skipped > self.max_skipped:
+            raise ValueError(f"{message}. {self.skipped} steps were skipped, more than max_skipped={self.max_skipped}")
+        log.warning("skipped a step, the %d. of at most %d: %s", self.skipped, self.max_skipped, message)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Log how many steps were skipped, if any."""
+        if self.skipped:
+            pl_module.log("train/skipped_steps", float(self.skipped))
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps were skipped."""
+        return {"skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """How many steps were skipped."""
+        self.skipped = int(state_dict["skipped"])
+
+
+def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> str:
+    """Where a step's numbers stop being finite: in the batch, a weight, a module's output, or a gradient.
+
+    Every process calls it, since a sharded forward pass needs all of them.
+    """
+    found = [name for name, value in _named(batch) if not _is_finite(value)]
+    wrong = [name for name, parameter in module.named_parameters() if not _is_finite(parameter.detach())]
+    seeding = [each for each in trainer.callbacks if isinstance(each, StepSeed)]  # type: ignore[attr-defined]
+    for each in seeding:
+        each.on_train_batch_start(trainer, module, batch, batch_idx)
+    forward: list[str] = []
+    backward: list[str] = []
+    first_bad: list[str] = []
+    with _silent(module), _watched(module, forward, backward, first_bad), trainer.precision_plugin.train_step_context():
+        output: Any = module.training_step(batch, batch_idx)
+        loss = output["loss"] if isinstance(output, dict) else output
+        loss.backward()
+    if found:
+        return f"the batch itself holds such numbers ({', '.join(found[:3])})"
+    if wrong:
+        return f"the weights hold such numbers already ({', '.join(wrong[:3])})"
+    if forward:
+        return f"first in the output of {forward[0]}"
+    if not loss.detach().isfinite():
+        return "first in the loss itself, every module's output is finite"
+    if first_bad:
+        return f"first in the gradient inside {backward[-1] if backward else 'the loss'}, on the way back to {first_bad[0]}"
+    return "in a gradient, but not again when the step was repeated"
+
+
+def _everywhere(where: str, processes: int) -> str:
+    """What every process found, shortened to those that found something."""
+    if processes == 1:
+        return where
+    answers: list[Any] = [None] * processes
+    dist.all_gather_object(answers, where)
+    telling = [(rank, each) for rank, each in enumerate(answers) if "not again" not in each] or [(0, where)]
+    rank, first = telling[0]
+    return f"{first} (process {rank})"
+
+
+def _named(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    items = batch.items() if isinstance(batch, dict) else enumerate(tree_leaves(batch))
+    for name, value in items:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield str(name), value
+
+
+def _is_finite(value: Tensor) -> bool:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return bool(local.isfinite().all())
+
+
+@contextmanager
+def _silent(module: LightningModule) -> Iterator[None]:
+    """Inside, the module logs nothing."""
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    module.log, module.log_dict = nothing, nothing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.log, module.log_dict
+
+
+@contextmanager
+def _watched(module: LightningModule, forward: list[str], backward: list[str], first_bad: list[str]) -> Iterator[None]:
+    """Inside, note which modules give outputs that are not finite, and where the gradients of outputs stop being so.
+
+    Args:
+        module: of which all modules are watched.
+        forward: gets names in the order of the forward pass.
+        backward: gets names while gradients of outputs are finite, in the order of the backward pass.
+        first_bad: gets the first name after that.
+    """
+
+    def note_gradient(name: str, gradient: Tensor) -> None:
+        if not first_bad:
+            (backward if _is_finite(gradient) else first_bad).append(name)
+
+    def note_output(name: str, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                if not _is_finite(tensor.detach()):
+                    forward.append(name)
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: note_gradient(name, gradient))
+
+    handles = [
+        each.register_forward_hook(_forward_hook(name, note_output)) for name, each in module.named_modules() if name
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _forward_hook(name: str, note: Any) -> Any:
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        note(name, output)
+
+    return hook

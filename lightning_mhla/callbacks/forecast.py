@@ -1,0 +1,118 @@
+"""What a run will need, said at its start, and how long it will take, said as soon as that is known."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from rich.console import Console
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
+
+GIB = 1 << 30
+
+
+class Forecast(Callback):
+    """Prints parameters, memory of each device and steps when training starts, then speed and time to finish.
+
+    Args:
+        warm_up_steps: optimiser steps that do not count for the speed.
+        measured_steps: optimiser steps that do.
+    """
+
+    def __init__(self, warm_up_steps: int = 5, measured_steps: int = 20) -> None:
+        if warm_up_steps < 0 or measured_steps < 1:
+            raise ValueError(
+                f"warm_up_steps={warm_up_steps} and measured_steps={measured_steps} must be 0 and 1 or more"
+            )
+        self.warm_up_steps, self.measured_steps = warm_up_steps, measured_steps
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what is known beforehand."""
+        self._first = trainer.global_step
+        self._clock: float | None = None
+        self._paused = 0.0
+        if trainer.is_global_zero:
+            averages = any(isinstance(each, ExponentialMovingAverage) for each in trainer.callbacks)  # type: ignore[attr-defined]
+            lines = [needs(pl_module, averages, trainer.world_size), _steps(trainer)]
+            Console(soft_wrap=True, highlight=False, stderr=True).print("\n".join(lines))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The clock stands still."""
+        self._stopped = time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The clock goes on."""
+        if not trainer.sanity_checking:
+            self._paused += time.monotonic() - self._stopped
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Say the speed, once."""
+        done = trainer.global_step - self._first
+        now = time.monotonic() - self._paused
+        if done == self.warm_up_steps and self._clock is None:
+            self._clock = now
+        elif self._clock is not None and done == self.warm_up_steps + self.measured_steps and trainer.is_global_zero:
+            each = (now - self._clock) / self.measured_steps
+            self._clock, left = math.inf, float(trainer.estimated_stepping_batches) - trainer.global_step
+            rest = f", {duration(each * left)} to go, validation aside" if math.isfinite(left) else ""
+            text = f"{each:.3g} s a step{rest}" if each >= 1 else f"{1 / max(each, 1e-9):.3g} steps a second{rest}"
+            Console(soft_wrap=True, highlight=False, stderr=True).print(text)
+
+
+def needs(module: nn.Module, averages: bool, processes: int) -> str:
+    """Parameters, and bytes of each device for weights, gradients, AdamW and the average; activations come on top.
+
+    Args:
+        module: sharded or not.
+        averages: whether a moving average of the trained weights is kept.
+        processes: for the text.
+    """
+    every = list(module.parameters())
+    trained = [parameter for parameter in every if parameter.requires_grad]
+    local = sum(_local_bytes(parameter) for parameter in every)
+    trained_bytes = sum(_local_bytes(parameter) for parameter in trained)
+    total = local + trained_bytes * (3 + averages)
+    parts = "weights, gradients, AdamW" + (", average" if averages else "")
+    count = sum(parameter.numel() for parameter in trained)
+    return (
+        f"{_short(sum(p.numel() for p in every))} parameters, {_short(count)} of them trained, on {processes} "
+        f"{'process' if processes == 1 else 'processes'}: {total / GIB:.2f} GiB each for {parts}; activations come on top"
+    )
+
+
+def _local_bytes(parameter: nn.Parameter) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()
+
+
+def _steps(trainer: Trainer) -> str:
+    batches, steps = trainer.num_training_batches, trainer.estimated_stepping_batches
+    epoch = (
+        f"{math.ceil(batches / trainer.accumulate_grad_batches):,} steps an epoch"
+        if math.isfinite(batches)
+        else "no epochs"
+    )
+    end = f"{int(steps):,} in all" if math.isfinite(steps) else "without an end"
+    done = f", {trainer.global_step:,} done" if trainer.global_step else ""
+    return f"{epoch}, {end}{done}"
+
+
+def _short(count: int) -> str:
+    for size, sign in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{sign}"
+    return str(count)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 2 d 3 h, 1 h 20 min, 4 min 10 s."""
+    whole = round(seconds)
+    for unit, sign, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= unit:
+            return f"{whole // unit} {sign} {whole % unit // below} {small}"
+    return f"{whole} s"

@@ -1,0 +1,142 @@
+"""Says within a minute when training stands still: which process, where, and since when."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+log = logging.getLogger(__name__)
+
+PHASES = ("waits for its next batch", "computes a step", "validates")
+"""What a process does, in the order in which it does it after a step."""
+
+
+class StallWatch(Callback):
+    """Every process tells the others each few seconds how far it is; when nothing moves, the slowest one is named.
+
+    Warns on the first process; the process that is behind also says where its program stands. It changes nothing: a long
+    evaluation may be meant. A thread does it, over a connection of its own to the store that the processes met at.
+
+    Args:
+        seconds: without a step before it warns; again after twice as long, and so on.
+        interval: seconds between two looks.
+    """
+
+    def __init__(self, seconds: float = 45.0, interval: float = 5.0) -> None:
+        if not 0 < interval <= seconds:
+            raise ValueError(f"interval={interval} must be positive and at most seconds={seconds}")
+        self.seconds, self.interval = seconds, interval
+        self._thread: threading.Thread | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start watching."""
+        self._rank, self._world = trainer.global_rank, trainer.world_size
+        self._main = threading.get_ident()
+        self._step, self._phase, self._moved = trainer.global_step, 0, time.monotonic()
+        self._over = threading.Event()
+        self._store = _connect() if self._world > 1 else None
+        self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
+        self._thread.start()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """The batch is here."""
+        self._move(trainer, 1)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """The step is done."""
+        self._move(trainer, 0)
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Validation moves."""
+        if self._thread is not None:
+            self._move(trainer, 2)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop watching."""
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self._thread = None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What follows training takes its time."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def _move(self, trainer: Trainer, phase: int) -> None:
+        self._step, self._phase, self._moved = trainer.fit_loop.epoch_loop.total_batch_idx, phase, time.monotonic()
+
+    def _watch(self) -> None:
+        patience, warned_for = self.seconds, -1.0
+        seen: dict[int, tuple[str, float]] = {}
+        while not self._over.wait(self.interval):
+            moved = self._moved
+            still = time.monotonic() - moved
+            if moved != warned_for:
+                patience = self.seconds
+            try:
+                everyone = self._exchange(seen)
+            except RuntimeError:  # the first process, which keeps the store, is gone
+                return
+            if still < patience:
+                continue
+            patience, warned_for = 2 * still, moved
+            behind = min(everyone, key=lambda rank: (everyone[rank]["silent"] < self.seconds / 2, everyone[rank]["at"]))
+            if self._rank == 0:
+                log.warning("no step for %.0f s: %s", still, describe(behind, everyone[behind], self.seconds / 2))
+            if behind == self._rank:
+                log.warning("process %d stands at\n%s", self._rank, self._stack())
+
+    def _exchange(self, seen: dict[int, tuple[str, float]]) -> dict[int, dict[str, Any]]:
+        """How far each process is, and for how long it has said nothing."""
+        mine = {"at": [self._step, self._phase], "host": platform.node(), "beat": time.monotonic()}
+        if self._store is None:
+            return {0: {**mine, "silent": 0.0}}
+        self._store.set(f"stall-watch/{self._rank}", json.dumps(mine))
+        now = time.monotonic()
+        everyone = {}
+        for rank in range(self._world):
+            key = f"stall-watch/{rank}"
+            text = self._store.get(key).decode() if self._store.check([key]) else '{"at": [-1, 0], "host": "?"}'
+            if seen.get(rank, ("", 0.0))[0] != text:
+                seen[rank] = (text, now)
+            everyone[rank] = {**json.loads(text), "silent": now - seen[rank][1]}
+        return everyone
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self._main)
+        return "".join(traceback.format_stack(frame)[-6:]).rstrip() if frame else "an unknown place"
+
+
+def describe(rank: int, state: dict[str, Any], silence: float) -> str:
+    """What is known of the process that is behind.
+
+    Args:
+        rank: which.
+        state: ``at`` (batch and phase), ``host``, and the seconds it was ``silent``.
+        silence: seconds after which it is taken for stopped or lost.
+    """
+    step, phase = state["at"]
+    if state["silent"] > silence:
+        return f"process {rank} on {state['host']} gives no sign of life for {state['silent']:.0f} s (last at batch {step})"
+    return f"process {rank} on {state['host']} is behind: it {PHASES[phase]}, after batch {step}"
+
+
+def _connect() -> TCPStore | None:
+    """A connection of this thread's own: one that is waiting blocks the others that share it."""
+    store: Any = _get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return None
+    return TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=30))

@@ -1,0 +1,77 @@
+"""What a configuration or a checkpoint may name: classes of known packages, and files that are configurations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from jsonargparse import set_parsing_settings
+
+from lightning_mhla.untrusted import YAML_CHARACTERS, check_yaml, reason
+from mhla_tasks.config_errors import Source
+
+PACKAGES = ("lightning", "lightning_mhla", "mhla_kernels", "mhla_tasks", "torchmetrics")
+"""Packages whose classes a configuration may name; importing a module runs it, so others have to be allowed."""
+
+_allowed = list(PACKAGES)
+
+
+def allow_imports(sources: Sequence[Source]) -> None:
+    """Let configurations name classes of :data:`PACKAGES`, of those that ``--allow`` names, and what was typed itself.
+
+    Raises:
+        ValueError: when a file allows packages that the command line does not.
+    """
+    typed = [source for source in sources if source.origin.startswith("-")]
+    given = {name for source in typed for name in _names(source.values.get("allow"))}
+    for source in sources:
+        if foreign := set(_names(source.values.get("allow"))) - given:
+            raise ValueError(f"{source.origin}: allow is for the command line: --allow={','.join(sorted(foreign))}")
+    paths = {text for source in typed for text in _strings(source.values) if re.fullmatch(r"\w+(\.\w+)+", text)}
+    _allowed[:] = [*PACKAGES, *sorted(given | paths)]
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(_allowed))
+
+
+def _names(value: object) -> list[str]:
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",") if name.strip()]
+    return [str(name) for name in value] if isinstance(value, list) else []
+
+
+def _strings(value: object) -> list[str]:
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in _strings(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in _strings(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def refusal(class_path: str) -> str | None:
+    """Why a class may not be imported, with the way out; None if it may."""
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", class_path) or len(class_path) > 500:
+        return "is no name of a class"
+    if "." not in class_path or any(class_path == each or class_path.startswith(f"{each}.") for each in _allowed):
+        return None
+    package = class_path.split(".")[0]
+    return f"{package} is no package that configurations may import; if you trust it: --allow={package}"
+
+
+def check_config(path: Path) -> str | None:
+    """Why a file is no configuration that can be read; None if it can, or is not there."""
+    if not path.exists():
+        return None
+    if not path.is_file():
+        return f"{path} is no file"
+    if path.stat().st_size > YAML_CHARACTERS:
+        return f"{path} is no configuration: {path.stat().st_size} bytes"
+    try:
+        check_yaml(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        return f"{path} is not text in UTF-8 ({error.reason} at byte {error.start})"
+    except yaml.YAMLError:
+        return None  # the parser says where
+    except (ValueError, RecursionError) as error:
+        return f"{path}: {reason(error)}"
+    return None
