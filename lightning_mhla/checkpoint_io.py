@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
@@ -55,6 +56,8 @@ def refusal(class_path: str) -> str | None:
     if "." not in class_path or any(class_path == each or class_path.startswith(f"{each}.") for each in _allowed):
         return None
     package = class_path.split(".")[0]
+    if close := get_close_matches(package, PACKAGES, 1, 0.8):
+        return f"cannot import {class_path.rpartition('.')[0]}; did you mean {close[0]}?"
     return f"{package} is no package that configurations may import; if you trust it: --allow={package}"
 
 

@@ -74,7 +74,7 @@ def changed(tmp_path: Path, old: str, new: str) -> str:
         ("trainer:", "trainr:", "trainr is not an option; did you mean trainer?"),
         ("class_path: LearningRateMonitor", "class_path: LearningRateMonitr", "there is no such class; did you mean LearningRateMonitor?"),
         ("ImageClassifier", "ImageClasifier", "there is no such class; did you mean ImageClassifier?"),
-        ("mhla_tasks.classification.Digits", "mhla_task.classification.Digits", "cannot import mhla_task.classification"),
+        ("mhla_tasks.classification.Digits", "mhla_task.classification.Digits", "cannot import mhla_task.classification; did you mean mhla_tasks?"),
         ("batch_size: 64", "batch_size: many", "data.init_args.batch_size: expected int, got many"),
     ],
 )  # fmt: skip
@@ -158,7 +158,7 @@ def test_overlays_go_over_every_experiment_and_set_no_lists(monkeypatch: pytest.
     for experiment in EXPERIMENTS:
         config = parse(monkeypatch, "fit", "--config", str(experiment), "--config", str(path)).config.fit
         assert config.trainer.callbacks
-        assert config.trainer.strategy != "auto"
+        assert config.trainer.strategy != "auto" or path.stem == "slurm", "slurm.yaml comes after one of the other two"
 
 
 @cache
