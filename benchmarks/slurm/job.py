@@ -79,9 +79,10 @@ class Job:
                 begun = self.step() if begun is None else begun
                 if self.step() >= begun + steps:
                     return
-            over = self.cluster.show(self.number)["JobState"] in OVER
-            if over or time.monotonic() > until:
-                raise TimeoutError(f"start {number} made no steps in {STEP_TIMEOUT:g} s:\n{self.output()[-3000:]}")
+            fields = self.cluster.show(self.number)
+            if fields["JobState"] in OVER or time.monotonic() > until:
+                state = f"{fields['JobState']} ({fields.get('Reason')})"
+                raise TimeoutError(f"no steps of start {number}; the job is {state}:\n{self.output()[-3000:]}")
             time.sleep(0.1)
 
     def hasten(self) -> None:

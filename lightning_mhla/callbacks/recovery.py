@@ -79,10 +79,10 @@ class Recovery(Checkpoint):
             self._listen()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Signals do again what they did before."""
+        """Signals do again what they did before; on the way out they do nothing: srun sends more of them then."""
         self._active = False
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self.leaving else handler)
         self._before = {}
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -160,7 +160,7 @@ class Recovery(Checkpoint):
         name = signal.Signals(number).name
         if self._active:
             self.received = name
-        else:  # Lightning puts handlers back that it found, this one too, when the run is over
+        elif not self.leaving:  # Lightning puts handlers back that it found, this one too, when the run is over
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
