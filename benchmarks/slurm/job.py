@@ -81,7 +81,7 @@ class Job:
                     return
             fields = self.cluster.show(self.number)
             if fields["JobState"] in OVER or time.monotonic() > until:
-                state = f"{fields['JobState']} ({fields.get('Reason')})"
+                state = f"{fields['JobState']} ({fields.get('Reason')}, exit code {fields.get('ExitCode')})"
                 raise TimeoutError(f"no steps of start {number}; the job is {state}:\n{self.output()[-3000:]}")
             time.sleep(0.1)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -26,14 +27,14 @@ from lightning_mhla.data.module import process_share
 from lightning_mhla.optim import OptimizerConfig
 from lightning_mhla.strategies import FullyShardedStrategy
 
-STEPS, SAVED = 10, 5
+STEPS, SAVED, DECAY = 10, 5, 0.8
 DOMAINS = ("classification", "language", "diffusion", "video")
 
 
 def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:
     """A small model and its data; two layers, so that blocks are sharded one by one."""
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, schedule="constant", mixing_lr_scale=2.0)
-    training: dict[str, Any] = {"optimizer": optimizer, "ema_decay": 0.8, "checkpointing": True}
+    training: dict[str, Any] = {"optimizer": optimizer, "ema_decay": DECAY, "checkpointing": True}
     if domain == "classification":
         from mhla_tasks.classification import Digits, ImageClassifier
 
@@ -93,11 +94,18 @@ class SharedNumbers(TorchFunctionMode):
 
 
 class Record(Callback):
-    """Losses over all processes, gradients of the first step, the average's first tensors."""
+    """Losses over all processes, gradients of the first step, and the weights' average, kept here of whole weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.losses = folder, {}
         self.gradients: dict[str, Tensor] = {}
+        self.average: dict[str, Tensor] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.average = state_dict["average"]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.numbers = SharedNumbers(*process_share(trainer))
@@ -115,15 +123,27 @@ class Record(Callback):
         if trainer.world_size > 1:
             dist.all_reduce(loss)
         self.losses[trainer.global_step] = float(loss) / trainer.world_size
-        if trainer.global_step == SAVED:
-            trainer.save_checkpoint(self.folder / "saved.ckpt")
+        weights = {name: whole(p.detach()).clone() for name, p in pl_module.named_parameters()}
+        before = self.average if trainer.global_step > 1 else weights
+        self.average = {name: DECAY * before[name] + (1 - DECAY) * weight for name, weight in weights.items()}
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         average = next(each for each in trainer.callbacks if isinstance(each, ExponentialMovingAverage))
         found = {name: whole(tensor) for name, tensor in average._average.items()}
-        result = {"losses": self.losses, "gradients": self.gradients, "average": found}
+        result = {"losses": self.losses, "gradients": self.gradients, "average": found, "expected": self.average}
         if trainer.is_global_zero:
             torch.save(result, self.folder / "result.pt")
+
+
+class Save(Checkpoint):
+    """A checkpoint in the middle; Lightning calls its kind after all other callbacks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == SAVED:
+            trainer.save_checkpoint(self.folder / "saved.ckpt")
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -144,11 +164,10 @@ def train(domain: str, folder: Path, cache: Path, sharded: bool, resume: Path | 
         limit_val_batches=0,
         gradient_clip_val=0.1,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        callbacks=[Record(folder)],
+        callbacks=[Record(folder), Save(folder)],
     )
     trainer.fit(model, datamodule=data, ckpt_path=resume, weights_only=True)
 
