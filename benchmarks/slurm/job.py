@@ -46,6 +46,7 @@ class Job:
 
     def __init__(self, cluster: Cluster, folder: Path, steps: int, **options: str | int | bool) -> None:
         self.cluster, self.folder, self.run = cluster, folder, folder / "run"
+        self._waits_since: float | None = None
         config = write_config(folder, steps)
         exported = {"RUN_DIR": self.run, "PYTHON": sys.executable, "OMP_NUM_THREADS": 1}
         self.number = cluster.submit(
@@ -86,9 +87,13 @@ class Job:
             time.sleep(0.1)
 
     def hasten(self) -> None:
-        """Spare a requeued job the seconds that SLURM lets it wait."""
+        """Spare a requeued job the seconds that SLURM lets it wait, but those in which its old credential is refused."""
         fields = self.cluster.show(self.number)
-        if fields["JobState"] == "PENDING" and fields.get("Reason") == "BeginTime":
+        if fields["JobState"] != "PENDING":
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = time.monotonic()
+        elif fields.get("Reason") == "BeginTime" and time.monotonic() - self._waits_since > 2.5:
             self.cluster._try("scontrol", "update", f"job={self.number}", "StartTime=now")
 
     def finish(self, timeout: float = 180) -> dict[str, str]:

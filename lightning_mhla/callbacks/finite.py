@@ -82,7 +82,7 @@ class FiniteWatch(Callback):
         )
         where = _everywhere(explain(trainer, pl_module, batch, batch_idx), trainer.world_size)
         message = f"{what} at step {trainer.global_step}: {where}"
-        if self.action == "stop":
+        if self.action == "stop" or "the weights hold" in where:
             raise ValueError(
                 f"{message}. The weights are as they were before this step; lower the learning rate, warm up longer, clip "
                 "gradients (trainer.gradient_clip_val), or leave such steps out: "
@@ -91,7 +91,7 @@ class FiniteWatch(Callback):
         self.skipped += 1
         if self.skipped > self.max_skipped:
             raise ValueError(f"{message}. {self.skipped} steps were skipped, more than max_skipped={self.max_skipped}")
-        log.warning("skipped a step, the %d. of at most %d: %s", self.skipped, self.max_skipped, message)
+        log.warning("skipped a step (%d of at most %d): %s", self.skipped, self.max_skipped, message)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None

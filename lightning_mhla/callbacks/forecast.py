@@ -81,8 +81,12 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
     count = sum(parameter.numel() for parameter in trained)
     return (
         f"{_short(sum(p.numel() for p in every))} parameters, {_short(count)} of them trained, on {processes} "
-        f"{'process' if processes == 1 else 'processes'}: {total / GIB:.2f} GiB each for {parts}; activations come on top"
+        f"{'process' if processes == 1 else 'processes'}: {_memory(total)} each for {parts}; activations come on top"
     )
+
+
+def _memory(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"
 
 
 def _local_bytes(parameter: nn.Parameter) -> int:

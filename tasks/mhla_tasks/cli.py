@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -20,6 +21,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from rich.logging import RichHandler
 
+from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.checkpoint_io import find_checkpoints, read_header
 from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.runs import RunFolder
@@ -242,6 +244,10 @@ def main(args: ArgsType = None) -> None:
             trainer_defaults={"default_root_dir": "runs"},
             args=args,
         )
+    except RunStopped:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)  # srun sends them to who is still on the way out
+        raise
     except Exception as error:
         union = "Does not validate against any of the Union subtypes" in str(error)
         if os.environ.get("LIGHTNING_MHLA_TRACEBACK") or not (union or _is_deliberate(error)):

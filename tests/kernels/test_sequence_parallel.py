@@ -1,0 +1,183 @@
+"""A sequence spread over processes gives what one process gives, values and gradients, and moves the bytes that it says."""
+
+from __future__ import annotations
+
+import os
+import socket
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from mhla_kernels import ExponentialMixing, mhla_attention
+from mhla_kernels.sequence_parallel import mhla_sequence_parallel, share_blocks, share_tokens, traffic
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+SIZES = [(64, 8), (61, 8), (9, 8), (300, 150)]  # even; a short last block; fewer blocks than processes; long blocks
+KINDS = ("dense", "dense per head", "exponential", "exponential per head", "uneven blocks", "grid")
+
+
+def make(kind: str, blocks: int, heads: int, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
+    """Mixing, and the tensors that it learns."""
+    if kind.startswith("exponential") or kind == "grid":
+        shape = (heads, 3) if kind.endswith("head") else (3,)
+        amplitude = torch.rand(shape, dtype=dtype).requires_grad_()
+        decay = torch.rand(*shape, *((2,) if kind == "grid" else ()), dtype=dtype).requires_grad_()
+        return ExponentialMixing(amplitude, decay, (1, blocks) if kind == "grid" else None), [amplitude, decay]
+    mixing = torch.rand(*((heads,) if kind.endswith("head") else ()), blocks, blocks, dtype=dtype).requires_grad_()
+    return mixing, [mixing]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    scale = float(expected.norm())
+    return float((found - expected).norm()) / scale if scale > 1e-12 else float(found.norm())
+
+
+def compare(rank: int, world: int, dtype: torch.dtype) -> float:
+    """The largest error over all kinds of blocks, mixing and exchange."""
+    worst = 0.0
+    choices = product(SIZES, KINDS, (False, True), (False, True), ("summaries", "tokens"), (False, True))
+    for (tokens, size), kind, causal, normalize, exchange, masked in choices:
+        if (causal and kind in ("uneven blocks", "grid")) or (exchange == "tokens" and kind.startswith("exp")):
+            continue
+        torch.manual_seed(tokens)
+        blocks, offsets = -(-tokens // size), None
+        if kind == "uneven blocks":
+            offsets = tuple(sorted({0, tokens, *(i * i * tokens // blocks**2 for i in range(blocks))}))
+            blocks = len(offsets) - 1
+        mixing, learned = make(kind, blocks, 3, dtype)
+        q, k, v = (torch.rand(2, tokens, 3, width, dtype=dtype).requires_grad_() for width in (5, 5, 4))
+        mask = torch.rand(2, tokens) > 0.3 if masked else None
+        cotangent = torch.randn(2, tokens, 3, 4, dtype=dtype)
+        where: dict[str, Any] = {"block_size": None if offsets else size, "block_offsets": offsets}
+        options: dict[str, Any] = {**where, "causal": causal, "normalize": normalize, "feature_map": "relu"}
+        whole = mhla_attention(q, k, v, mixing, key_mask=mask, **options)
+        expected = torch.autograd.grad(whole, [q, k, v, *learned], cotangent)
+        bounds = share_tokens(tokens, world, **where)
+        own = slice(bounds[rank], bounds[rank + 1])
+        out = mhla_sequence_parallel(
+            q[:, own], k[:, own], v[:, own], mixing, group=dist.group.WORLD, tokens=tokens, exchange=exchange,
+            key_mask=None if mask is None else mask[:, own], **options,
+        )  # fmt: skip
+        found = torch.autograd.grad(out, [q, k, v, *learned], cotangent[:, own], materialize_grads=True)
+        for gradient in found:
+            dist.all_reduce(gradient)
+        pairs = [(out.detach(), whole[:, own].detach()), *zip(found, expected, strict=True)]
+        worst = max(worst, *(relative_error(a, b) for a, b in pairs))
+    return worst
+
+
+def count_bytes(world: int) -> list[tuple[int, int]]:
+    """What a process receives in the forward pass, and what :func:`traffic` says."""
+    received = 0
+    gather = dist.all_gather_into_tensor
+
+    def counted(every: Tensor, share: Tensor, group: Any) -> None:
+        nonlocal received
+        received += (every.numel() - share.numel()) * every.element_size()
+        gather(every, share, group=group)
+
+    dist.all_gather_into_tensor = counted  # type: ignore[assignment]
+    rows = []
+    for kind, causal, exchange in product(("dense", "exponential"), (False, True), ("summaries", "tokens")):
+        if kind == "exponential" and exchange == "tokens":
+            continue
+        mixing, learned = make(kind, 8, 2, torch.float32)
+        q, k, v = (torch.rand(1, 64 // world, 2, width, dtype=torch.bfloat16) for width in (16, 16, 8))
+        received = 0
+        mhla_sequence_parallel(
+            q, k, v, mixing, group=dist.group.WORLD, tokens=64, block_size=8, causal=causal, exchange=exchange
+        )
+        terms = None if kind == "dense" else learned[0].numel()
+        said = traffic(1, 64, 2, 16, 8, 8, world, terms=terms, causal=causal)
+        rows.append((received, said.summaries if exchange == "summaries" else int(said.tokens or 0)))
+    dist.all_gather_into_tensor = gather
+    return rows
+
+
+def under_a_mesh(rank: int, world: int) -> float:
+    """Two data-parallel groups of two processes each, as beside FSDP2."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "sequence"))
+    torch.manual_seed(0)
+    mixing = torch.rand(8, 8)
+    q, k, v = (torch.rand(2, 64, 2, 8) for _ in range(3))
+    row, place = mesh["data"].get_local_rank(), mesh["sequence"].get_local_rank()
+    whole = mhla_attention(q[row : row + 1], k[row : row + 1], v[row : row + 1], mixing, block_size=8)
+    bounds = share_tokens(64, world // 2, block_size=8)
+    own = slice(bounds[place], bounds[place + 1])
+    parts = (x[row : row + 1, own] for x in (q, k, v))
+    out = mhla_sequence_parallel(*parts, mixing, group=mesh["sequence"], tokens=64, block_size=8)
+    return relative_error(out, whole[:, own])
+
+
+def work(rank: int, world: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {"double": compare(rank, world, torch.float64), "bytes": count_bytes(world)}
+    if world == 4:
+        found["mesh"] = under_a_mesh(rank, world)
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_together_give_what_one_gives(tmp_path: Path, world: int) -> None:
+    mp.spawn(work, (world, free_port(), str(tmp_path)), world)
+    for rank in range(world):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert found["double"] <= 1e-10, "values or gradients"
+        assert found.get("mesh", 0.0) <= 1e-5
+        for received, said in found["bytes"]:
+            assert received == said
+
+
+def test_shares_are_whole_blocks() -> None:
+    assert share_blocks(10, 4) == (0, 2, 5, 7, 10)
+    assert share_tokens(61, 2, block_size=8) == (0, 32, 61)
+    assert share_tokens(10, 4, block_offsets=(0, 3, 10)) == (0, 0, 3, 3, 10)
+    assert share_blocks(1, 3) == (0, 0, 0, 1)
+    with pytest.raises(ValueError, match="exactly one of block_size"):
+        share_tokens(8, 2)
+
+
+def test_fewer_bytes_are_chosen() -> None:
+    video = traffic(1, 31500, 12, 128, 128, 150, 4)
+    assert video.least == "summaries"
+    small_blocks = traffic(1, 4096, 8, 64, 64, 256, 4)
+    assert small_blocks.least == "tokens"
+    assert traffic(1, 32768, 4, 128, 256, 512, 4, terms=8, causal=True, normalize=False).tokens is None
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_wrong_calls_are_refused(alone: Any) -> None:
+    q = torch.rand(1, 32, 2, 4)
+    mixing = torch.rand(4, 4)
+    with pytest.raises(ValueError, match="process 0 of 1 has 32 tokens; of N=64 its share is 64, from 0 on"):
+        mhla_sequence_parallel(q, q, q, torch.rand(8, 8), group=alone, tokens=64, block_size=8)
+    with pytest.raises(ValueError, match="wants exactly 4"):
+        mhla_sequence_parallel(q, q, q, torch.rand(8, 8), group=alone, tokens=32, block_size=8)
+    with pytest.raises(ValueError, match="exchange='all' is not one of"):
+        mhla_sequence_parallel(q, q, q, mixing, group=alone, tokens=32, block_size=8, exchange="all")  # type: ignore[arg-type]
+    decaying = ExponentialMixing(torch.ones(2), torch.ones(2))
+    with pytest.raises(ValueError, match="exchange='tokens' is for dense mixing"):
+        mhla_sequence_parallel(q, q, q, decaying, group=alone, tokens=32, block_size=8, exchange="tokens")
+    with pytest.raises(ValueError, match="key_mask is"):
+        mhla_sequence_parallel(q, q, q, mixing, group=alone, tokens=32, block_size=8, key_mask=torch.ones(1, 3) > 0)
