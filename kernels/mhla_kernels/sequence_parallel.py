@@ -17,7 +17,7 @@ Shape letters: B batch, N tokens, H heads, M blocks, W numbers of a summary, R e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -79,7 +79,9 @@ def _bounds(tokens: int, block_size: int | None, block_offsets: Sequence[int] | 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one process receives in a forward pass of one layer; the backward pass moves as many.
+    """Bytes that one process receives in a forward pass of one layer.
+
+    The backward pass sums gradients of the same numbers, in float32.
 
     Attributes:
         summaries: of the other processes, or their boundary sums.
@@ -204,11 +206,48 @@ def mhla_sequence_parallel(
         terms = mixing.terms if bands and isinstance(mixing, ExponentialMixing) else None
         found = traffic(*sizes, terms=terms, causal=causal, normalize=normalize, token_bytes=k.element_size())
         exchange = found.least
+    place = _Place(processes, bounds, shares, rank)
     with without_autocast(q.device.type):
-        return _attend(
-            q, k, v, mixing.to(problem.accumulate), processes, bounds, shares, rank, problem.scale, problem.accumulate,
-            causal, eps, feature_map, key_mask, exchange,
-        ).to(problem.dtype)  # fmt: skip
+        every = None
+        if exchange == "tokens":
+            every = _gathered_summaries(k, v, key_mask, place, feature_map, problem.accumulate, normalize)
+        q, k, v = (x.to(problem.accumulate) for x in (q, k, v))
+        q, k, v = map_features(q, k, v, feature_map, key_mask)
+        if normalize:
+            v = _with_ones(v, key_mask)
+        mixer = _make_mixer(mixing.to(problem.accumulate), place, every)
+        blocks = _partition(bounds, first, last, q.device)
+        factor = 1.0 if problem.scale is None else problem.scale
+        out = chunked(blocks.split(q), blocks.split(k), blocks.split(v), mixer, causal=causal, scale=factor, eps=eps)
+        out = blocks.merge(out)
+        if normalize:
+            out = out[..., :-1] / (out[..., -1:] + eps)
+        return out.to(problem.dtype)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a process stands: first token of each block, first block of each process, and its own number."""
+
+    group: dist.ProcessGroup
+    bounds: tuple[int, ...]
+    shares: tuple[int, ...]
+    rank: int
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """First block of this process, and the first after them."""
+        return self.shares[self.rank], self.shares[self.rank + 1]
+
+    @property
+    def blocks(self) -> list[int]:
+        """Number of blocks of each process."""
+        return [b - a for a, b in pairwise(self.shares)]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Number of tokens of each process."""
+        return [self.bounds[b] - self.bounds[a] for a, b in pairwise(self.shares)]
 
 
 def _check_whole(
@@ -241,66 +280,44 @@ def _check_whole(
     )
 
 
-def _attend(
-    q: Tensor,
+def _with_ones(v: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Values with a column that counts tokens, so that the normaliser is one more value."""
+    v = F.pad(v, (0, 1), value=1.0)
+    return v if key_mask is None else v * key_mask[..., None, None]
+
+
+def _gathered_summaries(
     k: Tensor,
     v: Tensor,
-    mixing: Mixing,
-    group: dist.ProcessGroup,
-    bounds: tuple[int, ...],
-    shares: tuple[int, ...],
-    rank: int,
-    scale: float | None,
-    accumulate: torch.dtype,
-    causal: bool,
-    eps: float,
-    feature_map: FeatureMap,
     key_mask: Tensor | None,
-    exchange: str,
+    place: _Place,
+    feature_map: FeatureMap,
+    accumulate: torch.dtype,
+    normalize: bool,
 ) -> Tensor:
-    width = v.shape[-1]
-    normalize = scale is None
-    if exchange == "tokens":
-        lengths = [bounds[b] - bounds[a] for a, b in pairwise(shares)]
-        both = (
-            torch.cat([k, v.to(k.dtype)], -1)
-            if k.dtype == v.dtype
-            else torch.cat([k.to(accumulate), v.to(accumulate)], -1)
-        )
-        if key_mask is not None:
-            both = both * key_mask[..., None, None]
-        gathered = gather_shares(both, 1, lengths, group)
-        every_k, every_v = gathered.to(accumulate).split([k.shape[-1], width], -1)
-        mask = None if key_mask is None else gather_shares(key_mask.to(accumulate), 1, lengths, group) > 0
-        _, every_k, every_v = map_features(every_k, every_k, every_v, feature_map, mask)
-    q, k, v = map_features(q.to(accumulate), k.to(accumulate), v.to(accumulate), feature_map, key_mask)
+    """Summaries of all blocks ``[B, H, M, K, V]``, from the k and v of all processes; these travel as they come."""
+    if k.dtype != v.dtype:
+        k, v = k.to(accumulate), v.to(accumulate)
+    every = gather_shares(torch.cat([k, v], -1), 1, place.tokens, place.group, accumulate)
+    mask = key_mask
+    if mask is not None:
+        mask = gather_shares(mask.to(torch.uint8), 1, place.tokens, place.group) > 0
+    every_k, every_v = every.split([k.shape[-1], v.shape[-1]], -1)
+    _, every_k, every_v = map_features(every_k, every_k, every_v, feature_map, mask)
     if normalize:
-        v = F.pad(v, (0, 1), value=1.0)
-        if key_mask is not None:
-            v = v * key_mask[..., None, None]
-    first, last = shares[rank], shares[rank + 1]
-    mixer: Mixer
+        every_v = _with_ones(every_v, mask)
+    blocks = _partition(place.bounds, 0, place.shares[-1], k.device)
+    return blocks.split(every_k).transpose(-1, -2) @ blocks.split(every_v)
+
+
+def _make_mixer(mixing: Mixing, place: _Place, every: Tensor | None) -> Mixer:
+    """What mixes summaries for the blocks of this process; ``every`` are those of all blocks where they are known."""
     if isinstance(mixing, ExponentialMixing) and mixing.grid is None:
-        mixer = _BandMixer(mixing, mixing.amplitude.sum(-1, keepdim=True), group=group, shares=shares, rank=rank)
-    else:
-        dense = (
-            mixing.dense()
-            if isinstance(mixing, ExponentialMixing)
-            else mixing[..., : len(bounds) - 1, : len(bounds) - 1]
-        )
-        own = dense.diagonal(dim1=-2, dim2=-1)[..., first:last]
-        mixer = _RowMixer(dense[..., first:last, :], own, group=group, shares=shares, rank=rank)
-        if exchange == "tokens":
-            if normalize:
-                every_v = F.pad(every_v, (0, 1), value=1.0)
-                every_v = every_v if mask is None else every_v * mask[..., None, None]
-            every = _partition(bounds, 0, len(bounds) - 1, q.device)
-            summaries = every.split(every_k).transpose(-1, -2) @ every.split(every_v)
-            mixer = replace(mixer, every=summaries)
-    own_blocks = _partition(bounds, first, last, q.device)
-    q, k, v = (own_blocks.split(x) for x in (q, k, v))
-    out = own_blocks.merge(chunked(q, k, v, mixer, causal=causal, scale=1.0 if scale is None else scale, eps=eps))
-    return out[..., :width] / (out[..., width:] + eps) if normalize else out
+        return _BandMixer(mixing, mixing.amplitude.sum(-1, keepdim=True), place=place)
+    size = place.shares[-1]
+    dense = mixing.dense() if isinstance(mixing, ExponentialMixing) else mixing[..., :size, :size]
+    rows = slice(*place.own)
+    return _RowMixer(dense[..., rows, :], dense.diagonal(dim1=-2, dim2=-1)[..., rows], place=place, every=every)
 
 
 def _partition(bounds: tuple[int, ...], first: int, last: int, device: torch.device) -> BlockPartition:
@@ -319,24 +336,20 @@ class _RowMixer(Mixer):
     """Rows ``[..., m, M]`` of dense coefficients, for the blocks of this process, applied to the summaries of all.
 
     Attributes:
-        group: the processes.
-        shares: first block of each.
-        rank: this process.
+        place: of this process.
         every: summaries of all blocks ``[B, H, M, ...]`` where they are known; else they are gathered.
     """
 
-    group: Any = None
-    shares: tuple[int, ...] = ()
-    rank: int = 0
+    place: Any = None
     every: Tensor | None = None
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
         assert isinstance(self.mixing, Tensor)
         every = self.every
         if every is None:
-            every = gather_shares(summary, 2, [b - a for a, b in pairwise(self.shares)], self.group)
+            every = gather_shares(summary, 2, self.place.blocks, self.place.group)
         batch, heads, blocks = every.shape[:3]
-        rows = self.mixing.tril(self.shares[self.rank] - 1) if causal else self.mixing
+        rows = self.mixing.tril(self.place.own[0] - 1) if causal else self.mixing
         rows = rows.expand(batch, heads, *rows.shape[-2:]).reshape(batch * heads, *rows.shape[-2:])
         mixed = torch.bmm(rows, every.reshape(batch * heads, blocks, -1))
         return mixed.view(summary.shape)
@@ -344,30 +357,32 @@ class _RowMixer(Mixer):
 
 @dataclass
 class _BandMixer(Mixer):
-    """Exponential coefficients: own blocks by running sums, those of other processes by one sum for each term and side."""
+    """Exponential coefficients: own blocks by running sums, those of other processes by one sum for each term and side.
 
-    group: Any = None
-    shares: tuple[int, ...] = ()
-    rank: int = 0
+    Attributes:
+        place: of this process.
+    """
+
+    place: Any = None
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
         assert isinstance(self.mixing, ExponentialMixing)
         flat = summary.flatten(3)
         amplitude, decay = (x if self.mixing.heads else x[None] for x in (self.mixing.amplitude, self.mixing.decay))
-        blocks = flat.shape[2]
+        shares, rank = self.place.shares, self.place.rank
+        blocks, world, terms = flat.shape[2], len(shares) - 1, decay.shape[-1]
         place = torch.arange(blocks, device=flat.device, dtype=flat.dtype)
         mixed = self.mixing.mix(flat, causal) if blocks else flat
         sums = (-decay[..., None] * (blocks - place)).exp() @ flat  # [B, H, R, W], as seen from the next process
         if not causal:
             sums = torch.cat([sums, (-decay[..., None] * (place + 1)).exp() @ flat], 2)
-        world, terms = len(self.shares) - 1, decay.shape[-1]
-        every = gather_shares(sums, 2, [sums.shape[2]] * world, self.group).unflatten(2, (world, -1))
-        first, last = self.shares[self.rank], self.shares[self.rank + 1]
-        from_left = [first - self.shares[p + 1] if p < self.rank else None for p in range(world)]
+        every = gather_shares(sums, 2, [sums.shape[2]] * world, self.place.group).unflatten(2, (world, -1))
+        first, last = self.place.own
+        from_left = [first - shares[p + 1] if p < rank else None for p in range(world)]
         reading = amplitude[:, None] * (-decay[:, None] * place[:, None]).exp()  # [H, m, R]
         mixed = mixed + reading @ _faded(every[..., :terms, :], decay, from_left)
         if not causal:
-            from_right = [self.shares[p] - last if p > self.rank else None for p in range(world)]
+            from_right = [shares[p] - last if p > rank else None for p in range(world)]
             reading = amplitude[:, None] * (-decay[:, None] * (blocks - 1 - place)[:, None]).exp()
             mixed = mixed + reading @ _faded(every[..., terms:, :], decay, from_right)
         return mixed.view(summary.shape)
@@ -384,19 +399,22 @@ def _faded(every_BHPRW: Tensor, decay: Tensor, gaps: Sequence[int | None]) -> Te
     return (weights[..., None] * every_BHPRW).sum(2)
 
 
-def gather_shares(share: Tensor, dim: int, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def gather_shares(
+    share: Tensor, dim: int, lengths: Sequence[int], group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> Tensor:
     """The shares of all processes one after the other along ``dim``; gradients are summed and scattered back.
 
     Args:
-        share: this process's.
+        share: this process's; it travels in its own dtype.
         dim: along which shares differ in length.
         lengths: of every process's share.
         group: the processes.
+        dtype: of what is given back, and in which gradients are summed; None for the share's own.
     """
     longest = max(lengths)
     share = share.movedim(dim, 0)
     padded = F.pad(share, (0, 0) * (share.dim() - 1) + (0, longest - len(share)))
-    parts = _Gather.apply(padded, group)
+    parts = _Gather.apply(padded, group, dtype or share.dtype)
     if min(lengths) != longest:
         parts = torch.cat([part[:length] for part, length in zip(parts.split(longest), lengths, strict=True)])
     return parts.movedim(0, dim)
@@ -406,15 +424,15 @@ class _Gather(torch.autograd.Function):
     """Equal shares of all processes along the first axis."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+        ctx.group, ctx.dtype = group, share.dtype
         every = share.new_empty(dist.get_world_size(group) * share.shape[0], *share.shape[1:])
         dist.all_gather_into_tensor(every, share.contiguous(), group=group)
-        return every
+        return every.to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (every,) = gradients
         share = every.new_empty(every.shape[0] // dist.get_world_size(ctx.group), *every.shape[1:])
         dist.reduce_scatter_tensor(share, every.contiguous(), group=ctx.group)
-        return share, None
+        return share.to(ctx.dtype), None, None

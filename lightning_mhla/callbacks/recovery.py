@@ -85,6 +85,10 @@ class Recovery(Checkpoint):
             signal.signal(number, signal.SIG_IGN if self.leaving else handler)
         self._before = {}
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go of the signals; Lightning calls no teardown then."""
+        self.teardown(trainer, pl_module, "fit")
+
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals back from Lightning, whose handlers talk to other processes in the middle of a step."""
         self._listen()
@@ -133,6 +137,9 @@ class Recovery(Checkpoint):
         return trainer.is_global_zero and self.every_minutes is not None and minutes >= self.every_minutes
 
     def _save(self, trainer: Trainer) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is made
+            self.leaving = self._stopping
+            return
         path = self._folder / f"step={trainer.global_step:08d}.ckpt"
         trainer.save_checkpoint(path)
         self._saved_at, self._saved_step, self._due = time.monotonic(), trainer.global_step, False

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 log = logging.getLogger(__name__)
 
-PHASES = ("waits for its next batch", "computes a step", "validates")
+PHASES = ("has not begun it", "computes it", "validates before it")
 """What a process does, in the order in which it does it after a step."""
 
 
@@ -55,7 +55,7 @@ class StallWatch(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """The step is done."""
-        self._move(trainer, 0)
+        self._move(trainer, 0, after=1)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Validation moves."""
@@ -69,12 +69,17 @@ class StallWatch(Callback):
             self._thread.join()
             self._thread = None
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop watching; Lightning calls no teardown then."""
+        self.teardown(trainer, pl_module, "fit")
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What follows training takes its time."""
         self.teardown(trainer, pl_module, "fit")
 
-    def _move(self, trainer: Trainer, phase: int) -> None:
-        self._step, self._phase, self._moved = trainer.fit_loop.epoch_loop.total_batch_idx, phase, time.monotonic()
+    def _move(self, trainer: Trainer, phase: int, after: int = 0) -> None:
+        step = trainer.fit_loop.epoch_loop.total_batch_idx + after
+        self._step, self._phase, self._moved = step, phase, time.monotonic()
 
     def _watch(self) -> None:
         patience, warned_for = self.seconds, -1.0
@@ -91,7 +96,7 @@ class StallWatch(Callback):
             if still < patience:
                 continue
             patience, warned_for = 2 * still, moved
-            behind = min(everyone, key=lambda rank: (everyone[rank]["silent"] < self.seconds / 2, everyone[rank]["at"]))
+            behind = min(everyone, key=lambda rank: self._order(everyone[rank]))
             if self._rank == 0:
                 log.warning("no step for %.0f s: %s", still, describe(behind, everyone[behind], self.seconds / 2))
             if behind == self._rank:
@@ -99,7 +104,8 @@ class StallWatch(Callback):
 
     def _exchange(self, seen: dict[int, tuple[str, float]]) -> dict[int, dict[str, Any]]:
         """How far each process is, and for how long it has said nothing."""
-        mine = {"at": [self._step, self._phase], "host": platform.node(), "beat": time.monotonic()}
+        place = {"at": [self._step, self._phase], "host": platform.node(), "waits": self._waits_for_others()}
+        mine = {**place, "beat": time.monotonic()}
         if self._store is None:
             return {0: {**mine, "silent": 0.0}}
         self._store.set(f"stall-watch/{self._rank}", json.dumps(mine))
@@ -107,11 +113,24 @@ class StallWatch(Callback):
         everyone = {}
         for rank in range(self._world):
             key = f"stall-watch/{rank}"
-            text = self._store.get(key).decode() if self._store.check([key]) else '{"at": [-1, 0], "host": "?"}'
+            text = (
+                self._store.get(key).decode()
+                if self._store.check([key])
+                else '{"at": [-1, 0], "host": "?", "waits": false}'
+            )
             if seen.get(rank, ("", 0.0))[0] != text:
                 seen[rank] = (text, now)
             everyone[rank] = {**json.loads(text), "silent": now - seen[rank][1]}
         return everyone
+
+    def _order(self, state: dict[str, Any]) -> tuple[bool, bool, list[int]]:
+        """Silent processes first, then those that do not wait for others, then those that are behind."""
+        return state["silent"] < self.seconds / 2, state["waits"], state["at"]
+
+    def _waits_for_others(self) -> bool:
+        """Whether the program stands in a call of torch.distributed, as far as Python knows."""
+        frame = sys._current_frames().get(self._main)
+        return frame is not None and "/torch/distributed/" in frame.f_code.co_filename.replace("\\", "/")
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._main)
@@ -129,7 +148,7 @@ def describe(rank: int, state: dict[str, Any], silence: float) -> str:
     step, phase = state["at"]
     if state["silent"] > silence:
         return f"process {rank} on {state['host']} gives no sign of life for {state['silent']:.0f} s (last at batch {step})"
-    return f"process {rank} on {state['host']} is behind: it {PHASES[phase]}, after batch {step}"
+    return f"process {rank} on {state['host']} holds the others up at batch {step}: it {PHASES[phase]}"
 
 
 def _connect() -> TCPStore | None:

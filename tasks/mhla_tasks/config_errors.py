@@ -142,7 +142,7 @@ def _check_class(
             return None
         found = _resolve(class_path, modules)
         if isinstance(found, str):
-            return f"{origin}: {path}.class_path {value['class_path']!r}: {found}"
+            return f"{origin}: {path}.class_path {class_path[:100]!r}: {found}"
         classes[path] = found
     if path not in classes:
         return None

@@ -258,7 +258,7 @@ def test_wrong_weights(original: WanTransformer3DModel, tmp_path: Path) -> None:
         load_weights(model, str(tmp_path / "list.pth"))
     (tmp_path / "sharded").mkdir()
     (tmp_path / "sharded/meta.pt").touch()
-    with pytest.raises(ValueError, match="consolidate_checkpoint"):
+    with pytest.raises(ValueError, match="was not written to its end"):
         load_weights(model, str(tmp_path / "sharded"))
     torch.save({"a": torch.ones(2)}, tmp_path / "other.pth")
     with pytest.raises(ValueError, match="no weights of a Wan transformer"):

@@ -1,0 +1,60 @@
+"""Make one file of a sharded checkpoint, as training in one process writes it.
+
+    python -m mhla_tasks.consolidate runs/NAME/checkpoints/recovery/step=00001000.ckpt whole.ckpt
+
+Training goes on from either; generation, export and evaluation read folders too, with memory for all of them. The folder may
+come from any number of processes, or be that of a run: then its newest whole checkpoint is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from lightning_mhla.checkpoint_io import WholeCheckpointIO, resolve_checkpoint
+
+
+def consolidate(source: Path, target: Path) -> Path:
+    """Write a checkpoint to one file.
+
+    Args:
+        source: folder of a sharded checkpoint, or of a run.
+        target: file.
+
+    Returns:
+        The checkpoint that was read.
+
+    Raises:
+        FileNotFoundError: when there is no checkpoint.
+        ValueError: when it is damaged, or ``target`` is there already.
+    """
+    if target.exists():
+        raise ValueError(f"{target} exists already; choose another name")
+    found = resolve_checkpoint(source)
+    reading = WholeCheckpointIO()
+    reading.save_checkpoint(reading.load_checkpoint(found), target)
+    return found
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mhla_tasks.consolidate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, help="folder of a sharded checkpoint, or of a run")
+    parser.add_argument("target", type=Path, help="file to write")
+    args = parser.parse_args()
+    try:
+        found = consolidate(args.source, args.target)
+    except (FileNotFoundError, ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    Console(soft_wrap=True).print(f"{args.target}: {args.target.stat().st_size / 2**20:.1f} MiB, from {found}")
+
+
+if __name__ == "__main__":
+    main()

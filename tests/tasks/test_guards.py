@@ -1,0 +1,158 @@
+"""What watches a run: numbers that are not finite, processes that stand still, needs and speed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import Callback, LightningModule, Trainer
+from mhla_tasks.classification import Digits
+from test_resume import small_classifier
+
+from lightning_mhla.callbacks import FiniteWatch, Forecast
+from lightning_mhla.callbacks.forecast import duration
+
+STEP = 2
+
+
+class Poison(Callback):
+    """Puts a NaN somewhere at one step."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.before: list[torch.Tensor] = []
+        self.after: list[torch.Tensor] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.handle: Any = None
+        if trainer.global_step != STEP:
+            return
+        self.before = [parameter.detach().clone() for parameter in pl_module.parameters()]
+        block = pl_module.network.backbone.blocks[1]
+        if self.where == "batch":
+            batch["image"][0] = float("nan")
+        elif self.where == "weights":
+            block.mlp.fc1.weight.data[0] = float("inf")
+        elif self.where == "output":
+            self.handle = block.attn.register_forward_hook(lambda _, __, out: out * float("nan"))
+        elif self.where == "gradient":
+            self.handle = block.mlp.register_forward_hook(lambda _, __, out: _poisoned(out))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+        if self.before and not self.after:
+            self.after = [parameter.detach().clone() for parameter in pl_module.parameters()]
+
+
+def _poisoned(out: torch.Tensor) -> torch.Tensor:
+    out.register_hook(lambda gradient: gradient * float("nan"))
+    return out
+
+
+def fit(poison: Poison, *callbacks: Callback, accumulate: int = 1) -> tuple[Trainer, LightningModule]:
+    trainer = Trainer(
+        accelerator="cpu", max_steps=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[poison, *callbacks], accumulate_grad_batches=accumulate,
+        limit_val_batches=0,
+    )  # fmt: skip
+    model = small_classifier()
+    trainer.fit(model, datamodule=Digits(batch_size=120))
+    return trainer, model
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("batch", "the loss is nan at step 2: the batch itself holds such numbers (image)"),
+        ("weights", "the weights hold such numbers already (network.backbone.blocks.1.mlp.fc1.weight)"),
+        ("output", "the loss is nan at step 2: first in the output of network.backbone.blocks.1.attn"),
+        (
+            "gradient",
+            "the gradient is not finite at step 2: first in the gradient inside network.backbone.blocks.1.mlp",
+        ),
+    ],
+)
+def test_a_step_that_is_not_finite_stops_before_the_weights(where: str, message: str) -> None:
+    poison = Poison(where)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fit(poison)
+    assert not poison.after, "the step went on"
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_such_a_step_is_left_out(caplog: pytest.LogCaptureFixture, accumulate: int) -> None:
+    poison, watch = Poison("batch"), FiniteWatch("skip", max_skipped=1)
+    with caplog.at_level(logging.WARNING):
+        trainer, model = fit(poison, watch, accumulate=accumulate)
+    assert trainer.global_step == 4
+    assert watch.skipped == 1
+    assert "skipped a step (1 of at most 1): the loss is nan at step 2: the batch itself" in caplog.text
+    if accumulate == 1:
+        assert all(torch.equal(a, b) for a, b in zip(poison.before, poison.after, strict=True)), "AdamW moved weights"
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    with pytest.raises(ValueError, match="1 steps were skipped, more than max_skipped=0"):
+        fit(Poison("batch"), FiniteWatch("skip", max_skipped=0))
+
+
+def test_a_run_says_what_it_needs_and_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(Poison("nowhere"), Forecast(warm_up_steps=1, measured_steps=2))
+    said = capsys.readouterr().err
+    assert re.search(r"9\.\d+k parameters, .* on 1 process: 0\.2 MiB each for weights, gradients, AdamW, average", said)
+    assert "11 steps an epoch, 4 in all" in said
+    assert re.search(r"[\d.]+ (s a step|steps a second), 0 s to go, validation aside", said)
+    assert [duration(s) for s in (5, 250, 4800, 183600)] == ["5 s", "4 min 10 s", "1 h 20 min", "2 d 3 h"]
+
+
+STALLED = """
+import os, sys, time
+import torch
+from lightning import Callback, Trainer
+from lightning_mhla.callbacks import StallWatch
+from mhla_tasks.classification import Digits
+from test_resume import small_classifier
+
+class Wait(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            print("stands", flush=True)
+            slow_reading()
+
+def slow_reading():
+    time.sleep(4)
+
+torch.set_num_threads(1)
+Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=4, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        callbacks=[Wait(), StallWatch(seconds=1.5, interval=0.25)]).fit(small_classifier(), datamodule=Digits(batch_size=240))
+print("done", flush=True)
+"""
+
+
+def test_a_process_that_stands_still_is_named(tmp_path: Path) -> None:
+    """First it is busy elsewhere; then it is stopped altogether, and gives no sign of life."""
+    script = tmp_path / "train.py"
+    script.write_text(STALLED)
+    roots = [str(Path(__file__).parents[2] / each) for each in ("", "kernels", "tasks", "tests/tasks")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"}
+    log = tmp_path / "log.txt"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, *launcher, str(script)], stdout=stream, stderr=stream, env=variables
+        )
+        try:
+            assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
+        finally:
+            process.kill()
+    said = log.read_text()
+    assert re.search(r"no step for \d+ s: process 1 on .* holds the others up at batch 1: it computes it", said), said
+    assert re.search(r"process 1 stands at\n(.*\n)*.*slow_reading", said), said
+    assert "process 0 stands at" not in said

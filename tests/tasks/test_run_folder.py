@@ -1,0 +1,205 @@
+"""One folder for a run: it goes on from the newest whole checkpoint there, whoever stopped it, and belongs to one process."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from mhla_tasks.cli import main
+
+from benchmarks.kills import differences
+from lightning_mhla.callbacks import Recovery
+from lightning_mhla.callbacks.recovery import GO_ON, RunStopped
+from lightning_mhla.runs import RunFolder
+
+ROOT = Path(__file__).parents[2]
+STEPS = 24  # two epochs of six steps, validation after each, in batches of 240
+
+
+def write_config(folder: Path, **trainer: Any) -> Path:
+    """The digits configuration, smaller, with a checkpoint every seven steps."""
+    config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
+    config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2, "ema_decay": 0.9, "drop_path": 0.2}
+    config["data"]["init_args"] = {"batch_size": 240}
+    recovery = {"class_path": "lightning_mhla.callbacks.Recovery", "init_args": {"every_n_steps": 7}}
+    best = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val/loss", "save_last": True}}
+    config["trainer"] = {
+        "accelerator": "cpu", "max_steps": STEPS, "log_every_n_steps": 1, "enable_progress_bar": False,
+        "enable_model_summary": False, "check_val_every_n_epoch": 2,
+        "callbacks": [best, recovery, {"class_path": "lightning_mhla.callbacks.LearningCurves"}],
+        "logger": [
+            {"class_path": "CSVLogger", "init_args": {"save_dir": "elsewhere"}},
+            {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "elsewhere"}},
+        ],
+        **trainer,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder / "config.yaml"
+
+
+def losses(run: Path) -> list[tuple[str, int, str]]:
+    rows = [row for path in sorted(run.glob("metrics*.csv")) for row in csv.DictReader(path.open())]
+    return [(name, int(row["step"]), row[name]) for row in rows for name in ("train/loss", "val/loss") if row.get(name)]
+
+
+def last(run: Path) -> dict[str, Any]:
+    return torch.load(sorted((run / "checkpoints/recovery").glob("*.ckpt"))[-1], weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole")
+    main(["fit", "--config", str(write_config(folder)), f"--run_dir={folder / 'run'}"])
+    return folder / "run"
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGUSR1) -> None:
+    """Send this process a signal in the middle of a step."""
+    training_step = cli_module().training_step
+
+    def stepped(self: Any, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == step:
+            os.kill(os.getpid(), number)
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(cli_module(), "training_step", stepped)
+
+
+def cli_module() -> Any:
+    from mhla_tasks.classification import ImageClassifier
+
+    return ImageClassifier
+
+
+def test_a_run_keeps_everything_in_its_folder(whole: Path) -> None:
+    names = {path.name for path in whole.iterdir()}
+    assert {"config.yaml", "metrics.csv", "checkpoints", "lock"} <= names
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    saved = sorted(path.name for path in (whole / "checkpoints/recovery").iterdir())
+    assert saved == [f"step={step:08d}.ckpt" for step in (21, 24)], "two are kept, the last at the end of training"
+
+
+@pytest.mark.parametrize(
+    ("step", "number"),
+    [(3, signal.SIGUSR1), (3, signal.SIGTERM), (5, signal.SIGUSR1), (11, signal.SIGUSR1)],
+    ids=["inside", "TERM", "epoch ends", "validation follows"],
+)
+def test_a_signal_loses_nothing(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, number: int
+) -> None:
+    run = tmp_path / "run"
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        stop_at(patch, step, number)
+        with pytest.raises(RunStopped) as stopped:
+            main(["fit", "--config", str(write_config(tmp_path)), f"--run_dir={run}"])
+    signal.signal(number, before)
+    assert stopped.value.code == GO_ON == 75
+    main(["fit", f"--run_dir={run}"])  # with the configuration that it was started with
+    assert sorted(losses(run)) == sorted(losses(whole)), "a loss is missing, differs, or came twice"
+    keys = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "global_step")
+    ours, theirs = last(run), last(whole)
+    assert not [place for key in keys for place in differences(theirs[key], ours[key], key)]
+    assert ours["callbacks"]["LearningCurves"] == theirs["callbacks"]["LearningCurves"]
+
+
+def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = write_config(tmp_path)
+    run = tmp_path / "run"
+    main(
+        ["fit", "--config", str(config), f"--run_dir={run}", "--trainer.limit_val_batches=0", "--trainer.max_steps=15"]
+    )
+    for path in (run / "checkpoints").glob("*.ckpt"):
+        path.unlink()  # those of ModelCheckpoint, of the same step
+    newest = sorted((run / "checkpoints/recovery").glob("*.ckpt"))[-1]
+    newest.write_bytes(newest.read_bytes()[:5000])
+    main(["fit", "--config", str(config), f"--run_dir={run}", "--trainer.limit_val_batches=0"])
+    assert "PASSED OVER A DAMAGED CHECKPOINT" in caplog.text
+    again = [step for name, step, _ in losses(run) if name == "train/loss"]
+    assert again == [*range(15), *range(14, STEPS)]
+
+
+def test_tensorboard_shows_each_point_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    config = write_config(tmp_path)
+    main(["fit", "--config", str(config), f"--run_dir={run}", "--trainer.max_steps=10"])
+    for path in (run / "checkpoints/recovery").glob("step=00000010.ckpt"):
+        path.unlink()
+    main(["fit", "--config", str(config), f"--run_dir={run}", "--trainer.max_steps=13"])
+    points = EventAccumulator(str(run)).Reload().Scalars("train/loss")
+    assert [point.step for point in points] == list(range(13))
+
+
+def test_a_finished_run_is_not_trained_again(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = last(whole)
+    main(["fit", f"--run_dir={whole}"])
+    assert last(whole)["global_step"] == before["global_step"] == STEPS
+
+
+def test_evaluation_takes_the_newest(whole: Path) -> None:
+    config = (whole / "config.yaml").read_text()
+    main(["validate", f"--run_dir={whole}"])
+    assert (whole / "config.yaml").read_text() == config
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = "import sys, time; from pathlib import Path; from lightning_mhla.runs import RunFolder\n"
+    script += "folder = RunFolder(Path(sys.argv[1])); print('taken', flush=True); time.sleep(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "run")], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        with pytest.raises(SystemExit):
+            main(["fit", "--config", str(write_config(tmp_path)), f"--run_dir={tmp_path / 'run'}"])
+        assert f"is in use by process {process.pid} on" in capsys.readouterr().err
+    finally:
+        process.kill()
+        process.wait()
+    RunFolder(tmp_path / "run")
+
+
+def test_a_requeued_job_waits_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys, time; from pathlib import Path; from lightning_mhla.runs import RunFolder\n"
+    script += "folder = RunFolder(Path(sys.argv[1])); print('taken', flush=True); time.sleep(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    threading.Timer(1.5, process.kill).start()
+    begun = time.monotonic()
+    RunFolder(tmp_path)
+    assert time.monotonic() - begun > 1
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": 0}, "keep=0"),
+        ({"every_minutes": -1.0}, "every_minutes=-1.0"),
+        ({"signals": ("USR1",)}, "no signal here"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Recovery(**options)
