@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import tempfile
 import time
@@ -141,7 +142,7 @@ def measure(cluster: Cluster, folder: Path, name: str, curve: dict[int, str]) ->
     """Let a fault happen and see the job to its end."""
     happen, times = FAULTS[name]
     begun = time.monotonic()
-    job = happen(cluster, lambda **options: Job(cluster, folder / name.replace(" ", "-"), STEPS, **options))
+    job = happen(cluster, lambda **options: Job(cluster, folder / re.sub(r"\W+", "-", name), STEPS, **options))
     fields = job.finish(timeout=300)
     found = job.curve()
     wrong = [step for step in {*curve, *found} if curve.get(step) != found.get(step)]
