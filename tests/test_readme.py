@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 READMES = (
@@ -19,7 +20,7 @@ READMES = (
 )
 SHAPES = {
     "README.md": [("out", (2, 256, 6, 64)), ("attention", None)],
-    READMES[1]: [("out", (2, 1024, 6, 64)), ("out", (1, 4096, 4, 64)), ("out", (2, 4, 64))],
+    READMES[1]: [("out", (2, 1024, 6, 64)), ("out", (1, 4096, 4, 64)), ("out", (2, 4, 64)), ("out", (1, 1000, 4, 64))],
     READMES[2]: [("tokens", (2, 28))],
     READMES[3]: [("predicted", (2, 8, 32, 32))],
     READMES[4]: [("layers", (3,))],
@@ -32,7 +33,11 @@ def test_python_examples_run(readme: str, tmp_path: Path, monkeypatch: pytest.Mo
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / readme).read_text(), flags=re.DOTALL)
     for code, (name, shape) in zip(blocks, SHAPES[readme], strict=True):
         names: dict[str, Any] = {}
+        for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            monkeypatch.setenv(variable, value) if "torchrun" in code else None
         exec(code, names)
+        if dist.is_initialized():
+            dist.destroy_process_group()
         if shape is not None:
             assert names[name].shape == shape
         else:

@@ -194,7 +194,7 @@ def mhla_sequence_parallel(
     if q.shape[1] != bounds[last] - bounds[first]:
         raise ValueError(
             f"process {rank} of {world} has {q.shape[1]} tokens; of N={tokens} its share is {bounds[last] - bounds[first]}, "
-            f"from {bounds[first]} on: see mhla_kernels.share_tokens"
+            f"from {bounds[first]} on: see share_tokens"
         )
     if exchange not in ("auto", "summaries", "tokens"):
         raise ValueError(f"exchange={exchange!r} is not one of 'auto', 'summaries', 'tokens'")

@@ -14,8 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from mhla_kernels import ExponentialMixing, mhla_attention
 from mhla_kernels.sequence_parallel import mhla_sequence_parallel, share_blocks, share_tokens, traffic
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 SIZES = [(64, 8), (61, 8), (9, 8), (300, 150)]  # even; a short last block; fewer blocks than processes; long blocks
 KINDS = ("dense", "dense per head", "exponential", "exponential per head", "uneven blocks", "grid")
@@ -114,13 +115,41 @@ def under_a_mesh(rank: int, world: int) -> float:
     return relative_error(out, whole[:, own])
 
 
+def beside_fsdp(world: int) -> float:
+    """A layer around the operator: weights sharded over all processes, each sequence spread over two of them."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "sequence"))
+    torch.manual_seed(0)
+    layer, tokens = nn.Linear(6, 48), 61
+    x, mixing = torch.rand(2, tokens, 6), torch.rand(8, 8)
+    mean = relu_attention(layer, x, lambda *qkv: mhla_attention(*qkv, mixing, block_size=8)).square().mean()
+    (expected,) = torch.autograd.grad(mean, [layer.weight])
+
+    fully_shard(layer, mesh=mesh._flatten("all"))
+    row, place = mesh["data"].get_local_rank(), mesh["sequence"].get_local_rank()
+    bounds = share_tokens(tokens, world // 2, block_size=8)
+    share = x[row : row + 1, bounds[place] : bounds[place + 1]]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return mhla_sequence_parallel(q, k, v, mixing, group=mesh["sequence"], tokens=tokens, block_size=8)
+
+    out = relu_attention(layer, share, attend)
+    (out.square().sum() * world / (2 * tokens * 16)).backward()  # FSDP2 takes the mean over the processes
+    gradient: Any = layer.weight.grad
+    return relative_error(gradient.full_tensor(), expected)
+
+
+def relu_attention(layer: nn.Module, x: Tensor, attend: Any) -> Tensor:
+    q, k, v = layer(x).relu().unflatten(-1, (3, 2, 8)).unbind(2)
+    return attend(q, k, v).flatten(2)
+
+
 def work(rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     dist.init_process_group("gloo")
     found: dict[str, Any] = {"double": compare(rank, world, torch.float64), "bytes": count_bytes(world)}
     if world == 4:
-        found["mesh"] = under_a_mesh(rank, world)
+        found["mesh"] = max(under_a_mesh(rank, world), beside_fsdp(world))
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
