@@ -57,7 +57,7 @@ def time_limit(cluster: Cluster, make: Make) -> Job:
 
 def preempted(cluster: Cluster, make: Make, warned: bool) -> Job:
     """A job of a higher partition takes both nodes."""
-    job = make(signal="B:USR1@30" if warned else "B:WINCH@1")
+    job = make(signal="B:USR1@30" if warned else "B:CONT@1")
     job.wait_for_start(1, steps=40)
     script = job.folder / "urgent.sh"
     script.write_text("#!/bin/bash\nsrun sleep 3\n")
