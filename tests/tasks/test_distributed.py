@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightning import LightningModule, Trainer
+from mhla_tasks import consolidate
+from mhla_tasks.cli import main
 from processes import run_cli
 
-from lightning_mhla.callbacks import ExponentialMovingAverage
-from lightning_mhla.strategies import FullyShardedStrategy
+from lightning_mhla.sharded import is_sharded
 
 ROOT = Path(__file__).parents[2]
 DDP = ROOT / "configs/trainer/ddp.yaml"
@@ -110,21 +110,28 @@ def test_validation_count_is_exact(whole: Path, tmp_path: Path, processes: int) 
     assert list(logged(tmp_path, "val/accuracy").values()) == [trained[max(trained)]]
 
 
-def test_fsdp_refuses_the_average(tmp_path: Path) -> None:
-    average = ExponentialMovingAverage(0.99)
-    with pytest.raises(ValueError, match=r"set --model\.init_args\.ema_decay=null"):
-        average.setup(
-            Trainer(strategy=FullyShardedStrategy(), accelerator="cpu", logger=False), LightningModule(), "fit"
-        )
-
-
-def test_fsdp_trains_validates_and_resumes(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
+def test_fsdp_trains_validates_resumes_and_becomes_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, run = tmp_path / "one", tmp_path / "run"
     options = ("--config", str(FSDP), "--trainer.accelerator=cpu", "--trainer.devices=2")
     run_cli("fit", "--config", str(small_config(one)), *options)
-    assert (one / "checkpoints" / "step=7.ckpt").is_dir(), "not a sharded checkpoint"
+    assert is_sharded(one / "checkpoints" / "step=7.ckpt")
     assert set(logged(one, "val/samples").values()) == {"360.0"}
     losses = logged(one, "train/loss")
     assert float(losses[9]) < float(losses[0])
-    run_cli("fit", "--config", str(small_config(two)), *options, f"--ckpt_path={one / 'checkpoints' / 'step=7.ckpt'}")
-    assert logged(two, "train/loss") == {k: v for k, v in losses.items() if k >= 7}
+
+    config = str(small_config(tmp_path / "again"))
+    run_cli("fit", "--config", config, *options, f"--run_dir={run}", "--trainer.max_steps=7")
+    run_cli("fit", "--config", config, *options, f"--run_dir={run}")
+    with (run / "metrics.csv").open() as stream:
+        again = {int(row["step"]): row["train/loss"] for row in csv.DictReader(stream) if row.get("train/loss")}
+    assert again == {k: v for k, v in losses.items() if k >= 7}
+
+    whole = tmp_path / "whole.ckpt"
+    monkeypatch.setattr("sys.argv", ["consolidate", str(one / "checkpoints/step=10.ckpt"), str(whole)])
+    consolidate.main()
+    with pytest.raises(SystemExit, match="exists already"):
+        consolidate.main()
+    for number, checkpoint in enumerate((whole, one / "checkpoints/step=10.ckpt")):
+        alone = tmp_path / f"alone{number}"
+        main(["validate", "--config", str(small_config(alone)), f"--ckpt_path={checkpoint}"])
+        assert list(logged(alone, "val/accuracy").values()) == [logged(one, "val/accuracy")[9]]

@@ -107,12 +107,12 @@ def test_a_run_says_what_it_needs_and_how_long_it_takes(capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     assert re.search(r"9\.\d+k parameters, .* on 1 process: 0\.2 MiB each for weights, gradients, AdamW, average", said)
     assert "11 steps an epoch, 4 in all" in said
-    assert re.search(r"[\d.]+ (s a step|steps a second), 0 s to go, validation aside", said)
+    assert re.search(r"[\d.]+ (s a step|steps a second), \d+ s to go, validation aside", said)
     assert [duration(s) for s in (5, 250, 4800, 183600)] == ["5 s", "4 min 10 s", "1 h 20 min", "2 d 3 h"]
 
 
 STALLED = """
-import os, sys, time
+import os, signal, subprocess, sys, time
 import torch
 from lightning import Callback, Trainer
 from lightning_mhla.callbacks import StallWatch
@@ -122,14 +122,16 @@ from test_resume import small_classifier
 class Wait(Callback):
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == 2 and trainer.global_rank == 1:
-            print("stands", flush=True)
             slow_reading()
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 def slow_reading():
     time.sleep(4)
 
 torch.set_num_threads(1)
-Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=4, logger=False, enable_checkpointing=False,
+Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=5, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
         callbacks=[Wait(), StallWatch(seconds=1.5, interval=0.25)]).fit(small_classifier(), datamodule=Digits(batch_size=240))
 print("done", flush=True)
@@ -156,3 +158,6 @@ def test_a_process_that_stands_still_is_named(tmp_path: Path) -> None:
     assert re.search(r"no step for \d+ s: process 1 on .* holds the others up at batch 1: it computes it", said), said
     assert re.search(r"process 1 stands at\n(.*\n)*.*slow_reading", said), said
     assert "process 0 stands at" not in said
+    assert re.search(r"no step for \d+ s: process 1 on .* gives no sign of life for \d+ s \(last at batch 2\)", said), (
+        said
+    )
