@@ -190,7 +190,9 @@ def measure(name: str, folder: Path, kills: int | None, seed: int) -> dict[str, 
         raise SystemExit(f"error: {folder / 'whole'}: the run failed, see output.txt")
     alone = time.monotonic() - begun
     wanted = domain.kills if kills is None else kills
-    done = train_killed(config, folder / "killed", wanted, random.Random(f"{seed} {name}"), 0.6 * max(5.0, alone - 10) / wanted)
+    done = train_killed(
+        config, folder / "killed", wanted, random.Random(f"{seed} {name}"), 0.6 * max(5.0, alone - 10) / wanted
+    )
     row = {"config": domain.config, "kills": len(done), **{kind: done.count(kind) for kind in sorted(set(done))}}
     return {
         **row,

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -76,6 +77,18 @@ class RunFolder:
         stream.write(json.dumps(owner))
         stream.flush()
         self._lock = stream  # held until the process ends
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove what a killed process had begun to write; put a checkpoint back that it was about to replace."""
+        for old in self.path.rglob("*.ckpt.old"):
+            target = old.with_suffix("")
+            if target.exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(target)
+        for begun in self.path.rglob("*.part"):
+            shutil.rmtree(begun) if begun.is_dir() else begun.unlink()
 
 
 def is_first_process() -> bool:

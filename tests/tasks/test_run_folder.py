@@ -176,6 +176,21 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     RunFolder(tmp_path / "run")
 
 
+def test_what_a_killed_process_left_is_tidied(tmp_path: Path) -> None:
+    for name in (
+        "checkpoints/a.ckpt.host.1.part",
+        "checkpoints/b.ckpt.part/x",
+        "c.ckpt/x",
+        "c.ckpt.old/x",
+        "d.ckpt.old/x",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    RunFolder(tmp_path)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["c.ckpt", "c.ckpt/x", "checkpoints", "d.ckpt", "d.ckpt/x", "lock"]
+
+
 def test_a_requeued_job_waits_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys, time; from pathlib import Path; from lightning_mhla.runs import RunFolder\n"
     script += "folder = RunFolder(Path(sys.argv[1])); print('taken', flush=True); time.sleep(60)"
