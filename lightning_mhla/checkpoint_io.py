@@ -20,6 +20,9 @@ from lightning_mhla.untrusted import BROKEN, reason
 
 log = logging.getLogger(__name__)
 
+RECOVERY = "recovery"
+"""Folder, inside that of the checkpoints, of those that a run goes on from."""
+
 
 class WholeCheckpointIO(TorchCheckpointIO):
     """Lightning's reading and writing of checkpoints, for local paths: whole or not at all, and checked.
@@ -146,6 +149,20 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
+def _prefer_recovery(candidates: list[Path]) -> list[Path]:
+    """The same, but of those of one step, ``Recovery``'s first.
+
+    What ModelCheckpoint writes when training ends says that its epoch is over; a longer run could not go on inside it.
+    """
+    newest, *_ = candidates
+    recovery = next((path for path in candidates if path.parent.name == RECOVERY), newest)
+    try:
+        same = read_header(recovery)["global_step"] >= read_header(newest)["global_step"]
+    except (ValueError, KeyError, TypeError):
+        same = False  # one of them is damaged, which is said when its turn comes
+    return sorted(candidates, key=lambda path: path != recovery) if same else candidates
+
+
 def resolve_checkpoint(path: Path) -> Path:
     """A checkpoint itself once it is checked, or the newest whole one below a folder; damaged ones there are passed over.
 
@@ -171,7 +188,7 @@ def _newest_whole(folder: Path) -> Path:
     candidates = find_checkpoints(folder)
     if not candidates:
         raise FileNotFoundError(f"{folder} holds no checkpoint")
-    for path in candidates:
+    for path in _prefer_recovery(candidates):
         try:
             check_checkpoint(path)
         except ValueError as error:

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from lightning_mhla.callbacks.folder import checkpoint_folder, run_folder
+from lightning_mhla.checkpoint_io import RECOVERY
 from lightning_mhla.processes import Agreement
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Recovery(Checkpoint):
         """Likewise; start the clock; tell TensorBoard from where on points come again."""
         self._listen()
         own = run_folder(trainer) / "checkpoints"
-        self._folder = (own if trainer.loggers else checkpoint_folder(trainer)) / "recovery"
+        self._folder = (own if trainer.loggers else checkpoint_folder(trainer)) / RECOVERY
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
         if trainer.global_step:
             _drop_later_points(trainer)
@@ -114,7 +115,8 @@ class Recovery(Checkpoint):
         loop = trainer.fit_loop.epoch_loop
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
-        more_follows = loop.batch_progress.is_last_batch or loop._is_training_done or loop._should_check_val_fx(fetcher)
+        self._due = self._due or (_is_last_step(trainer) and trainer.global_step > self._saved_step)
+        more_follows = loop.batch_progress.is_last_batch or loop._should_check_val_fx(fetcher)
         if self._due and not more_follows and not loop._should_accumulate():  # gradients so far are not saved
             self._save(trainer)
 
@@ -172,10 +174,14 @@ class Recovery(Checkpoint):
             os.kill(os.getpid(), number)
 
 
+def _is_last_step(trainer: Trainer) -> bool:
+    return 0 <= trainer.max_steps <= trainer.global_step
+
+
 def _is_over(trainer: Trainer) -> bool:
-    epochs, steps = trainer.max_epochs, trainer.max_steps
+    epochs = trainer.max_epochs
     last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
-    return last_epoch or 0 <= steps <= trainer.global_step or trainer.should_stop
+    return last_epoch or _is_last_step(trainer) or trainer.should_stop
 
 
 def _drop_later_points(trainer: Trainer) -> None:

@@ -146,6 +146,15 @@ def test_tensorboard_shows_each_point_once(tmp_path: Path, monkeypatch: pytest.M
     assert [point.step for point in points] == list(range(13))
 
 
+@pytest.mark.parametrize("end", [8, 9, 10, 20], ids=["inside", "before the last", "epoch", "validation"])
+def test_a_longer_run_goes_on_where_the_shorter_one_ended(whole: Path, tmp_path: Path, end: int) -> None:
+    words = ["fit", "--config", str(write_config(tmp_path)), "--model.init_args.optimizer.schedule=constant"]
+    main([*words, f"--run_dir={tmp_path / 'long'}"])
+    main([*words, f"--run_dir={tmp_path / 'run'}", f"--trainer.max_steps={end}"])
+    main([*words, f"--run_dir={tmp_path / 'run'}"])
+    assert sorted(losses(tmp_path / "run")) == sorted(losses(tmp_path / "long"))
+
+
 def test_a_finished_run_is_not_trained_again(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = last(whole)
     main(["fit", f"--run_dir={whole}"])

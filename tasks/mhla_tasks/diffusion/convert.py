@@ -127,7 +127,7 @@ def read_state(path: str) -> dict[str, Tensor]:
             return weights
         if (place / "model.safetensors").is_file():
             return load_file(place / "model.safetensors")
-    except ValueError:
+    except (ValueError, FileNotFoundError):
         raise
     except (pickle.UnpicklingError, SafetensorError, OSError, *BROKEN) as error:
         raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error

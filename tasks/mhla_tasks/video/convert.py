@@ -97,7 +97,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
             state = load_whole(place)["state_dict"]
         else:
             return _read_diffusers(path)
-    except ValueError:
+    except (ValueError, FileNotFoundError):
         raise
     except (pickle.UnpicklingError, SafetensorError, OSError, *BROKEN) as error:
         raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error

@@ -189,7 +189,10 @@ def test_ddpm_with_learned_variance_trains_and_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model.init_args.optimizer.lr=1e30", "--trainer.max_steps=9"], "at step 1; lower the learning rate"),
+        (
+            ["--model.init_args.optimizer.lr=1e30", "--trainer.max_steps=9"],
+            "at step 1: first in the loss itself, every module's output is finite",
+        ),
         (["--model.init_args.sample_size=16"], "images of channels and sides (1, 8, 8) for a model of (1, 16, 16)"),
         (["--model.init_args.num_classes=5"], "is not one of 0 to 4"),
         (["--model.init_args.sampling.sampler=ddim"], "sampler='ddim' does not go with objective 'flow'"),
