@@ -95,7 +95,7 @@ def wait_to_kill(process: subprocess.Popen[bytes], run: Path, rng: random.Random
     """Wait for a random moment: of start-up, of training, or the next writing of a checkpoint; None if the run ended."""
     kind = rng.choices(["starting", "training", "writing"], [0.2, 0.4, 0.4])[0]
     until = time.monotonic() + rng.uniform(0.5, 8)
-    while kind != "starting" and not _rows(run / "metrics.csv"):
+    while kind != "starting" and not _logs(run / "metrics.csv", process):
         if process.poll() is not None:
             return None
         time.sleep(0.02)
@@ -109,6 +109,15 @@ def wait_to_kill(process: subprocess.Popen[bytes], run: Path, rng: random.Random
         if process.poll() is not None:
             return None
     return kind
+
+
+def _logs(table: Path, process: subprocess.Popen[bytes]) -> bool:
+    """Whether this start of the run, not one before it, has logged a step."""
+    try:
+        begun = Path(f"/proc/{process.pid}").stat().st_mtime
+        return table.stat().st_mtime > begun and bool(_rows(table))
+    except FileNotFoundError:
+        return False
 
 
 def train_killed(config: Path, run: Path, kills: int, rng: random.Random, spread: float) -> list[str]:
