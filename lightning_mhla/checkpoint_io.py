@@ -87,12 +87,13 @@ def check_checkpoint(path: Path) -> None:
         return
     try:
         with zipfile.ZipFile(path) as records:
-            if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
-                raise ValueError(f"{path} holds compressed records, which no checkpoint of torch does")
-            damaged = records.testzip()
+            compressed = any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist())
+            damaged = None if compressed else records.testzip()
             names = records.namelist()
-    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, OSError, *BROKEN) as error:
         raise ValueError(f"{path} is no whole checkpoint ({reason(error)})") from error
+    if compressed:
+        raise ValueError(f"{path} holds compressed records, which no checkpoint of torch does")
     if damaged is not None or not any(name.endswith("/data.pkl") for name in names):
         raise ValueError(
             f"{path} is damaged: " + (f"{damaged} has another checksum" if damaged else "no data.pkl in it")

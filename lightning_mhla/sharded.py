@@ -10,9 +10,11 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import pickletools
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,14 @@ def is_sharded(path: Path) -> bool:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes of metadata and no others."""
+
+    def __init__(self, data: bytes) -> None:
+        for operation, argument, _ in pickletools.genops(data):
+            if "PUT" in operation.name and argument is not None and int(argument) > len(data):
+                raise pickle.UnpicklingError(f"{operation.name} {argument}: places for values that it cannot hold")
+        super().__init__(io.BytesIO(data))
+
     def find_class(self, module: str, name: str) -> Any:
         if name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's metadata")
@@ -154,22 +164,13 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         where = Path(self.path) / ".metadata"
         try:
-            with where.open("rb") as stream:
-                metadata = _MetadataUnpickler(stream).load()
+            metadata = _MetadataUnpickler(where.read_bytes()).load()
             assert isinstance(metadata, Metadata), "no metadata"
-            outside = [
-                s.relative_path for s in metadata.storage_data.values() if Path(s.relative_path).name != s.relative_path
-            ]
-        except (
-            pickle.UnpicklingError,
-            AssertionError,
-            AttributeError,
-            EOFError,
-            IndexError,
-            KeyError,
-            TypeError,
-        ) as error:
-            raise ValueError(f"{where} cannot be read safely ({error})") from error
+            assert all(isinstance(name, str) for name in metadata.state_dict_metadata), "names that are no text"
+            names = [entry.relative_path for entry in metadata.storage_data.values()]
+            outside = [name for name in names if Path(name).name != name]
+        except (pickle.UnpicklingError, AssertionError, OSError, *BROKEN) as error:
+            raise ValueError(f"{where} cannot be read safely ({reason(error)})") from error
         if outside:
             raise ValueError(f"{where} names a file outside its folder: {outside[0]}")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
@@ -202,6 +203,18 @@ class _WholePlanner(_PlainValues, _EmptyStateDictLoadPlanner):
     pass
 
 
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Whatever torch raises on a broken folder, as a ValueError that names the folder."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()] or [error]
+        raise ValueError(f"{path} cannot be read safely ({reason(causes[0])})") from error
+    except (pickle.UnpicklingError, AssertionError, OSError, *BROKEN) as error:
+        raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error
+
+
 def saved_names(path: Path) -> set[str]:
     """First words of the names under which tensors were saved: ``state_dict``, ``optimizer_0`` and so on."""
     return {name.split(".")[0] for name in _Reader(path).read_metadata().state_dict_metadata}
@@ -213,8 +226,12 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
     Args:
         path: of the folder, written by any number of processes.
         into: as given to :func:`save_sharded`, or a part of that.
+
+    Raises:
+        ValueError: when it cannot be read safely, or holds other tensors.
     """
-    load(into, storage_reader=_Reader(path), planner=_Planner())
+    with _explained(path):
+        load(into, storage_reader=_Reader(path), planner=_Planner())
 
 
 def load_rest(path: Path) -> dict[str, Any]:
@@ -237,12 +254,10 @@ def load_whole(path: Path) -> dict[str, Any]:
     check_sharded(path)
     tensors: dict[str, Any] = {}
     saved_names(path)  # says what is wrong with the metadata
-    try:
+    with _explained(path):
         _load_state_dict(tensors, storage_reader=_Reader(path), planner=_WholePlanner(), no_dist=True)
-    except (CheckpointException, pickle.UnpicklingError, OSError, *BROKEN) as error:
-        raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error
-    optimizers = sorted(name for name in tensors if name.startswith("optimizer_"))
-    states = [_numbered(tensors.pop(name)) for name in optimizers]
+        optimizers = sorted(name for name in tensors if name.startswith("optimizer_"))
+        states = [_numbered(tensors.pop(name)) for name in optimizers]
     return {**tensors, **load_rest(path), "optimizer_states": states}
 
 

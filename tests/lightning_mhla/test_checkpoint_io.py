@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mhla.checkpoint_io import WholeCheckpointIO, check_checkpoint, read_file, resolve_checkpoint
@@ -162,7 +163,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return save(tmp_path_factory.mktemp("whole") / "a.ckpt").read_bytes()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz(150)
 @given(data=st.data())
 def test_a_changed_byte_is_found_or_harmless(whole: bytes, tmp_path: Path, data: st.DataObject) -> None:
     """Fuzzed: any change of a file gives ValueError, or the same numbers."""
@@ -179,7 +180,7 @@ def test_a_changed_byte_is_found_or_harmless(whole: bytes, tmp_path: Path, data:
         assert torch.equal(content["state_dict"]["w"], CONTENT["state_dict"]["w"])
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz(100)
 @given(noise=st.binary(max_size=400))
 def test_noise_is_refused(tmp_path: Path, noise: bytes) -> None:
     path = tmp_path / "noise.ckpt"
@@ -274,10 +275,41 @@ def test_code_in_a_sharded_one_does_not_run(sharded: Path, tmp_path: Path) -> No
     assert not made.exists()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz(60)
 @given(noise=st.binary(max_size=300), name=st.sampled_from([".metadata", REST, "__0_0.distcp"]))
 def test_noise_in_a_sharded_one_is_refused(sharded: Path, tmp_path_factory: Any, noise: bytes, name: str) -> None:
     folder = copied(sharded, tmp_path_factory.mktemp("fuzz") / "a.ckpt")
     (folder / name).write_bytes(noise)
     with pytest.raises(ValueError, match=r"a\.ckpt"):
+        load_whole(signed(folder))
+
+
+@fuzz(100)
+@given(data=st.data(), name=st.sampled_from([".metadata", REST, "__0_0.distcp"]))
+def test_a_changed_shard_is_found_or_harmless(
+    sharded: Path, tmp_path_factory: Any, data: st.DataObject, name: str
+) -> None:
+    """Fuzzed, with a manifest that fits: ValueError, or entries that are read; nothing else."""
+    folder = copied(sharded, tmp_path_factory.mktemp("fuzz") / "a.ckpt")
+    changed = bytearray((folder / name).read_bytes())
+    for place, value in data.draw(
+        st.lists(st.tuples(st.integers(0, len(changed) - 1), st.integers(0, 255)), max_size=4)
+    ):
+        changed[place] = value
+    (folder / name).write_bytes(changed)
+    try:
+        content = load_whole(signed(folder))
+    except ValueError as error:
+        assert "a.ckpt" in str(error)  # noqa: PT017
+    else:
+        assert isinstance(content, dict)
+
+
+def test_metadata_cannot_ask_for_memory(sharded: Path, tmp_path: Path) -> None:
+    """Nine bytes that ask the unpickler for a table of 64 GiB."""
+    folder = copied(sharded, tmp_path / "a.ckpt")
+    (folder / ".metadata").write_bytes(
+        pickle.PROTO + b"\x04" + pickle.NONE + pickle.LONG_BINPUT + b"\xff" * 4 + pickle.STOP
+    )
+    with pytest.raises(ValueError, match=r"a\.ckpt.*places for values that it cannot hold"):
         load_whole(signed(folder))

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -22,8 +23,6 @@ from lightning_mhla.data import BrokenSampleError, ShardReader
 from lightning_mhla.data.images import decode_image, image_files
 from lightning_mhla.data.shards import load_table, scan_shard
 from lightning_mhla.untrusted import check_yaml, parse_array, read_json
-
-FUZZ = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 def npy(array: np.ndarray, **options: Any) -> bytes:
@@ -155,7 +154,7 @@ def test_arrays_that_are_none(data: bytes) -> None:
     assert len(str(error.value)) < 400
 
 
-@settings(max_examples=300, **FUZZ)
+@fuzz(300)
 @given(data=st.binary(max_size=300) | st.binary(max_size=120).map(lambda tail: b"\x93NUMPY\x01\x00" + tail))
 def test_fuzzed_arrays(data: bytes) -> None:
     with suppress(ValueError):
@@ -167,7 +166,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return good(tmp_path_factory.mktemp("good") / "a.tar").read_bytes()
 
 
-@settings(max_examples=250, **FUZZ)
+@fuzz(250)
 @given(data=st.data())
 def test_fuzzed_shards(template: bytes, tmp_path: Path, data: st.DataObject) -> None:
     """Bytes changed, pieces cut out or doubled: the shard is refused, or its samples are read or refused one by one."""
@@ -222,7 +221,7 @@ def test_a_forged_member_table_is_read_anew(tmp_path: Path, changes: dict[str, A
     assert (found.offsets == expected.offsets).all()
 
 
-@settings(max_examples=100, **FUZZ)
+@fuzz(100)
 @given(noise=st.binary(max_size=200))
 def test_a_fuzzed_member_table_is_read_anew(tmp_path_factory: Any, noise: bytes) -> None:
     path = good(tmp_path_factory.mktemp("table") / "a.tar")
@@ -263,7 +262,7 @@ def test_images_that_are_none(data: bytes, message: str) -> None:
         decode_image(data, "a.png")
 
 
-@settings(max_examples=150, **FUZZ)
+@fuzz(150)
 @given(place=st.integers(0, 60), value=st.integers(0, 255), cut=st.integers(0, 80))
 def test_fuzzed_images(place: int, value: int, cut: int) -> None:
     data = bytearray(png(8, 8))
@@ -305,7 +304,7 @@ def test_yaml_that_takes_readers_apart(text: str, message: str) -> None:
     assert time.monotonic() - begun < 3
 
 
-@settings(max_examples=200, **FUZZ)
+@fuzz(200)
 @given(text=st.text(alphabet="ab:-[]{}&*!|>\n \"'#%@,0123", max_size=80))
 def test_fuzzed_yaml(text: str) -> None:
     try:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 from mhla_tasks.cli import main
 
@@ -139,7 +140,7 @@ def test_a_device_is_no_configuration(capsys: pytest.CaptureFixture[str], monkey
     assert "is no file" in failing(capsys, monkeypatch, "fit", "--config", os.devnull, *RUN)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@fuzz(25)
 @given(text=st.text(alphabet="modelatrinr:_[]{}&*!\n \"'x1.", max_size=60))
 def test_fuzzed_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Whatever stands in an overlay, it is refused in words, or the run is the digits'."""
