@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from timm.layers import DropPath, Mlp, SwiGLU
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,9 +16,13 @@ from lightning_mhla.attention import AttentionConfig, build_attention, layout_fo
 from lightning_mhla.generation import GenerationCache
 from lightning_mhla.layout import BlockLayout
 from lightning_mhla.positions import Rotary, sequence_positions
+from lightning_mhla.sequence import SequenceShare
 
 NormKind = Literal["layernorm", "rmsnorm"]
 MlpKind = Literal["gelu", "gelu_tanh", "swiglu"]
+
+SHARED_BLOCK = 64
+"""Tokens in a block of a sequence that processes share, where no layer uses blocks."""
 
 MLPS: dict[MlpKind, Callable[..., nn.Module]] = {
     "gelu": Mlp,
@@ -112,6 +117,7 @@ class Block(nn.Module):
         context_mask: Tensor | None = None,
         rotary: Rotary | None = None,
         cu_seqlens: Sequence[int] | None = None,
+        share: SequenceShare | None = None,
     ) -> Tensor:
         """Tokens ``[B, N, dim]`` in block order to the same shape.
 
@@ -123,14 +129,16 @@ class Block(nn.Module):
             context_mask: ``[B, L]`` bool, likewise for the context.
             rotary: see :meth:`lightning_mhla.attention.Attention.forward`.
             cu_seqlens: see there.
+            share: see there.
         """
+        options = {"rotary": rotary, "cu_seqlens": cu_seqlens, "share": share}
         if self.modulation is None:
-            x = x + self.drop_path(self.attn(self.norm1(x), key_mask, rotary, cu_seqlens))
+            x = x + self.drop_path(self.attn(self.norm1(x), key_mask, **options))
             x = self._look_at(x, context, context_mask)
             return x + self.drop_path(self.mlp(self.norm2(x)))
         assert condition is not None, "a block with condition_dim needs a condition"
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=-1)
-        x = x + self.drop_path(gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1, key_mask, rotary, cu_seqlens))
+        x = x + self.drop_path(gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1, key_mask, **options))
         x = self._look_at(x, context, context_mask)
         return x + self.drop_path(gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
 
@@ -246,21 +254,17 @@ class Backbone(nn.Module):
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
         cu_seqlens: Sequence[int] | None = None,
+        share: SequenceShare | None = None,
     ) -> Tensor:
         """Tokens ``[B, N, dim]`` in raster order, prefix first, to the same; arguments as for :class:`Block`."""
         if self.order is not None:
             x = x.index_select(1, self.order)
             key_mask = key_mask if key_mask is None else key_mask.index_select(1, self.order)
-        angles = self._angles(sequence_positions(x, cu_seqlens))
+        positions = sequence_positions(x, cu_seqlens)
+        angles = self._angles(positions if share is None else positions + share.start)
         for block in self.layers:
-            options = (
-                condition,
-                context,
-                key_mask,
-                context_mask,
-                angles.get(block.attn.config.rotary_base),
-                cu_seqlens,
-            )
+            rotary = angles.get(block.attn.config.rotary_base)
+            options = (condition, context, key_mask, context_mask, rotary, cu_seqlens, share)
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, *options, use_reentrant=False)
             else:
@@ -282,6 +286,12 @@ class Backbone(nn.Module):
             x, cache.layers[index] = block.next_tokens(x, cache.layers[index], counts, rotary)
         cache.columns += x.shape[1]
         return self.norm(x)
+
+    def share(self, group: dist.ProcessGroup, tokens: int) -> SequenceShare:
+        """This process's share of sequences of ``tokens`` tokens that ``group`` trains on together."""
+        in_blocks = any(block.attn.uses_blocks for block in self.layers)
+        size = self.layout.operator_blocks["block_size"] if in_blocks else SHARED_BLOCK
+        return SequenceShare(group, tokens, int(size))
 
     @property
     def layers(self) -> list[Block]:

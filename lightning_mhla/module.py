@@ -6,9 +6,10 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from lightning import Callback, LightningModule
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from lightning_mhla.callbacks.stalls import StallWatch
 from lightning_mhla.checkpoint_io import WholeCheckpointIO
 from lightning_mhla.mixing import MixingCoefficients
 from lightning_mhla.optim import OptimizerConfig, build_optimizer
-from lightning_mhla.strategies import LIVE, load_weights, shards_weights
+from lightning_mhla.strategies import LIVE, SEQUENCE, load_weights, shards_weights
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class TrainingModule(LightningModule):
     """
 
     network: nn.Module
+    shares_sequences: ClassVar[bool] = False
+    """Whether its steps know :attr:`sequence_group`."""
     output_names: tuple[str, ...] = ("head",)
     """How names of parameters behind the last layer begin, for layer decay."""
 
@@ -69,10 +72,18 @@ class TrainingModule(LightningModule):
         return [StepSeed(), *average, *(guard() for guard in guards if guard not in given)]
 
     def configure_model(self) -> None:
-        """Shard the network block by block, under a strategy that made a device mesh (FSDP2)."""
+        """Shard the network block by block, under a strategy that made a device mesh (FSDP2).
+
+        Raises:
+            ValueError: under sequence parallelism, where the domain cannot share sequences.
+        """
         if self.device_mesh is None or isinstance(self.network, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
+        if self.sequence_group is not None:
+            if not self.shares_sequences:
+                raise ValueError(f"{type(self).__name__} does not share sequences; leave sequence_parallel_size at 1")
+            mesh = self.device_mesh["data_parallel", SEQUENCE]._flatten("all")
         gathered = getattr(self.trainer.strategy, "gather_dtype", "float32")
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if gathered != "float32":
@@ -84,6 +95,14 @@ class TrainingModule(LightningModule):
         for layer in self.layers():
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(self.network, mesh=mesh, mp_policy=policy)
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """The processes that share every sequence of a batch; None without sequence parallelism."""
+        mesh = self.device_mesh
+        if mesh is None or SEQUENCE not in (mesh.mesh_dim_names or ()) or mesh[SEQUENCE].size() == 1:
+            return None
+        return mesh[SEQUENCE].get_group()
 
     def configure_optimizers(self) -> Any:
         """AdamW with warm-up and schedule, stepped with the optimiser."""

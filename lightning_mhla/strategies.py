@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from lightning import Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -27,32 +28,47 @@ LIVE = "current_model_state"
 """Under this name a checkpoint keeps the weights as they are trained, where ``state_dict`` is their moving average."""
 
 
+SEQUENCE = "sequence_parallel"
+"""Name of the dimension of the device mesh whose processes share sequences."""
+
+
 class FullyShardedStrategy(ModelParallelStrategy):
-    """FSDP2 over all processes: Lightning's ModelParallelStrategy with every process in the data-parallel dimension.
+    """FSDP2 over all processes, through Lightning's ModelParallelStrategy, and sequence parallelism if asked for.
 
     Works on GPUs (NCCL) and CPUs (gloo), on any number of nodes. Checkpoints are there whole or not at all, and load on
-    any number of processes.
+    any number of processes. Weights are sharded over all processes, those that share a sequence included.
 
     Args:
         save_distributed_checkpoint: write a folder of shards, one file for each process, instead of one file.
         gather_dtype: in which weights are gathered for a block, and computed with; gradients are reduced in float32, and
             the weights that the optimiser updates stay float32. Mixing coefficients are always gathered in float32.
+        sequence_parallel_size: neighbouring processes that share each sequence and exchange block summaries, for
+            sequences that one device has no room for; a divisor of the number of processes. Language models only.
+
+    Raises:
+        ValueError: when ``sequence_parallel_size`` does not divide the number of processes, once that is known.
     """
 
     def __init__(
         self,
         save_distributed_checkpoint: bool = True,
         gather_dtype: Literal["float32", "bfloat16"] = "float32",
+        sequence_parallel_size: int = 1,
     ) -> None:
-        super().__init__(
-            data_parallel_size=1, tensor_parallel_size=1, save_distributed_checkpoint=save_distributed_checkpoint
-        )
-        self.gather_dtype = gather_dtype
+        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint)
+        self.gather_dtype, self.sequence_parallel_size = gather_dtype, sequence_parallel_size
 
     def setup_environment(self) -> None:
-        """Size the data-parallel dimension, which is known only now."""
-        self._data_parallel_size = self.num_nodes * self.num_processes
-        super().setup_environment()
+        """Make the mesh of devices; only now the number of processes is known."""
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        each, processes = self.sequence_parallel_size, self.world_size
+        if each < 1 or processes % each:
+            raise ValueError(f"sequence_parallel_size={each} does not divide the {processes} processes")
+        names = ("data_parallel", SEQUENCE)
+        self._device_mesh = init_device_mesh(self.root_device.type, (processes // each, each), mesh_dim_names=names)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any = None

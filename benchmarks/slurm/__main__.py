@@ -49,7 +49,7 @@ def signals(cluster: Cluster, make: Make) -> Job:
 
 def time_limit(cluster: Cluster, make: Make) -> Job:
     """A limit of a minute, of which SLURM warns up to a minute early; it is lifted once the run has gone on."""
-    job = make(time=1, signal="B:USR1@30")
+    job = make(time=1, signal="B:USR1@30", pace=0.1)
     job.wait_for_start(2)
     cluster.run("scontrol", "update", f"job={job.number}", "TimeLimit=60")
     return job

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import yaml
+from lightning import Callback
 
 from benchmarks.slurm.cluster import Cluster
 
@@ -17,7 +20,22 @@ STEP_TIMEOUT = 90.0
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
-def write_config(folder: Path, steps: int) -> Path:
+class Pace(Callback):
+    """Lets no step end sooner than ``seconds`` after its start, for faults that need a long run."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Look at the clock."""
+        self._begun = time.monotonic()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Wait."""
+        time.sleep(max(0.0, self.seconds - (time.monotonic() - self._begun)))
+
+
+def write_config(folder: Path, steps: int, pace: float = 0.0) -> Path:
     """The digits configuration, small and fast, with a table of losses and a checkpoint every 25 steps."""
     config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
     config["model"]["init_args"] |= {"dim": 8, "depth": 1, "heads": 1, "ema_decay": 0.9, "drop_path": 0.2}
@@ -36,6 +54,10 @@ def write_config(folder: Path, steps: int) -> Path:
             {"class_path": "lightning_mhla.callbacks.Recovery", "init_args": {"every_n_steps": 25}},
         ],
     }
+    if pace:
+        config["trainer"]["callbacks"].append(
+            {"class_path": "benchmarks.slurm.job.Pace", "init_args": {"seconds": pace}}
+        )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder / "config.yaml"
@@ -44,14 +66,18 @@ def write_config(folder: Path, steps: int) -> Path:
 class Job:
     """A run in a cluster."""
 
-    def __init__(self, cluster: Cluster, folder: Path, steps: int, **options: str | int | bool) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, steps: int, pace: float = 0.0, **options: str | int | bool
+    ) -> None:
         self.cluster, self.folder, self.run = cluster, folder, folder / "run"
         self._waits_since: float | None = None
-        config = write_config(folder, steps)
-        exported = {"RUN_DIR": self.run, "PYTHON": sys.executable, "OMP_NUM_THREADS": 1}
+        config = write_config(folder, steps, pace)
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        exported = {"RUN_DIR": self.run, "PYTHON": sys.executable, "OMP_NUM_THREADS": 1, "PYTHONPATH": path}
+        allowed = ("--allow=benchmarks",) if pace else ()
         self.number = cluster.submit(
             TEMPLATE,
-            *("--config", str(config), "--config", str(ROOT / "configs/trainer/ddp.yaml")),
+            *("--config", str(config), "--config", str(ROOT / "configs/trainer/ddp.yaml"), *allowed),
             **{
                 "job_name": "mhla-test",
                 "nodes": 2,

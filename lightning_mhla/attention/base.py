@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_mhla.attention.lepe import LocalPositionalEncoding, hide_rows
 from lightning_mhla.layout import BlockLayout
 from lightning_mhla.positions import Rotary, rotary_angles, sequence_positions
+from lightning_mhla.sequence import SequenceShare
 
 FeatureMap = Literal["relu", "elu", "softplus", "identity"]
 
@@ -209,6 +211,22 @@ class Attention(nn.Module):
         """
         raise NotImplementedError
 
+    def attend_shared(
+        self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare, rotary: Rotary | None = None
+    ) -> Tensor:
+        """:meth:`attend`, causal, of a sequence that is spread over processes, each of which calls it.
+
+        Args:
+            q: ``[B, n, H, Dk]``, of this process's n tokens, like the rest.
+            k: see :meth:`attend`.
+            v: see :meth:`attend`.
+            share: which tokens these are.
+            rotary: angles of these tokens.
+        """
+        raise NotImplementedError(
+            f"attention kind of {type(self).__name__} cannot share a sequence with other processes"
+        )
+
     def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rotary: Rotary | None = None) -> Tensor:
         """Attention matrix ``[B, H, N, N]`` that :meth:`attend` applies, for analysis."""
         raise NotImplementedError
@@ -255,6 +273,7 @@ class Attention(nn.Module):
         rotary: Rotary | None = None,
         cu_seqlens: Sequence[int] | None = None,
         projections: Projections | None = None,
+        share: SequenceShare | None = None,
     ) -> Tensor:
         """Tokens ``[B, N, dim]`` to the same shape.
 
@@ -265,7 +284,10 @@ class Attention(nn.Module):
                 tokens counted from 0 (see :func:`lightning_mhla.positions.rotary_angles`).
             cu_seqlens: causal: first token of each of the sequences that are packed in the one row (B = 1), and N.
             projections: those to use, where the layer has none of its own.
+            share: causal: N tokens here are a part of a sequence, of which other processes hold the rest.
         """
+        if share is not None:
+            return self._forward_shared(x, key_mask, rotary, cu_seqlens, share)
         x, key_mask = self._enter(x, key_mask, packed=cu_seqlens is not None)
         x = hide_rows(x, key_mask)
         split, merge = projections or (self._project, self._merge)
@@ -275,6 +297,23 @@ class Attention(nn.Module):
         out = self.attend(q, *self._repeated(k, v), key_mask, **options)
         out = hide_rows(merge(self._around(out, x, v, key_mask)), key_mask)
         return out.index_select(1, self.inverse) if self.inverse is not None else out
+
+    def _forward_shared(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None,
+        rotary: Rotary | None,
+        cu_seqlens: Sequence[int] | None,
+        share: SequenceShare,
+    ) -> Tensor:
+        if not self.causal or key_mask is not None or cu_seqlens is not None:
+            raise ValueError("a sequence spread over processes is causal, without padding and not packed")
+        self._check_length(share.tokens)
+        q, k, v = self._project(x)
+        if rotary is None and self.config.rotary:
+            rotary = self.angles(share.start + sequence_positions(x))
+        out = self.attend_shared(q, *self._repeated(k, v), share, rotary)
+        return self._merge(self._around(out, x, v, None))
 
     def next_tokens(
         self, x: Tensor, state: Any, counts: Sequence[int], rotary: Rotary | None = None
@@ -347,17 +386,22 @@ class Attention(nn.Module):
         return out
 
     def _enter(self, x: Tensor, key_mask: Tensor | None, packed: bool = False) -> tuple[Tensor, Tensor | None]:
-        tokens, limit = self.layout.num_tokens, self.max_tokens
+        tokens = self.layout.num_tokens
         if not self.causal and x.shape[1] != tokens:
             raise ValueError(f"{x.shape[1]} tokens for a layout of {tokens} ({self.layout})")
-        if limit is not None and x.shape[1] > limit and not packed:  # the operator checks each packed sequence
-            raise ValueError(
-                f"{x.shape[1]} tokens are more than the {limit} of the layer's mixing coefficients; extend the model "
-                f"(its method extend), or train with mixing: exponential, which takes any length"
-            )
+        if not packed:  # the operator checks each packed sequence
+            self._check_length(x.shape[1])
         if self.order is None:
             return x, key_mask
         return x.index_select(1, self.order), key_mask if key_mask is None else key_mask.index_select(1, self.order)
+
+    def _check_length(self, tokens: int) -> None:
+        limit = self.max_tokens
+        if limit is not None and tokens > limit:
+            raise ValueError(
+                f"{tokens} tokens are more than the {limit} of the layer's mixing coefficients; extend the model "
+                f"(its method extend), or train with mixing: exponential, which takes any length"
+            )
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.qkv is not None, "a layer without projections is given those of another module"
@@ -376,38 +420,6 @@ class Attention(nn.Module):
         if repeats == 1 or not self.repeats_heads:
             return k, v
         return k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
-
-
-class LocalPositionalEncoding(nn.Module):
-    """Depthwise convolution of the values over the token grid (``lepe``; the paper calls it CPE).
-
-    Takes and gives tokens in block order; the grid is put together through a precomputed index. Prefix tokens, which
-    have no neighbours, get zeros.
-    """
-
-    to_grid: Tensor
-    from_grid: Tensor
-
-    def __init__(self, layout: BlockLayout, channels: int, width: int, buffers: bool = True) -> None:
-        super().__init__()
-        kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(layout.grid) - 1]
-        self.conv = kind(channels, channels, width, padding=width // 2, groups=channels)
-        if buffers:
-            self.register_buffer("to_grid", None, persistent=False)
-            self.register_buffer("from_grid", None, persistent=False)
-        self.fit(layout)
-
-    def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """See :meth:`Attention.fit`."""
-        self.layout = layout
-        self.to_grid = layout.inverse[layout.prefix_tokens :].to(device)
-        self.from_grid = (layout.order[layout.prefix_tokens :] - layout.prefix_tokens).to(device)
-
-    def forward(self, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """``[B, N, channels]`` to the same shape; tokens that ``key_mask`` ``[B, N]`` hides count as zeros."""
-        grid = hide_rows(v, key_mask).index_select(1, self.to_grid).transpose(1, 2).unflatten(-1, self.layout.grid)
-        out = self.conv(grid).flatten(2).transpose(1, 2).index_select(1, self.from_grid)
-        return F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
 
 
 def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0) -> BlockLayout:
@@ -468,10 +480,3 @@ def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
     if len(set(lengths)) < 2:
         return place + max(lengths, default=0)
     return place + torch.tensor(lengths, device=x.device)[:, None]
-
-
-def hide_rows(out: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Zeros where ``key_mask`` ``[B, N]`` is False, ``out`` being ``[B, N, ...]``."""
-    if key_mask is None:
-        return out
-    return torch.where(key_mask.view(*key_mask.shape, *(1,) * (out.dim() - 2)), out, 0)

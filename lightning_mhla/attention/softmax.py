@@ -8,11 +8,15 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from mhla_kernels.sequence_parallel import gather_shares
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
-from lightning_mhla.attention.base import Attention, hide_rows
+from lightning_mhla.attention.base import Attention
+from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.positions import Rotary
+from lightning_mhla.sequence import SequenceShare
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,14 @@ class SoftmaxAttention(Attention, kind="softmax"):
         mask = self._visible(q, key_mask)
         out = self._scaled(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None)
         return hide_rows(out, key_mask)
+
+    def attend_shared(
+        self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare, rotary: Rotary | None = None
+    ) -> Tensor:
+        """See :meth:`Attention.attend_shared`; every process gathers the keys and values of all."""
+        q, k = _turned(q, k, rotary)
+        k, v = (gather_shares(x, 1, share.lengths, share.group)[:, : share.end] for x in (k, v))
+        return self._scaled(q, k, v, attn_mask=causal_lower_right(q.shape[1], share.end))
 
     def continue_from(
         self,

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from mhla_kernels import ExponentialMixing, MHLAState, attention_matrix, mhla_attention, mhla_prefill, mhla_step
+from mhla_kernels.sequence_parallel import mhla_sequence_parallel
 from torch import Tensor
 
 from lightning_mhla.attention.base import Attention, map_features
 from lightning_mhla.positions import Rotary
+from lightning_mhla.sequence import SequenceShare
 
 
 class SummaryAttention(Attention):
@@ -31,6 +33,14 @@ class SummaryAttention(Attention):
         """See :meth:`Attention.attend`."""
         q, k, mixing, options = self._operands(q, k, rotary)
         return mhla_attention(q, k, v, mixing, causal=self.causal, key_mask=key_mask, cu_seqlens=cu_seqlens, **options)
+
+    def attend_shared(
+        self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare, rotary: Rotary | None = None
+    ) -> Tensor:
+        """See :meth:`Attention.attend_shared`; processes exchange summaries, see :mod:`mhla_kernels.sequence_parallel`."""
+        q, k, mixing, options = self._operands(q, k, rotary)
+        options["block_size"] = share.block_size  # linear attention is the same in blocks of any size
+        return mhla_sequence_parallel(q, k, v, mixing, group=share.group, tokens=share.tokens, causal=True, **options)
 
     def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rotary: Rotary | None = None) -> Tensor:
         """See :meth:`Attention.weights`."""

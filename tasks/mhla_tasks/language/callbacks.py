@@ -12,6 +12,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_mhla.callbacks.folder import run_folder
+from lightning_mhla.data.module import process_share
 from lightning_mhla.data.sampling import kept_random_state, seed_step
 from lightning_mhla.strategies import shards_weights
 
@@ -61,9 +62,10 @@ class TokenThroughput(Callback):
         tokens, start = self._tokens, self._start
         self.restart(trainer)
         each = tokens / (self._start - start)
-        pl_module.log("train/tokens_per_second", each * trainer.world_size, prog_bar=True, batch_size=1)
+        together = each * process_share(trainer)[1]
+        pl_module.log("train/tokens_per_second", together, prog_bar=True, batch_size=1)
         if self.peak_flops:
-            utilisation = each * float(pl_module.flops_per_token) / self.peak_flops  # type: ignore[arg-type]
+            utilisation = together / trainer.world_size * float(pl_module.flops_per_token) / self.peak_flops  # type: ignore[arg-type]
             pl_module.log("train/mfu", utilisation, batch_size=1)
 
 

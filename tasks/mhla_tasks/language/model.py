@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.utils import ModelOutput
 
 from lightning_mhla import Backbone, GenerationCache
+from lightning_mhla.sequence import SequenceShare
 from mhla_tasks.language.config import MHLAConfig
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
 
@@ -114,6 +115,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         loss_reduction: Literal["mean", "none"] = "mean",
         return_dict: bool | None = None,
+        share: SequenceShare | None = None,
     ) -> LanguageModelOutput | tuple[Any, ...]:
         """Logits of the next token, or the loss where there are labels.
 
@@ -129,10 +131,14 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: give the logits of so many last real tokens of each row; 0 for all tokens.
             loss_reduction: ``"mean"`` of the tokens that count, or ``"none"``: ``[B, N]``, without a gradient.
             return_dict: False for a tuple.
+            share: for training and its validation: ``input_ids`` are this process's tokens of longer sequences, and
+                ``shift_labels`` what they should be followed by; the loss is of these tokens.
 
         Raises:
             ValueError: for an empty prompt, an unknown token, or more tokens than the mixing reaches to.
         """
+        if share is not None and (shift_labels is None or attention_mask is not None):
+            raise ValueError("with share, give shift_labels (the next token may be another process's), and no padding")
         if cu_seqlens is not None and attention_mask is not None:
             raise ValueError("attention_mask pads rows and cu_seqlens packs one; give one of the two")
         x = self._embed(input_ids, inputs_embeds)
@@ -145,7 +151,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         cache = cache_params
         if cache is None and use_cache and shift_labels is None:
             cache = GenerationCache(self.config.depth)
-        hidden = self._read(x, counts, cache, cu_seqlens)
+        hidden = self._read(x, counts, cache, cu_seqlens, share)
         if logits_to_keep and shift_labels is None:
             hidden = _last_rows(hidden, counts, logits_to_keep)
         elif order is not None:
@@ -160,12 +166,17 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _read(
-        self, x: Tensor, counts: Sequence[int], cache: GenerationCache | None, cu_seqlens: Sequence[int] | Tensor | None
+        self,
+        x: Tensor,
+        counts: Sequence[int],
+        cache: GenerationCache | None,
+        cu_seqlens: Sequence[int] | Tensor | None,
+        share: SequenceShare | None,
     ) -> Tensor:
         """What goes into the head, of rows whose ``counts`` real tokens come first; the state goes on with them."""
         _check_counts(cache, counts)
         if cache is None:
-            return self.backbone(x, cu_seqlens=cu_seqlens)
+            return self.backbone(x, cu_seqlens=cu_seqlens, share=share)
         if cu_seqlens is not None:
             raise ValueError("packed sequences (cu_seqlens) have no common state; leave cu_seqlens or use_cache out")
         return self.backbone.next_tokens(x, cache, counts)

@@ -16,6 +16,7 @@ from lightning_mhla.attention import attention_per_layer
 from lightning_mhla.hyperparameters import keep_plain
 from lightning_mhla.module import TrainingModule
 from lightning_mhla.optim import OptimizerConfig
+from lightning_mhla.sequence import SequenceShare
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.prompts import ContinuationFile
@@ -85,6 +86,7 @@ class LanguageModel(TrainingModule):
     """
 
     network: MHLAForCausalLM
+    shares_sequences = True
 
     def __init__(
         self,
@@ -153,7 +155,13 @@ class LanguageModel(TrainingModule):
             self._use_tokenizer_of_data()
 
     def on_predict_start(self) -> None:
-        """Without a checkpoint, the data's tokenizer."""
+        """Without a checkpoint, the data's tokenizer.
+
+        Raises:
+            ValueError: under sequence parallelism, which is for training.
+        """
+        if self.sequence_group is not None:
+            raise ValueError("prompts are not spread over processes; leave sequence_parallel_size out for predict")
         if self.tokenizer is None:
             self._use_tokenizer_of_data()
 
@@ -185,8 +193,12 @@ class LanguageModel(TrainingModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Cross-entropy of the next token."""
-        loss = self._losses(batch, "mean")
-        return self.log_loss(loss, len(batch["tokens"]))
+        share = self._share(batch)
+        loss = self._losses(batch, "mean", share)
+        if share is not None:
+            loss = loss * share.weight
+        self.log_loss(loss if share is None else share.mean(loss), len(batch["tokens"]))
+        return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Update the validation sums."""
@@ -256,18 +268,32 @@ class LanguageModel(TrainingModule):
         self.use_tokenizer(theirs)
 
     def _evaluate(self, batch: dict[str, Any], stage: Stage) -> None:
-        tokens, valid = batch["tokens"], batch["valid"]
-        losses = self._losses(batch, "none").view(len(tokens), -1)[valid]
-        sums = {"nats": losses.double().sum(), "tokens": losses.numel(), "bytes": batch["bytes"][valid].sum()}
-        for name, value in {**sums, "samples": valid.sum()}.items():
+        share, valid = self._share(batch), batch["valid"]
+        losses = self._losses(batch, "none", share).view(len(valid), -1)[valid]
+        first = share is None or share.start == 0  # of those that share sequences, one counts them
+        sums = {"nats": losses.double().sum(), "tokens": losses.numel(), "bytes": batch["bytes"][valid].sum() * first}
+        for name, value in {**sums, "samples": valid.sum() * first}.items():
             self._sum(stage, name).update(value)
 
-    def _losses(self, batch: dict[str, Any], reduction: Literal["mean", "none"]) -> Tensor:
+    def _share(self, batch: dict[str, Any]) -> SequenceShare | None:
+        """This process's part of a batch whose sequences others have too, under sequence parallelism."""
+        group = self.sequence_group
+        return None if group is None else self.network.backbone.share(group, batch["tokens"].shape[1] - 1)
+
+    def _losses(self, batch: dict[str, Any], reduction: Literal["mean", "none"], share: SequenceShare | None) -> Tensor:
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         bounds = batch.get("cu_seqlens")
+        if share is not None:
+            if bounds is not None:
+                raise ValueError(
+                    "documents that are packed (separate_documents: true) cannot be spread over processes; set "
+                    "--data.init_args.separate_documents=false, or sequence_parallel_size: 1"
+                )
+            inputs, targets = share.of(inputs), share.of(targets)
         if bounds is not None:
             inputs, targets = inputs.reshape(1, -1), targets.reshape(1, -1)
-        return self.network(inputs, shift_labels=targets, cu_seqlens=bounds, loss_reduction=reduction).loss
+        options: dict[str, Any] = {"shift_labels": targets, "cu_seqlens": bounds, "loss_reduction": reduction}
+        return self.network(inputs, share=share, **options).loss
 
     def _sum(self, stage: Stage, name: str) -> SumMetric:
         return cast(SumMetric, self.sums[f"{stage}_{name}"])

@@ -16,7 +16,7 @@ import torch
 from lightning import Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_mhla.data.module import batches_trained
+from lightning_mhla.data.module import batches_trained, process_share
 
 Encode = Callable[[str], np.ndarray]
 
@@ -176,8 +176,9 @@ class StreamLoader:
         if self.trainer is None or self.trainer.world_size == 1:
             return {"rows": mine}
         everyone: list[Any] = [None] * self.trainer.world_size
-        torch.distributed.all_gather_object(everyone, mine)
-        return {"rows": [row for part in everyone for row in part]}
+        torch.distributed.all_gather_object(everyone, (process_share(self.trainer)[0], mine))
+        parts = dict(everyone)  # processes that share sequences have the same rows
+        return {"rows": [row for place in sorted(parts) for row in parts[place]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's positions.

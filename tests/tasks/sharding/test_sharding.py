@@ -1,4 +1,4 @@
-"""FSDP2 in every domain: several processes train as one does, and checkpoints and averages do not depend on their number."""
+"""FSDP2 in every domain, sequence parallelism: several processes train as one; checkpoints do not depend on their number."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from worker import DOMAINS, SAVED, STEPS
+from worker import DOMAINS, SAVED, SHARED, STEPS
 
 from lightning_mhla.sharded import is_sharded
 
 WORKER = Path(__file__).with_name("worker.py")
 
 
-def run(folder: Path, cache: Path, processes: int, resume: Path | None = None) -> Path:
-    """All domains on so many processes; 0 for one without sharding."""
+def run(folder: Path, cache: Path, processes: int, *options: str) -> Path:
+    """Domains on so many processes; 0 for one without sharding."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    command = [sys.executable, *launcher, str(WORKER), str(folder), str(cache), *([str(resume)] if resume else [])]
+    command = [sys.executable, *launcher, str(WORKER), str(folder), str(cache), *options]
     roots = [str(Path(__file__).parents[3] / each) for each in ("", "kernels", "tasks")]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(roots)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=variables, check=False)
@@ -35,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     cache = folder / "cache"
     return {
         "cache": cache,
-        "alone": run(folder / "alone", cache, 0),
+        "alone": run(folder / "alone", cache, 0, "--domains", *DOMAINS, "hybrid"),
         "two": run(folder / "two", cache, 2),
     }
 
@@ -44,10 +44,9 @@ def result(folder: Path, domain: str) -> dict[str, Any]:
     return torch.load(folder / domain / "result.pt", weights_only=True)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("domain", DOMAINS)
-def test_two_processes_train_as_one_does(runs: dict[str, Path], domain: str) -> None:
-    alone, two = result(runs["alone"], domain), result(runs["two"], domain)
+def compare(alone_folder: Path, folder: Path, domain: str) -> None:
+    """Gradients of the first step to 1e-5, losses of ten steps to 1e-4."""
+    alone, two = result(alone_folder, domain), result(folder, domain)
     assert alone["gradients"].keys() == two["gradients"].keys()
     difference = sum((alone["gradients"][n] - g).square().sum() for n, g in two["gradients"].items()).sqrt()
     size = sum(g.square().sum() for g in alone["gradients"].values()).sqrt()
@@ -56,6 +55,26 @@ def test_two_processes_train_as_one_does(runs: dict[str, Path], domain: str) -> 
     assert len(alone["losses"]) == STEPS
     for step, loss in alone["losses"].items():
         assert two["losses"][step] == pytest.approx(loss, abs=1e-4), step
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_two_processes_train_as_one_does(runs: dict[str, Path], domain: str) -> None:
+    compare(runs["alone"], runs["two"], domain)
+
+
+@pytest.mark.timeout(600)
+def test_processes_that_share_sequences_train_as_one_does(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Two groups of two, sharded over all four; also half of a run that two processes began without sharing sequences."""
+    four = run(tmp_path / "four", runs["cache"], 4, "--sequence", "2", "--domains", *SHARED)
+    for domain in SHARED:
+        compare(runs["alone"], four, domain)
+        alone, shared = (torch.load(each / domain / "validation.pt") for each in (runs["alone"], four))
+        assert alone == pytest.approx(shared, rel=1e-5), domain
+    options = ("--sequence", "2", "--domains", "language", "--resume", str(runs["two"]))
+    resumed = result(run(tmp_path / "resumed", runs["cache"], 2, *options), "language")
+    for step, loss in resumed["losses"].items():
+        assert loss == pytest.approx(result(runs["two"], "language")["losses"][step], abs=1e-4), step
 
 
 @pytest.mark.timeout(600)
@@ -70,7 +89,7 @@ def test_the_sharded_average_is_that_of_whole_weights(runs: dict[str, Path], dom
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 3, 4])
 def test_a_checkpoint_of_two_processes_goes_on_with(runs: dict[str, Path], tmp_path: Path, processes: int) -> None:
-    resumed = run(tmp_path, runs["cache"], processes, resume=runs["two"])
+    resumed = run(tmp_path, runs["cache"], processes, "--resume", str(runs["two"]))
     for domain in DOMAINS:
         assert is_sharded(runs["two"] / domain / "saved.ckpt")
         expected, found = result(runs["two"], domain), result(resumed, domain)

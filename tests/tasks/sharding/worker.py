@@ -1,6 +1,6 @@
 """Training of every domain in one process group, for tests that compare numbers of processes.
 
-    torchrun --nproc-per-node=2 worker.py FOLDER
+    torchrun --nproc-per-node=2 worker.py FOLDER CACHE [--sequence 2] [--resume FOLDER] [--domains language hybrid]
 
 Each domain trains ten steps under FullyShardedStrategy (or alone, without sharding, when it is not started by torchrun). A
 sample's random numbers are those that it would have on one process, so that nothing but the sharding differs.
@@ -8,8 +8,9 @@ sample's random numbers are those that it would have on one process, so that not
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from lightning_mhla.strategies import FullyShardedStrategy
 
 STEPS, SAVED, DECAY = 10, 5, 0.8
 DOMAINS = ("classification", "language", "diffusion", "video")
+SHARED = ("language", "hybrid")
+"""What trains with sequence parallelism."""
 
 
 def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:
@@ -42,12 +45,17 @@ def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:
         sizes: dict[str, Any] = {"num_classes": 10, "image_size": 8, "channels": 1, "patch_size": 1, "stem": "conv"}
         model: LightningModule = ImageClassifier(attention, **sizes, dim=16, depth=2, heads=2, **training)
         return model, Digits(batch_size=240)
-    if domain == "language":
+    if domain in SHARED:
         from mhla_tasks.language import LanguageModel, PythonSource
 
         attention = AttentionConfig(kind="mhla", block_size=16, normalize=False, rotary=True, gate=True)
         sizes = {"vocab_size": 300, "dim": 24, "depth": 2, "heads": 2, "mlp_width": 40, "context": 64}
-        data = PythonSource(batch_size=12, context=64, vocab_size=300, cache_dir=str(cache))
+        if (
+            domain == "hybrid"
+        ):  # every kind of attention, fewer key heads, and an odd number of blocks, the last one short
+            attention = replace(attention, mixing="exponential", mixing_terms=2)
+            sizes |= {"depth": 3, "layer_kinds": ["mhla", "softmax", "linear"], "key_value_heads": 1, "context": 72}
+        data = PythonSource(batch_size=12, context=sizes["context"], vocab_size=300, cache_dir=str(cache))
         return LanguageModel(attention, **sizes, **training), data
     if domain == "diffusion":
         from mhla_tasks.diffusion import ClassToImage, DigitImages
@@ -151,17 +159,19 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def train(domain: str, folder: Path, cache: Path, sharded: bool, resume: Path | None) -> None:
-    """Ten steps, or those that are left."""
+def train(domain: str, folder: Path, cache: Path, strategy: Any, resume: Path | None) -> None:
+    """Ten steps, or those that are left; a language model is then validated."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model, data = build(domain, cache)
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")),
-        strategy=FullyShardedStrategy() if sharded else "auto",
+        strategy=strategy,
         max_steps=STEPS,
-        limit_val_batches=0,
+        limit_val_batches=3 if domain in SHARED else 0,
+        check_val_every_n_epoch=100,
+        num_sanity_val_steps=0,
         gradient_clip_val=0.1,
         logger=False,
         enable_progress_bar=False,
@@ -170,16 +180,27 @@ def train(domain: str, folder: Path, cache: Path, sharded: bool, resume: Path | 
         callbacks=[Record(folder), Save(folder)],
     )
     trainer.fit(model, datamodule=data, ckpt_path=resume, weights_only=True)
+    if domain in SHARED:
+        (metrics,) = trainer.validate(model, datamodule=data, verbose=False)
+        if trainer.is_global_zero:
+            torch.save(metrics, folder / "validation.pt")
 
 
 def main() -> None:
-    """Train all domains, from the start or from checkpoints of another run."""
-    folder, cache = Path(sys.argv[1]), Path(sys.argv[2])
+    """Train domains, from the start or from checkpoints of another run."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("cache", type=Path)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--sequence", type=int, default=1)
+    parser.add_argument("--domains", nargs="+", default=DOMAINS)
+    given = parser.parse_args()
     torch.set_num_threads(1)
     seeding.process_share = lambda trainer: (0, 1)  # type: ignore[assignment]  # every process draws the numbers of one
-    for domain in DOMAINS:
-        resume = Path(sys.argv[3]) / domain / "saved.ckpt" if len(sys.argv) > 3 else None
-        train(domain, folder / domain, cache, sharded="WORLD_SIZE" in os.environ, resume=resume)
+    for domain in given.domains:
+        sharded = FullyShardedStrategy(sequence_parallel_size=given.sequence) if "WORLD_SIZE" in os.environ else "auto"
+        resume = given.resume and given.resume / domain / "saved.ckpt"
+        train(domain, given.folder / domain, given.cache, sharded, resume)
 
 
 if __name__ == "__main__":

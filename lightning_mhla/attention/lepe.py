@@ -1,0 +1,48 @@
+"""Local positional encoding: a convolution of the values over the token grid."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mhla.layout import BlockLayout
+
+
+class LocalPositionalEncoding(nn.Module):
+    """Depthwise convolution of the values over the token grid (``lepe``; the paper calls it CPE).
+
+    Takes and gives tokens in block order; the grid is put together through a precomputed index. Prefix tokens, which
+    have no neighbours, get zeros.
+    """
+
+    to_grid: Tensor
+    from_grid: Tensor
+
+    def __init__(self, layout: BlockLayout, channels: int, width: int, buffers: bool = True) -> None:
+        super().__init__()
+        kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(layout.grid) - 1]
+        self.conv = kind(channels, channels, width, padding=width // 2, groups=channels)
+        if buffers:
+            self.register_buffer("to_grid", None, persistent=False)
+            self.register_buffer("from_grid", None, persistent=False)
+        self.fit(layout)
+
+    def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
+        """See :meth:`Attention.fit`."""
+        self.layout = layout
+        self.to_grid = layout.inverse[layout.prefix_tokens :].to(device)
+        self.from_grid = (layout.order[layout.prefix_tokens :] - layout.prefix_tokens).to(device)
+
+    def forward(self, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """``[B, N, channels]`` to the same shape; tokens that ``key_mask`` ``[B, N]`` hides count as zeros."""
+        grid = hide_rows(v, key_mask).index_select(1, self.to_grid).transpose(1, 2).unflatten(-1, self.layout.grid)
+        out = self.conv(grid).flatten(2).transpose(1, 2).index_select(1, self.from_grid)
+        return F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
+
+
+def hide_rows(out: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Zeros where ``key_mask`` ``[B, N]`` is False, ``out`` being ``[B, N, ...]``."""
+    if key_mask is None:
+        return out
+    return torch.where(key_mask.view(*key_mask.shape, *(1,) * (out.dim() - 2)), out, 0)

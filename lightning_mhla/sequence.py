@@ -1,0 +1,77 @@
+"""Sequences that several processes share: which tokens are whose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch.distributed as dist
+from mhla_kernels.sequence_parallel import share_tokens
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SequenceShare:
+    """The stretch of a sequence that this process holds; the other processes of the group hold the rest, in order.
+
+    Stretches are whole blocks, as evenly many as there are.
+
+    Args:
+        group: the processes.
+        tokens: N of the whole sequence.
+        block_size: tokens in a block.
+
+    Raises:
+        ValueError: when there are fewer blocks than processes.
+    """
+
+    group: dist.ProcessGroup
+    tokens: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if min(self.lengths) == 0:
+            raise ValueError(
+                f"{self.tokens} tokens in blocks of {self.block_size} are {-(-self.tokens // self.block_size)} blocks, too "
+                f"few for {self.processes} processes; lower sequence_parallel_size or block_size, or train on longer ones"
+            )
+
+    @property
+    def processes(self) -> int:
+        """Their number."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """First token of each process, and N."""
+        return share_tokens(self.tokens, self.processes, block_size=self.block_size)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each process."""
+        return [end - start for start, end in pairwise(self.bounds)]
+
+    @property
+    def start(self) -> int:
+        """This process's first token."""
+        return self.bounds[dist.get_rank(self.group)]
+
+    @property
+    def end(self) -> int:
+        """The first token after this process's."""
+        return self.bounds[dist.get_rank(self.group) + 1]
+
+    @property
+    def weight(self) -> float:
+        """Of a mean over this process's tokens: the mean of weighted means over the processes is that over all tokens."""
+        return (self.end - self.start) * self.processes / self.tokens
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This process's tokens of a batch of whole sequences ``[B, N, ...]``."""
+        return whole[:, self.start : self.end]
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of every process's ``value``, without a gradient; every process of the group calls it."""
+        value = value.detach().clone()
+        dist.all_reduce(value, group=self.group)
+        return value / self.processes
