@@ -48,8 +48,10 @@ def signals(cluster: Cluster, make: Make) -> Job:
 
 
 def time_limit(cluster: Cluster, make: Make) -> Job:
-    """A limit of a minute, of which SLURM warns up to a minute early; it is lifted once the run has gone on."""
-    job = make(time=1, signal="B:USR1@30", pace=0.1)
+    """A limit of two minutes; the warning comes 30 to 90 s before, in training. It is lifted once the run has gone on."""
+    job = make(time=2, signal="B:USR1@30", pace=0.12)
+    job.wait_for_start(1)
+    _wait_for_restart(job)
     job.wait_for_start(2)
     cluster.run("scontrol", "update", f"job={job.number}", "TimeLimit=60")
     return job
@@ -114,6 +116,14 @@ def dead_controller(cluster: Cluster, make: Make) -> Job:
     time.sleep(5)
     cluster.start_controller()
     return job
+
+
+def _wait_for_restart(job: Job) -> None:
+    until = time.monotonic() + 120
+    while not int(job.cluster.show(job.number).get("Restarts", 0)):
+        if time.monotonic() > until:
+            raise TimeoutError(f"the job was not queued again:\n{job.output()[-3000:]}")
+        time.sleep(0.5)
 
 
 def _wait_for_steps(job: Job, count: int) -> None:
