@@ -138,10 +138,10 @@ print("done", flush=True)
 """
 
 
-def test_a_process_that_stands_still_is_named(tmp_path: Path) -> None:
-    """First it is busy elsewhere; then it is stopped altogether, and gives no sign of life."""
+def on_two_processes(tmp_path: Path, program: str) -> str:
+    """What a program printed, run by torchrun."""
     script = tmp_path / "train.py"
-    script.write_text(STALLED)
+    script.write_text(program)
     roots = [str(Path(__file__).parents[2] / each) for each in ("", "kernels", "tasks", "tests/tasks")]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"}
     log = tmp_path / "log.txt"
@@ -154,10 +154,66 @@ def test_a_process_that_stands_still_is_named(tmp_path: Path) -> None:
             assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
         finally:
             process.kill()
-    said = log.read_text()
+    return log.read_text()
+
+
+def test_a_process_that_stands_still_is_named(tmp_path: Path) -> None:
+    """First it is busy elsewhere; then it is stopped altogether, and gives no sign of life."""
+    said = on_two_processes(tmp_path, STALLED)
     assert re.search(r"no step for \d+ s: process 1 on .* holds the others up at batch 1: it computes it", said), said
     assert re.search(r"process 1 stands at\n(.*\n)*.*slow_reading", said), said
     assert "process 0 stands at" not in said
     assert re.search(r"no step for \d+ s: process 1 on .* gives no sign of life for \d+ s \(last at batch 2\)", said), (
         said
     )
+
+
+POISONED = """
+import os, sys
+import torch
+from lightning import Trainer
+from lightning_mhla.callbacks import FiniteWatch
+from lightning_mhla.strategies import FullyShardedStrategy
+from mhla_tasks.classification import Digits
+from test_guards import Poison
+from test_resume import small_classifier
+
+class OnOne(Poison):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        where, self.where = self.where, self.where if trainer.global_rank == 1 else "nowhere"
+        super().on_train_batch_start(trainer, module, batch, batch_idx)
+        self.where = where
+
+torch.set_num_threads(1)
+for sharded in (False, True):
+    for where, action in (("batch", "skip"), ("output", "stop"), ("gradient", "stop")):
+        poison = OnOne(where)
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy=FullyShardedStrategy() if sharded else "ddp", max_steps=4,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            limit_val_batches=0, callbacks=[poison, FiniteWatch(action)])
+        name = f"CASE {'fsdp' if sharded else 'ddp'} {where} on {os.environ['RANK']}:"
+        model = small_classifier(checkpointing=sharded)
+        try:
+            trainer.fit(model, datamodule=Digits(batch_size=240))
+        except ValueError as error:
+            sys.stdout.write(f"{name} {error}\\n")
+        else:
+            before, after = ([getattr(x, "_local_tensor", x) for x in each] for each in (poison.before, poison.after))
+            same = len(after) > 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            sys.stdout.write(f"{name} went on to {trainer.global_step}, weights the same: {same}\\n")
+"""
+
+
+def test_all_processes_stop_or_skip_for_one(tmp_path: Path) -> None:
+    """The numbers of one process are not finite; both say where it began, both stop or leave the step out."""
+    said = on_two_processes(tmp_path, POISONED)
+    found = dict(re.findall(r"CASE (.*?): (.*)", said))
+    expected = {
+        "batch": r"went on to 4, weights the same: True",
+        "output": r"first in the output of network\.backbone\.blocks\.1\.attn \(process 1\)",
+        "gradient": r"first in the gradient inside network\.backbone\.blocks\.1\.mlp.* \(process 1\)",
+    }
+    for where, message in expected.items():
+        for process in ("ddp {} on 0", "ddp {} on 1", "fsdp {} on 0", "fsdp {} on 1"):
+            assert re.search(message, found[process.format(where)]), found

@@ -20,12 +20,20 @@ WORKER = Path(__file__).with_name("worker.py")
 def run(folder: Path, cache: Path, processes: int, *options: str) -> Path:
     """Domains on so many processes; 0 for one without sharding."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    command = [sys.executable, *launcher, str(WORKER), str(folder), str(cache), *options]
-    roots = [str(Path(__file__).parents[3] / each) for each in ("", "kernels", "tasks")]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(roots)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=variables, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    start([*launcher, str(WORKER), str(folder), str(cache), *options])
     return folder
+
+
+def start(command: list[str]) -> str:
+    """A Python program in processes of its own; what it printed."""
+    roots = [str(Path(__file__).parents[3] / each) for each in ("", "kernels", "tasks")]
+    roots.append(str(WORKER.parent))
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(roots)}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=280, env=variables, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +106,39 @@ def test_a_checkpoint_of_two_processes_goes_on_with(runs: dict[str, Path], tmp_p
             assert loss == pytest.approx(expected["losses"][step], abs=1e-4), (domain, step)
         for name, average in found["average"].items():
             torch.testing.assert_close(average, found["expected"][name], rtol=1e-6, atol=1e-7, msg=f"{domain} {name}")
+
+
+REFUSED = """
+import sys
+from pathlib import Path
+from lightning import Trainer
+from mhla_tasks.language import PythonSource
+from worker import build
+from lightning_mhla.strategies import FullyShardedStrategy
+
+def fit(name, model, data, size=2):
+    options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    strategy = FullyShardedStrategy(sequence_parallel_size=size)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, limit_val_batches=0, **options)
+    try:
+        trainer.fit(model, datamodule=data)
+    except ValueError as error:
+        sys.stdout.write(f"{name}: {error}\\n")
+
+cache = Path(sys.argv[1])
+fit("three", *build("language", cache), size=3)
+fit("domain", *build("classification", cache))
+sizes = dict(batch_size=12, vocab_size=300, cache_dir=str(cache))
+fit("packed", build("language", cache)[0], PythonSource(context=64, separate_documents=True, **sizes))
+fit("short", build("language", cache)[0], PythonSource(context=16, **sizes))
+"""
+
+
+def test_what_cannot_share_sequences_says_so(tmp_path: Path) -> None:
+    program = tmp_path / "refused.py"
+    program.write_text(REFUSED)
+    said = start(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program), str(tmp_path)])
+    assert said.count("three: sequence_parallel_size=3 does not divide the 2 processes\n") == 2
+    assert said.count("domain: ImageClassifier does not share sequences; leave sequence_parallel_size at 1\n") == 2
+    assert said.count("packed: documents that are packed (separate_documents: true) cannot be spread") == 2
+    assert said.count("short: 16 tokens in blocks of 16 are 1 blocks, too few for 2 processes") == 2
