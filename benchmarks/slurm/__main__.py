@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe
-from benchmarks.slurm.cluster import Cluster, SlurmUnavailable, find_or_unpack
+from benchmarks.slurm.cluster import Cluster
+from benchmarks.slurm.installation import SlurmUnavailable, find_or_unpack
 from benchmarks.slurm.job import Job
 from lightning_mhla.data.shards import default_cache
 from lightning_mhla.files import write_whole

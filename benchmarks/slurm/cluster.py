@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pwd
 import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client")
+from benchmarks.slurm.installation import Installation, SlurmUnavailable
+from benchmarks.slurm.processes import Process, kill_together, running_processes, with_descendants
+
 SECOND_NODE = (
     "zz-node2"  # sorts after the host's name, which SLURM so takes for rank 0, the batch script and MASTER_ADDR
 )
@@ -27,198 +26,6 @@ NODE_MARK = "SLURM_LAB_NODE"  # which node a slurmd and its slurmstepd stand for
 POLL = 0.1  # seconds between two looks
 PORTS = 100  # one each for slurmctld and the two slurmd, the others for srun
 TERMINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"})
-
-
-class SlurmUnavailable(RuntimeError):  # noqa: N818 (a state of the machine, not a fault of the caller)
-    """SLURM can neither be found nor unpacked nor started here; the message says why in one sentence."""
-
-
-@dataclass(frozen=True)
-class Installation:
-    """Where the programs, plugins and libraries are. `plugins` is None for an installed SLURM, which knows its own."""
-
-    controller: Path
-    daemon: Path
-    stepd: Path | None
-    commands: Path
-    plugins: Path | None = None
-    libraries: tuple[Path, ...] = ()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """This process's variables without those of an enclosing SLURM job, plus what the programs need."""
-        variables = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH_", "SRUN_", "SCANCEL_"))}
-        variables["PATH"] = os.pathsep.join([str(self.commands), variables.get("PATH", os.defpath)])
-        if self.libraries:
-            inherited = [variables["LD_LIBRARY_PATH"]] if variables.get("LD_LIBRARY_PATH") else []
-            variables["LD_LIBRARY_PATH"] = os.pathsep.join([*map(str, self.libraries), *inherited])
-        return variables
-
-
-def find_or_unpack(cache: Path) -> Installation:
-    """Take the SLURM on PATH, else unpack Debian's packages into `cache` (once; 1 to 5 s, needs the network).
-
-    Raises:
-        SlurmUnavailable: there is no SLURM, and apt could not fetch it.
-    """
-    return _installed() or _unpacked(cache.resolve())
-
-
-def _installed() -> Installation | None:
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
-    found = [shutil.which(name, path=path) for name in ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")]
-    if None in found:
-        return None
-    controller, daemon, srun = (Path(str(program)) for program in found[:3])
-    return Installation(controller, daemon, stepd=None, commands=srun.parent)
-
-
-def _unpacked(cache: Path) -> Installation:
-    root = cache / "root"
-    complete = cache / "complete"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with (cache / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits here, then finds the marker
-            if not complete.exists():
-                shutil.rmtree(root, ignore_errors=True)
-                for archive in _download(cache):
-                    _apt("dpkg", "-x", str(archive), str(root))
-                    archive.unlink()
-                complete.touch()
-    except OSError as error:
-        raise SlurmUnavailable(f"SLURM could not be unpacked into {cache}: {error}.") from error
-    plugins = next(root.glob("usr/lib/*/slurm-wlm"), None)
-    if plugins is None:
-        raise SlurmUnavailable(f"The packages unpacked into {root} hold no folder slurm-wlm.")
-    programs = root / "usr/sbin"
-    return Installation(
-        controller=programs / "slurmctld-wlm",
-        daemon=programs / "slurmd-wlm",
-        stepd=programs / "slurmstepd-wlm",
-        commands=root / "usr/bin",
-        plugins=plugins,
-        libraries=(plugins, plugins.parent),
-    )
-
-
-def _download(cache: Path) -> list[Path]:
-    """Fetch the packages and whatever library of theirs is missing, with the system's package lists or own ones."""
-    archives = cache / "archives"
-    shutil.rmtree(archives, ignore_errors=True)
-    archives.mkdir()
-    common = ["-o", "APT::Sandbox::User=", "-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=15"]
-    try:
-        _fetch(archives, common)
-    except SlurmUnavailable:  # no lists, or ones that name versions which are gone
-        _fetch(archives, [*common, *_own_lists(cache, common)])
-    return sorted(archives.glob("*.deb"))
-
-
-def _own_lists(cache: Path, common: list[str]) -> list[str]:
-    """Package lists in `cache`, for `apt-get update` without root; only Debian's own sources are asked if separate."""
-    for name in ("lists/partial", "apt/archives/partial"):
-        (cache / name).mkdir(parents=True, exist_ok=True)
-    options = ["-o", f"Dir::State::lists={cache / 'lists'}", "-o", f"Dir::Cache={cache / 'apt'}"]
-    for sources in ("debian.sources", "ubuntu.sources"):
-        path = Path("/etc/apt/sources.list.d") / sources
-        if path.exists():
-            options += ["-o", f"Dir::Etc::sourcelist={path}", "-o", "Dir::Etc::sourceparts=-"]
-    _apt("apt-get", *common, *options, "-o", "APT::Update::Error-Mode=any", "update")
-    return options
-
-
-def _fetch(archives: Path, options: list[str]) -> None:
-    plan = _apt("apt-get", *options, "install", "--simulate", "--no-install-recommends", *PACKAGES)
-    names = re.findall(r"^Inst (\S+)", plan, re.MULTILINE)
-    _apt("apt-get", *options, "download", *names, folder=archives)
-
-
-def _apt(*command: str, folder: Path | None = None) -> str:
-    variables = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
-    try:
-        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SlurmUnavailable(f"SLURM is not installed, and {command[0]} could not fetch it: {error}.") from error
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise SlurmUnavailable(f"SLURM is not installed, and {command[0]} could not fetch it: {said}")
-    return done.stdout
-
-
-@dataclass(frozen=True)
-class Process:
-    """What /proc says about one process: its parent, its command line and the variables it was started with."""
-
-    pid: int
-    parent: int
-    command: str
-    variables: dict[str, str]
-
-
-def _processes() -> dict[int, Process]:
-    """All processes of this user but this one; those that vanish while being read are left out."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            parent, state = _parent_and_state(entry)
-            block = (entry / "environ").read_bytes()
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if state in "ZX":
-            continue
-        pairs = (item.partition("=") for item in block.decode(errors="replace").split("\0") if "=" in item)
-        variables = {name: value for name, _, value in pairs}
-        found[int(entry.name)] = Process(int(entry.name), parent, command.decode(errors="replace"), variables)
-    return found
-
-
-def _parent_and_state(entry: Path) -> tuple[int, str]:
-    after_name = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    return int(after_name[1]), after_name[0]
-
-
-def _with_descendants(roots: set[int], processes: dict[int, Process]) -> list[int]:
-    """`roots` and all below them, each parent before its children."""
-    family = {pid: _depth(pid, processes) for pid in roots if pid in processes}
-    while grown := {p.pid for p in processes.values() if p.parent in family and p.pid not in family}:
-        family.update((pid, _depth(pid, processes)) for pid in grown)
-    return sorted(family, key=family.__getitem__)
-
-
-def _depth(pid: int, processes: dict[int, Process]) -> int:
-    depth = 0
-    while (process := processes.get(pid)) is not None:
-        pid = process.parent
-        depth += 1
-    return depth
-
-
-def _kill(family: list[int]) -> None:
-    """SIGKILL as at one instant: stopped first, parents leading, so that none reports another's end.
-
-    Then children die before parents: the kernel wakes stopped processes whose parents die, and srun would kill the job.
-    """
-    for pid in family:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-    for pid in reversed(family):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _until(look: Callable[[], object], timeout: float) -> bool:
-    """Call `look` every tenth of a second until it returns something true; False if it never did."""
-    deadline = time.monotonic() + timeout
-    while not look():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL)
-    return True
-
 
 CONFIGURATION = """\
 ClusterName=lab
@@ -370,7 +177,7 @@ class Cluster:
     def start_controller(self) -> None:
         """Start slurmctld with the state it left, and wait until it answers."""
         self._launch("slurmctld", [str(self.installation.controller), "-D"])
-        if not _until(lambda: "is UP" in self._try("scontrol", "ping"), 30):
+        if not _until(lambda: "is UP" in self.attempt("scontrol", "ping"), 30):
             raise SlurmUnavailable(f"slurmctld did not come back within 30 s: {self._last_words()}")
 
     def kill_slurmd(self, node: str) -> None:
@@ -406,7 +213,7 @@ class Cluster:
 
     def node_state(self, node: str) -> str:
         """State of `node` as sinfo prints it: `idle`, `mixed`, `allocated`, `down`, with * where it does not answer."""
-        return self._try("sinfo", "-h", "-N", "-p", "low", "-n", node, "-o", "%T").strip()
+        return self.attempt("sinfo", "-h", "-N", "-p", "low", "-n", node, "-o", "%T").strip()
 
     def run(self, *command: str) -> str:
         """Standard output of a command such as `squeue`; its error text is in the exception if it fails."""
@@ -466,7 +273,7 @@ class Cluster:
     def kill_rank(self, job: int, rank: int) -> None:
         """SIGKILL the process of one rank, and its children."""
         first = self.task_pids(job)[rank]
-        _kill(_with_descendants({first}, _processes()))
+        kill_together(with_descendants({first}, running_processes()))
 
     @staticmethod
     def _is_task(process: Process, job: int, node: str | None) -> bool:
@@ -479,13 +286,13 @@ class Cluster:
 
     def _mine(self) -> dict[int, Process]:
         mine = str(self._configuration)
-        return {pid: p for pid, p in _processes().items() if p.variables.get("SLURM_CONF") == mine}
+        return {pid: p for pid, p in running_processes().items() if p.variables.get("SLURM_CONF") == mine}
 
     def _kill_all(self, wanted: Callable[[Process], bool]) -> list[int]:
         """Kill those of the cluster's processes that are `wanted`, with their descendants; return whom it met."""
         mine = {pid for pid, process in self._mine().items() if wanted(process)}
-        victims = _with_descendants(mine, _processes())
-        _kill(victims)
+        victims = with_descendants(mine, running_processes())
+        kill_together(victims)
         return victims
 
     def _kill_daemon(self, name: str) -> None:
@@ -494,7 +301,8 @@ class Cluster:
             daemon.kill()
             daemon.wait()
 
-    def _try(self, *command: str) -> str:
+    def attempt(self, *command: str) -> str:
+        """See :meth:`run`; nothing where it fails."""
         try:
             return self.run(*command)
         except (RuntimeError, subprocess.TimeoutExpired):
@@ -516,6 +324,16 @@ class Cluster:
             if text:
                 lines.append(f"{log.name}: {text.splitlines()[-1]}")
         return "; ".join(lines)
+
+
+def _until(look: Callable[[], object], timeout: float) -> bool:
+    """Call `look` every tenth of a second until it returns something true; False if it never did."""
+    deadline = time.monotonic() + timeout
+    while not look():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL)
+    return True
 
 
 def _node_of(process: Process) -> str | None:

@@ -120,7 +120,7 @@ class Job:
         elif self._waits_since is None:
             self._waits_since = time.monotonic()
         elif fields.get("Reason") == "BeginTime" and time.monotonic() - self._waits_since > 2.5:
-            self.cluster._try("scontrol", "update", f"job={self.number}", "StartTime=now")
+            self.cluster.attempt("scontrol", "update", f"job={self.number}", "StartTime=now")
 
     def finish(self, timeout: float = 180) -> dict[str, str]:
         """Wait for the end; SLURM's fields."""

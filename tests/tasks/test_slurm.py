@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.slurm.cluster import Cluster, SlurmUnavailable, find_or_unpack
+from benchmarks.slurm.cluster import Cluster
+from benchmarks.slurm.installation import SlurmUnavailable, find_or_unpack
 from benchmarks.slurm.job import Job
 from lightning_mhla.data.shards import default_cache
 

@@ -1,0 +1,130 @@
+"""Where SLURM is: on the PATH, or unpacked from Debian's packages, of which nothing is installed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client")
+
+
+class SlurmUnavailable(RuntimeError):  # noqa: N818 (a state of the machine, not a fault of the caller)
+    """SLURM can neither be found nor unpacked nor started here; the message says why in one sentence."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Where the programs, plugins and libraries are. `plugins` is None for an installed SLURM, which knows its own."""
+
+    controller: Path
+    daemon: Path
+    stepd: Path | None
+    commands: Path
+    plugins: Path | None = None
+    libraries: tuple[Path, ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's variables without those of an enclosing SLURM job, plus what the programs need."""
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH_", "SRUN_", "SCANCEL_"))}
+        variables["PATH"] = os.pathsep.join([str(self.commands), variables.get("PATH", os.defpath)])
+        if self.libraries:
+            inherited = [variables["LD_LIBRARY_PATH"]] if variables.get("LD_LIBRARY_PATH") else []
+            variables["LD_LIBRARY_PATH"] = os.pathsep.join([*map(str, self.libraries), *inherited])
+        return variables
+
+
+def find_or_unpack(cache: Path) -> Installation:
+    """Take the SLURM on PATH, else unpack Debian's packages into `cache` (once; 1 to 5 s, needs the network).
+
+    Raises:
+        SlurmUnavailable: there is no SLURM, and apt could not fetch it.
+    """
+    return _installed() or _unpacked(cache.resolve())
+
+
+def _installed() -> Installation | None:
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+    found = [shutil.which(name, path=path) for name in ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")]
+    if None in found:
+        return None
+    controller, daemon, srun = (Path(str(program)) for program in found[:3])
+    return Installation(controller, daemon, stepd=None, commands=srun.parent)
+
+
+def _unpacked(cache: Path) -> Installation:
+    root = cache / "root"
+    complete = cache / "complete"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits here, then finds the marker
+            if not complete.exists():
+                shutil.rmtree(root, ignore_errors=True)
+                for archive in _download(cache):
+                    _apt("dpkg", "-x", str(archive), str(root))
+                    archive.unlink()
+                complete.touch()
+    except OSError as error:
+        raise SlurmUnavailable(f"SLURM could not be unpacked into {cache}: {error}.") from error
+    plugins = next(root.glob("usr/lib/*/slurm-wlm"), None)
+    if plugins is None:
+        raise SlurmUnavailable(f"The packages unpacked into {root} hold no folder slurm-wlm.")
+    programs = root / "usr/sbin"
+    return Installation(
+        controller=programs / "slurmctld-wlm",
+        daemon=programs / "slurmd-wlm",
+        stepd=programs / "slurmstepd-wlm",
+        commands=root / "usr/bin",
+        plugins=plugins,
+        libraries=(plugins, plugins.parent),
+    )
+
+
+def _download(cache: Path) -> list[Path]:
+    """Fetch the packages and whatever library of theirs is missing, with the system's package lists or own ones."""
+    archives = cache / "archives"
+    shutil.rmtree(archives, ignore_errors=True)
+    archives.mkdir()
+    common = ["-o", "APT::Sandbox::User=", "-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=15"]
+    try:
+        _fetch(archives, common)
+    except SlurmUnavailable:  # no lists, or ones that name versions which are gone
+        _fetch(archives, [*common, *_own_lists(cache, common)])
+    return sorted(archives.glob("*.deb"))
+
+
+def _own_lists(cache: Path, common: list[str]) -> list[str]:
+    """Package lists in `cache`, for `apt-get update` without root; only Debian's own sources are asked if separate."""
+    for name in ("lists/partial", "apt/archives/partial"):
+        (cache / name).mkdir(parents=True, exist_ok=True)
+    options = ["-o", f"Dir::State::lists={cache / 'lists'}", "-o", f"Dir::Cache={cache / 'apt'}"]
+    for sources in ("debian.sources", "ubuntu.sources"):
+        path = Path("/etc/apt/sources.list.d") / sources
+        if path.exists():
+            options += ["-o", f"Dir::Etc::sourcelist={path}", "-o", "Dir::Etc::sourceparts=-"]
+    _apt("apt-get", *common, *options, "-o", "APT::Update::Error-Mode=any", "update")
+    return options
+
+
+def _fetch(archives: Path, options: list[str]) -> None:
+    plan = _apt("apt-get", *options, "install", "--simulate", "--no-install-recommends", *PACKAGES)
+    names = re.findall(r"^Inst (\S+)", plan, re.MULTILINE)
+    _apt("apt-get", *options, "download", *names, folder=archives)
+
+
+def _apt(*command: str, folder: Path | None = None) -> str:
+    variables = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SlurmUnavailable(f"SLURM is not installed, and {command[0]} could not fetch it: {error}.") from error
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        raise SlurmUnavailable(f"SLURM is not installed, and {command[0]} could not fetch it: {said}")
+    return done.stdout
