@@ -70,6 +70,14 @@ class SequenceShare:
         """This process's tokens of a batch of whole sequences ``[B, N, ...]``."""
         return whole[:, self.start : self.end]
 
+    def agree(self, *batch: Tensor) -> None:
+        """Put the first process's numbers in the place of all others', so that all hold parts of the same sequences.
+
+        They are the same but where one process alone skipped a broken sample, or reads other data.
+        """
+        for tensor in batch:
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
     def mean(self, value: Tensor) -> Tensor:
         """The mean of every process's ``value``, without a gradient; every process of the group calls it."""
         value = value.detach().clone()

@@ -2,7 +2,7 @@
 
 The tensors are in the format of ``torch.distributed.checkpoint``; ``meta.pt`` holds the rest, as Lightning lays it out.
 ``manifest.json``, written last, lists every file with its size and CRC-32: a folder without it is not whole. torch's own
-reader unpickles whatever it finds; the one here knows the classes that such a folder needs and no others.
+reader unpickles ``.metadata``, which can run code; the one here leaves that file alone and reads ``layout.json``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import pickletools
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -30,27 +29,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, loa
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_mhla.files import flush, write_whole
-from lightning_mhla.untrusted import BROKEN, reason
+from lightning_mhla.sharded_layout import pack_layout, unpack_layout
+from lightning_mhla.untrusted import BROKEN, read_json, reason
 
-MANIFEST, REST = "manifest.json", "meta.pt"
-
-_METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
-    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "collections": {"OrderedDict"},
-}
+MANIFEST, LAYOUT, REST = "manifest.json", "layout.json", "meta.pt"
 
 
 def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
@@ -72,10 +54,11 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
     dist.barrier()
     failure = None
     try:
-        save(tensors, storage_writer=FileSystemWriter(aside))
+        metadata = save(tensors, storage_writer=FileSystemWriter(aside))
         if rank == 0:
             torch.save(rest, aside / REST)
-        mine = [aside / REST, aside / ".metadata"] if rank == 0 else []
+            (aside / LAYOUT).write_text(json.dumps(pack_layout(metadata)))
+        mine = [aside / REST, aside / LAYOUT, aside / ".metadata"] if rank == 0 else []
         mine += sorted(aside.glob(f"__{rank}_*"))
         for file in mine:
             flush(file)
@@ -143,38 +126,17 @@ def is_sharded(path: Path) -> bool:
     return path.is_dir() and (path / REST).is_file()
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of metadata and no others."""
-
-    def __init__(self, data: bytes) -> None:
-        for operation, argument, _ in pickletools.genops(data):
-            if "PUT" in operation.name and argument is not None and int(argument) > len(data):
-                raise pickle.UnpicklingError(f"{operation.name} {argument}: places for values that it cannot hold")
-        super().__init__(io.BytesIO(data))
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _METADATA_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's metadata")
-        return super().find_class(module, name)
-
-
 class _Reader(FileSystemReader):
-    """Reads metadata without unpickling anything else, and only files of the folder."""
+    """Reads the layout in place of torch's metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        where = Path(self.path) / ".metadata"
+        where = Path(self.path) / LAYOUT
+        files = {file.name: file.stat().st_size for file in where.parent.iterdir()}
         try:
-            metadata = _MetadataUnpickler(where.read_bytes()).load()
-            assert isinstance(metadata, Metadata), "no metadata"
-            assert all(isinstance(name, str) for name in metadata.state_dict_metadata), "names that are no text"
-            names = [entry.relative_path for entry in metadata.storage_data.values()]
-            outside = [name for name in names if Path(name).name != name]
-        except (pickle.UnpicklingError, AssertionError, OSError, *BROKEN) as error:
-            raise ValueError(f"{where} cannot be read safely ({reason(error)})") from error
-        if outside:
-            raise ValueError(f"{where} names a file outside its folder: {outside[0]}")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+            metadata = unpack_layout(read_json(where), files)
+        except (OSError, *BROKEN) as error:
+            raise ValueError(f"{where} cannot be read ({reason(error)})") from error
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
 
@@ -211,7 +173,7 @@ def _explained(path: Path) -> Iterator[None]:
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()] or [error]
         raise ValueError(f"{path} cannot be read safely ({reason(causes[0])})") from error
-    except (pickle.UnpicklingError, AssertionError, OSError, *BROKEN) as error:
+    except (pickle.UnpicklingError, OSError, *BROKEN) as error:
         raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error
 
 
@@ -253,7 +215,7 @@ def load_whole(path: Path) -> dict[str, Any]:
     """
     check_sharded(path)
     tensors: dict[str, Any] = {}
-    saved_names(path)  # says what is wrong with the metadata
+    saved_names(path)  # says what is wrong with the layout
     with _explained(path):
         _load_state_dict(tensors, storage_reader=_Reader(path), planner=_WholePlanner(), no_dist=True)
         optimizers = sorted(name for name in tensors if name.startswith("optimizer_"))

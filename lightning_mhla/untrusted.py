@@ -22,6 +22,7 @@ BROKEN = (
     KeyError,
     IndexError,
     AttributeError,
+    AssertionError,
     ArithmeticError,
     EOFError,
     MemoryError,

@@ -2,7 +2,7 @@
 
     python tests/coverage_fuzz.py checkpoint -max_total_time=60
 
-Targets: array, checkpoint, configuration, image, metadata, shard, tokens. Options after the target are libFuzzer's. A
+Targets: array, checkpoint, configuration, image, layout, shard, tokens, values. Options after the target are libFuzzer's. A
 reader may give ValueError (in YAML also YAMLError), within ten seconds and 4 GiB; anything else is reported with its input.
 """
 
@@ -18,18 +18,17 @@ import atheris
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path[:0] = [str(Path(__file__).parents[1] / each) for each in ("", "kernels", "tasks")]
 with atheris.instrument_imports(
-    include=["ast", "pickletools", "tarfile", "zipfile", "yaml", "PIL"], enable_loader_override=False
+    include=["ast", "json", "tarfile", "zipfile", "yaml", "PIL"], enable_loader_override=False
 ):
     import ast  # noqa: F401  read by numpy
     import contextlib
     import io
     import json
-    import pickletools  # noqa: F401  read by lightning_mhla
     import struct
     import tarfile
     import tempfile
     import warnings
-    import zipfile  # noqa: F401  read by torch
+    import zipfile
     import zlib
 
     import yaml
@@ -48,7 +47,7 @@ with atheris.instrument_imports(include=["lightning_mhla", "mhla_tasks"], enable
     from lightning_mhla.data import ShardReader
     from lightning_mhla.data.images import decode_image
     from lightning_mhla.data.shards import scan_shard
-    from lightning_mhla.sharded import MANIFEST, REST, load_whole, save_sharded
+    from lightning_mhla.sharded import LAYOUT, MANIFEST, load_whole, save_sharded
     from lightning_mhla.untrusted import check_yaml, parse_array
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
@@ -94,10 +93,19 @@ def checkpoint(data: bytes) -> None:
     WholeCheckpointIO().load_checkpoint(path)
 
 
-def metadata(data: bytes) -> None:
-    """The pickle of a sharded checkpoint, with a manifest that fits."""
+def values(data: bytes) -> None:
+    """The pickle inside of a checkpoint file."""
+    path = FOLDER / "values.ckpt"
+    with zipfile.ZipFile(path, "w") as records:
+        for name, content in {"data.pkl": data, "data/0": bytes(16), "version": b"3\n", "byteorder": b"little"}.items():
+            records.writestr(f"archive/{name}", content)
+    WholeCheckpointIO().load_checkpoint(path)
+
+
+def layout(data: bytes) -> None:
+    """The list of what lies where in a sharded checkpoint, with a manifest that fits."""
     folder = FOLDER / "sharded.ckpt"
-    (folder / ".metadata").write_bytes(data)
+    (folder / LAYOUT).write_bytes(data)
     files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != MANIFEST}
     listed = {name: {"bytes": len(content), "crc32": zlib.crc32(content)} for name, content in files.items()}
     (folder / MANIFEST).write_text(json.dumps(listed))
@@ -148,14 +156,18 @@ def _checkpoint_seed() -> bytes:
     return stream.getvalue()
 
 
-def _metadata_seed() -> bytes:
+def _values_seed() -> bytes:
+    with zipfile.ZipFile(io.BytesIO(_checkpoint_seed())) as records:
+        return records.read("archive/data.pkl")
+
+
+def _layout_seed() -> bytes:
     torch.distributed.init_process_group("gloo", init_method=f"file://{FOLDER / 'store'}", rank=0, world_size=1)
     tensors = {"state_dict": {"a": torch.arange(6.0)}, "optimizer_0": {"state": {"a": {"step": torch.tensor(1.0)}}}}
     tensors["optimizer_0"]["param_groups"] = [{"params": ["a"], "lr": 0.1}]  # type: ignore[assignment]
     save_sharded(FOLDER / "sharded.ckpt", tensors, {"epoch": 3})
     torch.distributed.destroy_process_group()
-    assert (FOLDER / "sharded.ckpt" / REST).is_file()
-    return (FOLDER / "sharded.ckpt" / ".metadata").read_bytes()
+    return (FOLDER / "sharded.ckpt" / LAYOUT).read_bytes()
 
 
 def _image_seed() -> bytes:
@@ -173,9 +185,10 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], bytes]]] = {
     "checkpoint": (checkpoint, _checkpoint_seed),
     "configuration": (configuration, lambda: b"trainer: {max_steps: 3}\nmodel:\n  class_path: X\n  a: &b [1, *b]\n"),
     "image": (image, _image_seed),
-    "metadata": (metadata, _metadata_seed),
+    "layout": (layout, _layout_seed),
     "shard": (shard, lambda: _tar({"0.cls": b"1", "0.x.npy": _npy(np.zeros(2)), "1.cls": b"7"})),
     "tokens": (tokens, _token_seed),
+    "values": (values, _values_seed),
 }
 
 

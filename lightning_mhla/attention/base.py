@@ -310,7 +310,9 @@ class Attention(nn.Module):
             raise ValueError("a sequence spread over processes is causal, without padding and not packed")
         self._check_length(share.tokens)
         q, k, v = self._project(x)
-        if rotary is None and self.config.rotary:
+        if not self.config.rotary:
+            rotary = None
+        elif rotary is None:
             rotary = self.angles(share.start + sequence_positions(x))
         out = self.attend_shared(q, *self._repeated(k, v), share, rotary)
         return self._merge(self._around(out, x, v, None))
@@ -329,7 +331,9 @@ class Attention(nn.Module):
         if not self.causal:
             raise ValueError("only causal attention goes on token by token; build the layer with causal=True")
         q, k, v = self._project(x)
-        if rotary is None and self.config.rotary:
+        if not self.config.rotary:
+            rotary = None
+        elif rotary is None:
             rotary = self.angles(next_positions(() if state is None else state.lengths, x))
         out, state = self.continue_from(q, *self._repeated(k, v), state, counts, rotary)
         return self._merge(self._around(out, x, v, None)), state

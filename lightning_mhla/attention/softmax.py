@@ -91,9 +91,13 @@ class SoftmaxAttention(Attention, kind="softmax"):
     def attend_shared(
         self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare, rotary: Rotary | None = None
     ) -> Tensor:
-        """See :meth:`Attention.attend_shared`; every process gathers the keys and values of all."""
+        """See :meth:`Attention.attend_shared`; every process gathers the keys and values of all.
+
+        Their gradients are summed in float32. Where torch has no fused kernel, a mask of these tokens times all is made.
+        """
         q, k = _turned(q, k, rotary)
-        k, v = (gather_shares(x, 1, share.lengths, share.group)[:, : share.end] for x in (k, v))
+        wide = torch.promote_types(k.dtype, torch.float32)
+        k, v = (gather_shares(x, 1, share.lengths, share.group, wide)[:, : share.end].to(x.dtype) for x in (k, v))
         return self._scaled(q, k, v, attn_mask=causal_lower_right(q.shape[1], share.end))
 
     def continue_from(

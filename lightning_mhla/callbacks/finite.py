@@ -72,10 +72,10 @@ class FiniteWatch(Callback):
         losses = [loss for _, _, loss in seen if loss is not None]
         finite = torch.stack([norm.float(), *(loss.float() for loss in losses)]).isfinite().tolist()
         assert self._agreement is not None
-        (wrong,) = self._agreement.any(not all(finite))
-        if not wrong:
+        wrong = self._agreement.any(*(not good for good in finite))
+        if not any(wrong):
             return
-        place = next((i for i, good in enumerate(finite[1:]) if not good), len(seen) - 1)
+        place = next((i for i, bad in enumerate(wrong[1:]) if bad), len(seen) - 1)  # the same batch on all processes
         batch, batch_idx, loss = seen[place]
         what = (
             f"the loss is {float(loss)}" if loss is not None and not loss.isfinite() else "the gradient is not finite"

@@ -78,7 +78,8 @@ class AttentionPictures(Callback):
         """Listen to every attention layer during the first batch."""
         period = (trainer.current_epoch + 1) // self.every_n_epochs
         if (
-            batch_idx
+            getattr(pl_module, "sequence_group", None) is not None  # no process sees whole sequences
+            or batch_idx
             or dataloader_idx
             or trainer.sanity_checking
             or (trainer.state.fn == "fit" and period <= self._period)

@@ -75,7 +75,7 @@ def samples_each(batch_size: int, world: int) -> int:
     if batch_size < 1 or batch_size % world:
         raise ValueError(
             f"batch_size={batch_size} counts the samples of a batch over all processes and must be a multiple of "
-            f"their number, {world}; use {max(1, round(batch_size / world)) * world}"
+            f"their number, {world} (those that share sequences count as one); use {max(1, round(batch_size / world)) * world}"
         )
     return batch_size // world
 

@@ -278,7 +278,11 @@ class LanguageModel(TrainingModule):
     def _share(self, batch: dict[str, Any]) -> SequenceShare | None:
         """This process's part of a batch whose sequences others have too, under sequence parallelism."""
         group = self.sequence_group
-        return None if group is None else self.network.backbone.share(group, batch["tokens"].shape[1] - 1)
+        if group is None:
+            return None
+        share = self.network.backbone.share(group, batch["tokens"].shape[1] - 1)
+        share.agree(*(value for value in batch.values() if isinstance(value, Tensor)))
+        return share
 
     def _losses(self, batch: dict[str, Any], reduction: Literal["mean", "none"], share: SequenceShare | None) -> Tensor:
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]

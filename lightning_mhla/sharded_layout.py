@@ -1,0 +1,94 @@
+"""What lies where in a sharded checkpoint, as JSON: torch's own list of it is a pickle, which can run code when it is read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+
+def pack_layout(metadata: Metadata) -> dict[str, Any]:
+    """The plain values of torch's metadata, by name of each entry.
+
+    Returns:
+        ``entries``: dtype, size and chunks (offsets, sizes) of every tensor, or null for a value that is none;
+        ``paths``: keys that lead to the entry in nested dicts and lists;
+        ``places``: name, offsets in the tensor, file, first byte and number of bytes of every piece.
+    """
+    entries = {
+        name: {
+            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "size": list(entry.size),
+            "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks],
+        }
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+    places = [
+        [index.fqn, None if index.offset is None else list(index.offset), info.relative_path, info.offset, info.length]
+        for index, info in metadata.storage_data.items()
+    ]
+    paths = {name: list(path) for name, path in metadata.planner_data.items()}
+    return {"entries": entries, "paths": paths, "places": places}
+
+
+def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
+    """torch's metadata from :func:`pack_layout`'s values, which anybody may have written.
+
+    Args:
+        listed: the values.
+        files: bytes of each file in the folder.
+
+    Raises:
+        ValueError: when an entry is not what belongs there, is larger than all files together, or lies elsewhere; other
+            errors of :data:`lightning_mhla.untrusted.BROKEN` for values of other types.
+    """
+    room = sum(files.values())
+    entries = {name: _entry(name, entry, room) for name, entry in listed["entries"].items()}
+    paths = {name: tuple(path) for name, path in listed["paths"].items()}
+    for name, path in paths.items():
+        if name not in entries or not all(isinstance(key, str) or 0 <= key < len(paths) for key in path):
+            raise ValueError(f"{name[:80]!r} is kept under {str(path)[:80]}")
+    places = {}
+    for name, offset, file, start, length in listed["places"]:
+        if file not in files:
+            raise ValueError(f"it names a file outside its folder: {str(file)[:80]}")
+        start, length = _number(start), _number(length)
+        index = MetadataIndex(str(name), None if offset is None else _shape(offset))
+        places[index] = _StorageInfo(Path(file).name, start, length)
+    return Metadata(entries, paths, places)
+
+
+def _entry(name: str, entry: dict[str, Any] | None, room: int) -> TensorStorageMetadata | BytesStorageMetadata:
+    if entry is None:
+        return BytesStorageMetadata()
+    dtype = getattr(torch, entry["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name[:80]!r} is of no dtype: {str(entry['dtype'])[:80]}")
+    size = _shape(entry["size"])
+    chunks = [ChunkStorageMetadata(_shape(offsets), _shape(sizes)) for offsets, sizes in entry["chunks"]]
+    if math.prod(size) * dtype.itemsize > room:
+        raise ValueError(f"{name[:80]!r} is {list(size)} {dtype}, more than all {room} bytes of the checkpoint")
+    return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+
+
+def _shape(values: list[int]) -> torch.Size:
+    return torch.Size(_number(value) for value in values)
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{str(value)[:80]!r} is no number of elements or bytes")
+    return value
