@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_cli
 from worker import DOMAINS, SAVED, SHARED, STEPS
 
 from lightning_mhla.sharded import is_sharded
 
 WORKER = Path(__file__).with_name("worker.py")
+ROOT = Path(__file__).parents[3]
 
 
 def run(folder: Path, cache: Path, processes: int, *options: str) -> Path:
@@ -26,7 +29,7 @@ def run(folder: Path, cache: Path, processes: int, *options: str) -> Path:
 
 def start(command: list[str]) -> str:
     """A Python program in processes of its own; what it printed."""
-    roots = [str(Path(__file__).parents[3] / each) for each in ("", "kernels", "tasks")]
+    roots = [str(ROOT / each) for each in ("", "kernels", "tasks")]
     roots.append(str(WORKER.parent))
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(roots)}
     done = subprocess.run(
@@ -108,11 +111,38 @@ def test_a_checkpoint_of_two_processes_goes_on_with(runs: dict[str, Path], tmp_p
             torch.testing.assert_close(average, found["expected"][name], rtol=1e-6, atol=1e-7, msg=f"{domain} {name}")
 
 
+def test_the_default_configuration_shares_sequences(runs: dict[str, Path], tmp_path: Path) -> None:
+    """With everything that it logs, in half precision; its validation is that of one process with whole weights."""
+    sizes = {"model.init_args": {"vocab_size": 300, "dim": 32, "depth": 2, "heads": 2, "mlp_width": 64, "context": 64}}
+    sizes["data.init_args"] = {"vocab_size": 300, "context": 64, "cache_dir": str(runs["cache"])}
+    small = [f"--{part}.{name}={value}" for part, values in sizes.items() for name, value in values.items()]
+    steps = {"max_steps": 4, "val_check_interval": 8, "limit_val_batches": 2, "accumulate_grad_batches": 2}
+    small += [f"--trainer.{name}={value}" for name, value in steps.items()] + ["--trainer.accelerator=cpu"]
+    language = ("--config", str(ROOT / "configs/language/stdlib.yaml"))
+    strategy = "--trainer.strategy.init_args"
+    shared = (
+        "--config",
+        str(ROOT / "configs/trainer/fsdp.yaml"),
+        "--trainer.devices=2",
+        f"{strategy}.gather_dtype=bfloat16",
+    )
+    shared += (f"{strategy}.sequence_parallel_size=2", "--trainer.precision=bf16-mixed")
+    run_cli("fit", *language, *shared, *small, folder=tmp_path)
+    (checkpoint,) = (tmp_path / "runs").rglob("step*-bpb*.ckpt")
+    half = checkpoint.stem.partition("bpb")[2]
+    printed = run_cli(
+        "validate", *language, *small, f"--ckpt_path={checkpoint}", "--trainer.logger=false", folder=tmp_path
+    )
+    (alone,) = re.findall(r"val/bits_per_byte\s+\S\s+([\d.]+)", printed)
+    assert float(alone) == pytest.approx(float(half), rel=2e-3)
+
+
 REFUSED = """
 import sys
 from pathlib import Path
 from lightning import Trainer
 from mhla_tasks.language import PythonSource
+from processes import run_cli
 from worker import build
 from lightning_mhla.strategies import FullyShardedStrategy
 
