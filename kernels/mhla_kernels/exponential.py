@@ -174,11 +174,11 @@ def _outer_sum(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
-    """``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b``, group after group with R running sums.
+    """``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b``, in groups of blocks, between which R sums go on.
 
     ``summary`` ``[B, H, M, W]``; ``amplitude`` and ``decay`` ``[H or 1, R]``.
     """
-    batch, heads, blocks, width = summary.shape
+    heads, blocks = summary.shape[1:3]
     group = min(GROUP, blocks)
     groups = -(-blocks // group)
     x = F.pad(summary, (0, 0, 0, groups * group - blocks)).unflatten(2, (groups, group))
@@ -188,13 +188,10 @@ def _earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
     if groups > 1:
         reading = amplitude[:, None] * (-decay[:, None] * (place[:, None] + 1)).exp()  # [H, G, R]
         writing = (-decay[..., None] * (group - 1 - place)).exp()  # [H, R, G]
-        fading = (-decay * group).exp()[..., None]  # [H, R, 1]
-        state = x.new_zeros(batch, heads, amplitude.shape[-1], width)
-        parts = [out[:, :, 0]]
-        for index in range(1, groups):
-            state = fading * state + writing @ x[:, :, index - 1]
-            parts.append(out[:, :, index] + reading @ state)
-        out = torch.stack(parts, 2)
+        sums = (writing[:, None] @ x[:, :, :-1]).transpose(2, 3).flatten(1, 2)  # [B, H R, groups - 1, W]
+        fading = (group * decay).expand(heads, -1).reshape(-1, 1)
+        states = sums + _earlier(sums, torch.ones_like(fading), fading)  # of all groups before, a sequence of groups
+        out = out + F.pad(reading[:, None] @ states.unflatten(1, (heads, -1)).transpose(2, 3), (0, 0, 0, 0, 1, 0))
     return out.flatten(2, 3)[:, :, :blocks]
 
 
