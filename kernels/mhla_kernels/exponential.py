@@ -178,21 +178,31 @@ def _earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
 
     ``summary`` ``[B, H, M, W]``; ``amplitude`` and ``decay`` ``[H or 1, R]``.
     """
-    heads, blocks = summary.shape[1:3]
+    batch, heads, blocks, width = summary.shape
     group = min(GROUP, blocks)
     groups = -(-blocks // group)
-    x = F.pad(summary, (0, 0, 0, groups * group - blocks)).unflatten(2, (groups, group))
+    whole = groups * group == blocks
+    x = summary if whole else F.pad(summary, (0, 0, 0, groups * group - blocks))
+    x = x.reshape(-1, group, width)
     place = torch.arange(group, device=summary.device, dtype=summary.dtype)
     within = _kernel(amplitude, decay, (place[:, None] - place[None, :]).abs()).tril(-1)
-    out = within[None, :, None] @ x
-    if groups > 1:
+
+    def everywhere(matrix: Tensor) -> Tensor:
+        return matrix[None, :, None].expand(batch, heads, groups, *matrix.shape[-2:]).flatten(0, 2)
+
+    if groups == 1:
+        out = torch.bmm(everywhere(within), x)
+    else:
         reading = amplitude[:, None] * (-decay[:, None] * (place[:, None] + 1)).exp()  # [H, G, R]
         writing = (-decay[..., None] * (group - 1 - place)).exp()  # [H, R, G]
-        sums = (writing[:, None] @ x[:, :, :-1]).transpose(2, 3).flatten(1, 2)  # [B, H R, groups - 1, W]
+        sums = torch.bmm(everywhere(writing), x).view(batch, heads, groups, -1, width).transpose(2, 3).flatten(1, 2)
+        before = F.pad(sums[:, :, :-1], (0, 0, 1, 0))  # [B, H R, groups, W]
         fading = (group * decay).expand(heads, -1).reshape(-1, 1)
-        states = sums + _earlier(sums, torch.ones_like(fading), fading)  # of all groups before, a sequence of groups
-        out = out + F.pad(reading[:, None] @ states.unflatten(1, (heads, -1)).transpose(2, 3), (0, 0, 0, 0, 1, 0))
-    return out.flatten(2, 3)[:, :, :blocks]
+        states = before + _earlier(before, torch.ones_like(fading), fading)  # a sequence of groups
+        states = states.unflatten(1, (heads, -1)).transpose(2, 3).flatten(0, 2)
+        out = torch.baddbmm(torch.bmm(everywhere(reading), states), everywhere(within), x)
+    out = out.view(batch, heads, -1, width)
+    return out if whole else out[:, :, :blocks]
 
 
 def _separable(summary: Tensor, amplitude: Tensor, decay: Tensor, grid: tuple[int, ...]) -> Tensor:
