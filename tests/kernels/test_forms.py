@@ -16,6 +16,8 @@ from implementations import DEVICE, IMPLEMENTATIONS, TORCH, TRITON, attend, smal
 from mhla_kernels import ExponentialMixing, attention_matrix, mhla_attention
 from oracle import equal_starts, exponential_matrix, oracle, packed_starts, relative_error
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,46 @@ def test_exponential_mixing_over_many_groups(implementation: str) -> None:
         equal_starts(n, 2),
         check,
     )
+
+
+@pytest.mark.parametrize("blocks", [33, 64, 1100])
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per head"])
+def test_exponential_mixing_over_a_sequence_is_its_matrix(blocks: int, per_head: bool) -> None:
+    """In groups, and in groups of groups."""
+    shape = (2, 3) if per_head else (3,)
+    mixing = ExponentialMixing(torch.rand(shape, dtype=torch.float64), torch.rand(shape, dtype=torch.float64) / 20)
+    summary = torch.randn(2, 2, blocks, 5, dtype=torch.float64)
+    dense = mixing.dense(blocks)
+    assert relative_error("both ways", mixing.mix(summary, causal=False), dense @ summary) < 1e-12
+    assert relative_error("earlier", mixing.mix(summary, causal=True), dense.tril(-1) @ summary) < 1e-12
+
+
+class CountNumbers(TorchDispatchMode):
+    """Adds up how many numbers torch's functions give back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.numbers += sum(x.numel() for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
+        return out
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_exponential_mixing_works_in_linear_time_backwards_too(causal: bool) -> None:
+    """Twice the tokens are at most a little more than twice the work."""
+    counts = []
+    for tokens in (4096, 8192):
+        q, k, v = (torch.rand(1, tokens, 1, 4, requires_grad=True) for _ in range(3))
+        mixing = ExponentialMixing(torch.rand(2, requires_grad=True), torch.rand(2, requires_grad=True))
+        with CountNumbers() as count:
+            mhla_attention(
+                q, k, v, mixing, block_size=4, causal=causal, form="chunked", backend="torch"
+            ).sum().backward()
+        counts.append(count.numbers)
+    assert counts[1] < 2.2 * counts[0]
 
 
 @pytest.mark.parametrize("grid", [(12,), (6, 7), (2, 3, 4), (17, 16)], ids=str)
