@@ -142,7 +142,6 @@ import sys
 from pathlib import Path
 from lightning import Trainer
 from mhla_tasks.language import PythonSource
-from processes import run_cli
 from worker import build
 from lightning_mhla.strategies import FullyShardedStrategy
 
