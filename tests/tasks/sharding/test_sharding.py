@@ -76,16 +76,12 @@ def test_two_processes_train_as_one_does(runs: dict[str, Path], domain: str) -> 
 
 @pytest.mark.timeout(600)
 def test_processes_that_share_sequences_train_as_one_does(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Two groups of two, sharded over all four; also half of a run that two processes began without sharing sequences."""
+    """Two groups of two, sharded over all four."""
     four = run(tmp_path / "four", runs["cache"], 4, "--sequence", "2", "--domains", *SHARED)
     for domain in SHARED:
         compare(runs["alone"], four, domain)
         alone, shared = (torch.load(each / domain / "validation.pt") for each in (runs["alone"], four))
         assert alone == pytest.approx(shared, rel=1e-5), domain
-    options = ("--sequence", "2", "--domains", "language", "--resume", str(runs["two"]))
-    resumed = result(run(tmp_path / "resumed", runs["cache"], 2, *options), "language")
-    for step, loss in resumed["losses"].items():
-        assert loss == pytest.approx(result(runs["two"], "language")["losses"][step], abs=1e-4), step
 
 
 @pytest.mark.timeout(600)
@@ -100,7 +96,8 @@ def test_the_sharded_average_is_that_of_whole_weights(runs: dict[str, Path], dom
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 3, 4])
 def test_a_checkpoint_of_two_processes_goes_on_with(runs: dict[str, Path], tmp_path: Path, processes: int) -> None:
-    resumed = run(tmp_path, runs["cache"], processes, "--resume", str(runs["two"]))
+    share = ("--sequence", "2") if processes == 4 else ()  # the language model then goes on with shared sequences
+    resumed = run(tmp_path, runs["cache"], processes, "--resume", str(runs["two"]), *share)
     for domain in DOMAINS:
         assert is_sharded(runs["two"] / domain / "saved.ckpt")
         expected, found = result(runs["two"], domain), result(resumed, domain)

@@ -198,7 +198,8 @@ def main() -> None:
     torch.set_num_threads(1)
     seeding.process_share = lambda trainer: (0, 1)  # type: ignore[assignment]  # every process draws the numbers of one
     for domain in given.domains:
-        sharded = FullyShardedStrategy(sequence_parallel_size=given.sequence) if "WORLD_SIZE" in os.environ else "auto"
+        share = given.sequence if domain in SHARED else 1
+        sharded = FullyShardedStrategy(sequence_parallel_size=share) if "WORLD_SIZE" in os.environ else "auto"
         resume = given.resume and given.resume / domain / "saved.ckpt"
         train(domain, given.folder / domain, given.cache, sharded, resume)
 
