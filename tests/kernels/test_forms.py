@@ -167,7 +167,7 @@ def test_torch_forms_agree_with_the_definition(case: Case) -> None:
     check_against_definition(TORCH, *build(case))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(case=random_cases(tokens=36, heads=2))
 def test_triton_forms_agree_with_the_definition(case: Case) -> None:
     torch.manual_seed(case.seed)

@@ -50,9 +50,7 @@ def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:
 
         attention = AttentionConfig(kind="mhla", block_size=16, normalize=False, rotary=True, gate=True)
         sizes = {"vocab_size": 300, "dim": 24, "depth": 2, "heads": 2, "mlp_width": 40, "context": 64}
-        if (
-            domain == "hybrid"
-        ):  # every kind of attention, fewer key heads, and an odd number of blocks, the last one short
+        if domain == "hybrid":  # every kind of attention, fewer key heads, an odd number of blocks, the last one short
             attention = replace(attention, mixing="exponential", mixing_terms=2)
             sizes |= {"depth": 3, "layer_kinds": ["mhla", "softmax", "linear"], "key_value_heads": 1, "context": 72}
         data = PythonSource(batch_size=12, context=sizes["context"], vocab_size=300, cache_dir=str(cache))
