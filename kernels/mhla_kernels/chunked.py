@@ -21,6 +21,8 @@ from torch.nn import functional as F
 
 from mhla_kernels.blocks import BlockPartition
 from mhla_kernels.exponential import ExponentialMixing
+from mhla_kernels.finite import finite_
+from mhla_kernels.normalizer import divide
 
 TILE = 128
 """Longest run of tokens (slots) whose pairs are scored directly inside a causal block; see ``benchmarks.forms``."""
@@ -78,7 +80,7 @@ def chunked(
     if scale is not None:
         return out * scale
     assert normalizer is not None
-    return out / (normalizer[..., None] + eps)
+    return divide(out, normalizer[..., None], eps)
 
 
 def _mix(mixing: Tensor | ExponentialMixing, summary_BHMW: Tensor, causal: bool) -> Tensor:
@@ -100,12 +102,18 @@ def _bidirectional(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: boo
     return out, (q @ mixer(k.sum(-2), causal=False)[..., None]).squeeze(-1)
 
 
+def summarize(k: Tensor, v: Tensor) -> Tensor:
+    """Summaries ``[..., K, V]`` of keys ``[..., C, K]`` and values ``[..., C, V]``, finite: see :func:`finite_`."""
+    return finite_(k.transpose(-1, -2) @ v)
+
+
 def _causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
-    scores = (q @ k.transpose(-1, -2)).tril() * mixer.own[..., None, None]
-    out = q @ mixer(k.transpose(-1, -2) @ v, causal=True) + scores @ v
+    # own coefficients go into q: after the product, a masked score times a gradient that overflowed would be NaN
+    scores = (q * mixer.own[..., None, None] @ k.transpose(-1, -2)).tril()
+    out = q @ mixer(summarize(k, v), causal=True) + scores @ v
     if not normalize:
         return out, None
-    return out, (q @ mixer(k.sum(-2), causal=True)[..., None]).squeeze(-1) + scores.sum(-1)
+    return out, (q @ mixer(finite_(k.sum(-2)), causal=True)[..., None]).squeeze(-1) + scores.sum(-1)
 
 
 def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
@@ -117,14 +125,17 @@ def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool
     own = mixer.own[..., None, None, None]
 
     summary = k.transpose(-1, -2) @ v
-    earlier = summary.cumsum(3) - summary
-    mixed = mixer(summary.sum(3), causal=True)[:, :, :, None] + own * earlier
-    scores = (q @ k.transpose(-1, -2)).tril() * own
+    mixed = mixer(finite_(summary.sum(3)), causal=True)[:, :, :, None] + own * _sums_before(summary)
+    scores = (q * own @ k.transpose(-1, -2)).tril()
     out = (q @ mixed + scores @ v).flatten(3, 4)[..., :slots, :]
     if not normalize:
         return out, None
     total = k.sum(-2)
-    earlier = total.cumsum(3) - total
-    mixed = mixer(total.sum(3), causal=True)[:, :, :, None] + own[..., 0] * earlier
+    mixed = mixer(finite_(total.sum(3)), causal=True)[:, :, :, None] + own[..., 0] * _sums_before(total)
     normalizer = (q @ mixed[..., None]).squeeze(-1) + scores.sum(-1)
     return out, normalizer.flatten(3, 4)[..., :slots]
+
+
+def _sums_before(x: Tensor) -> Tensor:
+    """Sums of the tiles before each one, axis 3; never ``cumsum - x``, in which what is large stays as a rounding error."""
+    return finite_(F.pad(x[:, :, :, :-1], (0, 0) * (x.dim() - 4) + (1, 0)).cumsum(3))

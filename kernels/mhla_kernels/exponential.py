@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from mhla_kernels.finite import finite_
+
 GROUP = 32
 """Blocks that are mixed by a small matrix at once, between the steps of a running sum."""
 
@@ -196,7 +198,7 @@ def _earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
         reading = amplitude[:, None] * (-decay[:, None] * (place[:, None] + 1)).exp()  # [H, G, R]
         writing = (-decay[..., None] * (group - 1 - place)).exp()  # [H, R, G]
         sums = torch.bmm(everywhere(writing), x).view(batch, heads, groups, -1, width).transpose(2, 3).flatten(1, 2)
-        before = F.pad(sums[:, :, :-1], (0, 0, 1, 0))  # [B, H R, groups, W]
+        before = F.pad(finite_(sums)[:, :, :-1], (0, 0, 1, 0))  # [B, H R, groups, W]
         fading = (group * decay).expand(heads, -1).reshape(-1, 1)
         states = before + _earlier(before, torch.ones_like(fading), fading)  # a sequence of groups
         states = states.unflatten(1, (heads, -1)).transpose(2, 3).flatten(0, 2)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mhla_kernels.normalizer import divide
+
 
 def parallel(
     q_BHMCK: Tensor,
@@ -27,5 +29,5 @@ def parallel(
     if causal:
         scores = scores.tril()
     out = scores @ v
-    out = out * scale if scale is not None else out / (scores.sum(-1, keepdim=True) + eps)
+    out = out * scale if scale is not None else divide(out, scores.sum(-1, keepdim=True), eps)
     return out.view(v_BHMCV.shape)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mhla_kernels.blocks import TokenBlocks
+from mhla_kernels.normalizer import divide
 
 
 def weights(
@@ -31,7 +32,8 @@ def weights(
         products = products.tril()
     if scale is not None:
         return products * scale
-    return products / (products.sum(-1, keepdim=True) + eps)
+    shares = divide(products, products.sum(-1, keepdim=True), eps)
+    return shares.tril() if causal else shares  # no gradient from above the diagonal, even where it overflows
 
 
 def attend(weights_BHNN: Tensor, v_BNHV: Tensor) -> Tensor:

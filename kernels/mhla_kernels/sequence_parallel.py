@@ -30,9 +30,11 @@ from torch.nn import functional as F
 from mhla_kernels.attention import without_autocast
 from mhla_kernels.blocks import BlockPartition, make_partition
 from mhla_kernels.checks import Mixing, Problem, check_problem
-from mhla_kernels.chunked import Mixer, chunked
+from mhla_kernels.chunked import Mixer, chunked, summarize
 from mhla_kernels.exponential import ExponentialMixing
 from mhla_kernels.features import FeatureMap, map_features
+from mhla_kernels.finite import finite_
+from mhla_kernels.normalizer import divide
 
 Exchange = Literal["auto", "summaries", "tokens"]
 
@@ -221,7 +223,7 @@ def mhla_sequence_parallel(
         out = chunked(blocks.split(q), blocks.split(k), blocks.split(v), mixer, causal=causal, scale=factor, eps=eps)
         out = blocks.merge(out)
         if normalize:
-            out = out[..., :-1] / (out[..., -1:] + eps)
+            out = divide(out[..., :-1], out[..., -1:], eps)
         return out.to(problem.dtype)
 
 
@@ -307,7 +309,7 @@ def _gathered_summaries(
     if normalize:
         every_v = _with_ones(every_v, mask)
     blocks = _partition(place.bounds, 0, place.shares[-1], k.device)
-    return blocks.split(every_k).transpose(-1, -2) @ blocks.split(every_v)
+    return summarize(blocks.split(every_k), blocks.split(every_v))
 
 
 def _make_mixer(mixing: Mixing, place: _Place, every: Tensor | None) -> Mixer:
@@ -376,7 +378,7 @@ class _BandMixer(Mixer):
         sums = (-decay[..., None] * (blocks - place)).exp() @ flat  # [B, H, R, W], as seen from the next process
         if not causal:
             sums = torch.cat([sums, (-decay[..., None] * (place + 1)).exp() @ flat], 2)
-        every = gather_shares(sums, 2, [sums.shape[2]] * world, self.place.group).unflatten(2, (world, -1))
+        every = gather_shares(finite_(sums), 2, [sums.shape[2]] * world, self.place.group).unflatten(2, (world, -1))
         first, last = self.place.own
         from_left = [first - shares[p + 1] if p < rank else None for p in range(world)]
         reading = amplitude[:, None] * (-decay[:, None] * place[:, None]).exp()  # [H, m, R]

@@ -132,13 +132,18 @@ def own_coefficients(mixing: Mixing, blocks: Sequence[int], device: torch.device
     return diagonal[:, on_device(blocks, device)].T[..., None]
 
 
+def _kept(x: Tensor) -> Tensor:
+    """``x``, or a copy where a backward pass may want it as it is now."""
+    return x.clone() if torch.is_grad_enabled() else x
+
+
 def _append(mixing: Mixing, finished: Tensor, rows: Rows, first: int, summaries_BHMW: Tensor) -> None:
     """Add finished blocks, ``first`` and the ones after it, to those of ``rows``."""
     count = summaries_BHMW.shape[2]
     if isinstance(mixing, ExponentialMixing):
         decay = mixing.decay.reshape(1, -1, mixing.terms, 1)
         age = torch.arange(count - 1, -1, -1, device=finished.device, dtype=finished.dtype)
-        finished[rows] = (-decay * count).exp() * finished[rows] + (-decay * age).exp() @ summaries_BHMW
+        finished[rows] = (-decay * count).exp() * _kept(finished[rows]) + (-decay * age).exp() @ summaries_BHMW
     else:
         finished[rows, :, first : first + count] = summaries_BHMW
 
@@ -179,8 +184,8 @@ def advance(
     opened, mixture = state.open if donated else state.open.clone(), state.mixture.clone()
     for length, rows in groups_of_rows(state.lengths, full, opened.device):
         block = length // block_size
-        _append(mixing, finished, rows, block - 1, opened[rows][:, :, None])
-        mixture[rows] = _seen_from(mixing, finished[rows], block)
+        _append(mixing, finished, rows, block - 1, _kept(opened[rows])[:, :, None])
+        mixture[rows] = _seen_from(mixing, _kept(finished[rows]), block)
         opened[rows] = 0
     return MHLAState(state.lengths, finished, opened, mixture, state.kind, owns_finished=True)
 
@@ -203,6 +208,6 @@ def close(
             done = block - first
             if done:
                 _append(mixing, finished, rows, first, summaries_BHMW[rows][:, :, :done])
-                mixture[rows] = _seen_from(mixing, finished[rows], block)
+                mixture[rows] = _seen_from(mixing, _kept(finished[rows]), block)
             opened[rows] = summaries_BHMW[rows][:, :, done]
     return MHLAState(lengths, finished, opened, mixture, start.kind, owns_finished=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from mhla_kernels.finite import LARGEST as _LARGEST
 from mhla_kernels.triton_backend.primitives import kernel, load_tokens, load_visible, multiply, round_to
 from mhla_kernels.triton_backend.tables import END as _END
 from mhla_kernels.triton_backend.tables import START as _START
 
 START, END = tl.constexpr(_START), tl.constexpr(_END)
+LARGEST = tl.constexpr(_LARGEST)
 
 
 @kernel
@@ -85,6 +87,9 @@ def summaries_kernel(
                 wide *= tl.load(normalizer_weight + row * tokens + rows, mask=visible, other=0.0)[:, None]
             normalizer += tl.sum(wide, 0)
 
+    # a zero coefficient times a sum that overflowed is zero: see mhla_kernels.finite
+    total = tl.where(tl.abs(total) <= LARGEST, total, tl.where(total < 0, -LARGEST, LARGEST))
+    normalizer = tl.where(tl.abs(normalizer) <= LARGEST, normalizer, tl.where(normalizer < 0, -LARGEST, LARGEST))
     summary += (row * blocks * pieces + piece) * (KEY_WIDTH * VALUE_WIDTH + KEY_WIDTH)
     place = keys[:, None] * VALUE_WIDTH + values[None, :]
     inside = (keys < KEY_WIDTH)[:, None] & (values < VALUE_WIDTH)[None, :]

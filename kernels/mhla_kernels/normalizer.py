@@ -1,0 +1,39 @@
+"""Division of outputs by their normaliser."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Divide(torch.autograd.Function):
+    """``out / (normalizer + eps)``, whose gradient is zero for a row that gets none, even where the row overflowed.
+
+    Otherwise zero times infinity would make NaN of the gradients of all that the row has seen.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out: Tensor, normalizer: Tensor, eps: float) -> Tensor:
+        return out / (normalizer + eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        _, normalizer, ctx.eps = inputs
+        ctx.save_for_backward(output, normalizer)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        output, normalizer = ctx.saved_tensors
+        share = gradient / (normalizer + ctx.eps)
+        product = torch.where(share == 0, 0, share * output)
+        return share, -product.sum(-1, keepdim=True), None
+
+
+def divide(out: Tensor, normalizer: Tensor, eps: float) -> Tensor:
+    """``out / (normalizer + eps)``; ``out`` is ``[..., V]`` and ``normalizer`` ``[..., 1]``."""
+    divided: Tensor = _Divide.apply(out, normalizer, eps)
+    return divided

@@ -1,0 +1,150 @@
+"""No finite value that stands later changes what stands earlier by a bit: outputs and gradients, in every form and state."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from implementations import IMPLEMENTATIONS, TORCH, TRITON, attend, small_tiles
+from mhla_kernels import ExponentialMixing, chunked, exponential, mhla_attention, mhla_prefill, mhla_step
+from mhla_kernels.state import MHLAState
+from torch import Tensor
+
+FACTORS = ({"qkv": 1e5}, {"qkv": 1e15}, {"v": 3e37})
+"""What later queries, keys and values are multiplied by. Gradients are of outputs that are finite, like the later ones."""
+
+SIZES = {"small blocks": (61, 7), "long blocks": (150, 60), "one block": (75, 80)}
+CASES = [
+    (implementation, kind, size, normalize)
+    for implementation, kind, size, normalize in product(IMPLEMENTATIONS, ("dense", "exponential"), SIZES, (True, False))
+    if implementation in TORCH or (size == "small blocks" if implementation == "triton parallel" else size != "one block")
+]
+PACKED = [0, 0, 20, 33, 61]
+
+
+def problem(kind: str, tokens: int, blocks: int, signed: bool) -> tuple[Tensor, ...]:
+    q, k = (torch.rand(1, tokens, 2, 5) + 0.1 for _ in range(2))
+    if signed:
+        q, k = q - 0.6, k - 0.6
+    v = torch.randn(1, tokens, 2, 3)
+    if kind == "dense":
+        return q, k, v, torch.rand(2, blocks, blocks) + 0.05
+    return q, k, v, torch.rand(2, 3) + 0.05, torch.rand(2, 3) + 0.02
+
+
+def spoilt(tensors: tuple[Tensor, ...], last: int, factors: dict[str, float]) -> tuple[Tensor, ...]:
+    """The same, with queries, keys or values after token ``last`` so many times as large."""
+    by_letter = {letter: factor for letters, factor in factors.items() for letter in letters}
+    tokens = dict(zip("qkv", tensors, strict=False))
+    later = {name: x[:, last + 1 :] * by_letter.get(name, 1.0) for name, x in tokens.items()}
+    return (*(torch.cat([x[:, : last + 1], later[name]], 1) for name, x in tokens.items()), *tensors[3:])
+
+
+def earlier(run: Any, tensors: tuple[Tensor, ...], last: int, cotangent: Tensor) -> list[Tensor]:
+    """Outputs up to token ``last``, and their gradients: of the tokens up to there, and of the mixing."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = run(*leaves)[:, : last + 1]
+    q, k, v, *mixing = torch.autograd.grad(out, leaves, cotangent[:, : last + 1])
+    return [out.detach(), *(x[:, : last + 1] for x in (q, k, v)), *mixing]
+
+
+def check(run: Any, tensors: tuple[Tensor, ...], lasts: list[int], factors: tuple[dict[str, float], ...] = FACTORS) -> None:
+    cotangent = torch.randn(*tensors[2].shape)
+    names = ["outputs", "gradient of q", "gradient of k", "gradient of v", "gradient of mixing", "gradient of decay"]
+    for last in lasts:
+        want = earlier(run, tensors, last, cotangent)
+        largest = run(*spoilt(tensors, last, {"qkv": 3e37}))[:, : last + 1]
+        assert torch.equal(largest, want[0]), f"outputs up to token {last} changed with later ones near the largest number"
+        for factor in factors:
+            got = earlier(run, spoilt(tensors, last, factor), last, cotangent)
+            for name, a, b in zip(names, got, want, strict=False):
+                assert torch.isfinite(b).all()
+                assert torch.equal(a, b), f"{name} up to token {last} changed with later ones times {factor}"
+
+
+@pytest.fixture
+def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles and groups so short that a small problem has many of them."""
+    monkeypatch.setattr(chunked, "TILE", 16)
+    monkeypatch.setattr(exponential, "GROUP", 4)
+
+
+@pytest.mark.usefixtures("_short_runs")
+@pytest.mark.parametrize(("implementation", "kind", "size", "normalize"), CASES)
+def test_the_future_does_not_change_the_past(implementation: str, kind: str, size: str, normalize: bool) -> None:
+    tokens, block_size = SIZES[size]
+    interpreted = implementation in TRITON
+    if interpreted and size == "long blocks":
+        tokens = 100
+    tensors = problem(kind, tokens, -(-tokens // block_size), signed=not normalize)
+    options: dict[str, Any] = {"causal": True, "normalize": normalize, "block_size": block_size}
+    with small_tiles():
+        check(
+            lambda *x: attend(implementation, *x, **options),
+            tensors,
+            [tokens - 2] if interpreted else [0, block_size // 2, tokens // 2, tokens - 2],
+            FACTORS[1:2] if interpreted else FACTORS,
+        )
+
+
+@pytest.mark.usefixtures("_short_runs")
+@pytest.mark.parametrize("kind", ["dense", "exponential"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_neither_in_packed_sequences_nor_behind_a_mask(implementation: str, kind: str) -> None:
+    tensors = problem(kind, 61, 5, signed=False)
+    mask = torch.rand(1, 61) > 0.2
+    lasts = [45] if implementation in TRITON else [5, 19, 25, 45, 59]
+    with small_tiles():
+        for options in ({"cu_seqlens": PACKED}, {"key_mask": mask, "block_size": 13}):
+            asked: dict[str, Any] = {"causal": True, "block_size": 8, **options}
+            check(lambda *x, asked=asked: attend(implementation, *x, **asked), tensors, lasts, FACTORS[2:])
+
+
+def test_nor_at_the_size_at_which_long_blocks_are_walked_in_tiles() -> None:
+    q, k, v = (torch.rand(1, 512, 2, 16) for _ in range(3))
+    mixing = torch.rand(2, 2)
+    check(lambda *x: mhla_attention(*x, block_size=256, causal=True, form="chunked"), (q, k, v, mixing), [510, 255, 130])
+
+
+@pytest.mark.usefixtures("_short_runs")
+@pytest.mark.parametrize("normalize", [True, False], ids=["normalized", "plain"])
+@pytest.mark.parametrize("kind", ["dense", "exponential"])
+def test_nor_through_a_state(kind: str, normalize: bool) -> None:
+    """Cut anywhere: a prefill, a prefill that goes on inside a block, and one with rows of their own lengths."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *mixing: Tensor, cut: int) -> Tensor:
+        coefficients = ExponentialMixing(*mixing) if len(mixing) == 2 else mixing[0]
+        options: dict[str, Any] = {"block_size": 40, "normalize": normalize}
+        first, state = mhla_prefill(*(x[:, :cut] for x in (q, k, v)), coefficients, **options)
+        rest, _ = mhla_prefill(*(x[:, cut:] for x in (q, k, v)), coefficients, state=state, **options)
+        return torch.cat([first, rest], 1)
+
+    tensors = problem(kind, 150, 4, signed=not normalize)
+    for cut in (1, 30, 80, 149):
+        check(lambda *x, cut=cut: run(*x, cut=cut), tensors, [20, 85, 100, 148], FACTORS[1:])
+
+
+@pytest.mark.parametrize("kind", ["dense", "exponential"])
+def test_nor_what_a_state_handed_in_goes_on_to_be(kind: str) -> None:
+    q, k, v, *mixing = problem(kind, 30, 8, signed=False)
+    coefficients = ExponentialMixing(*mixing) if len(mixing) == 2 else mixing[0]
+    _, state = mhla_prefill(q[:, :20], k[:, :20], v[:, :20], coefficients, block_size=5)
+    kept = [x.clone() for x in (state.finished, state.open, state.mixture)]
+    branch: MHLAState = state
+    for t in range(20, 30):
+        _, branch = mhla_step(q[:, t], k[:, t] * 1e15, v[:, t] * 1e15, coefficients, branch, block_size=5)
+    assert all(torch.equal(a, b) for a, b in zip(kept, (state.finished, state.open, state.mixture), strict=True))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_shows_in_its_own_row(value: float) -> None:
+    """What else is lost depends on the form: see :func:`mhla_kernels.mhla_attention`."""
+    for form in ("parallel", "chunked", "auto"):
+        q, k, v, mixing = problem("dense", 512, 8, signed=False)
+        k[:, 300] = value
+        out = mhla_attention(q, k, v, mixing, block_size=64, causal=True, form=form)
+        assert not torch.isfinite(out[:, 300]).any()
+        if form == "parallel" or value == float("inf"):
+            assert torch.isfinite(out[:, :300]).all()
