@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mhla_kernels import reference
 from mhla_kernels.backend import Backend, Form, check_form_and_backend, choose_backend
-from mhla_kernels.blocks import make_partition, on_device, token_blocks
-from mhla_kernels.checks import Mixing, Problem, check_problem
+from mhla_kernels.blocks import count_blocks, is_dynamic, make_partition, on_device, token_blocks
+from mhla_kernels.checks import Mixing, Problem, check_block_size, check_problem, repeat_heads
 from mhla_kernels.chunked import chunked, make_mixer
 from mhla_kernels.cost import cheapest_form
 from mhla_kernels.exponential import ExponentialMixing
@@ -49,8 +49,9 @@ def mhla_attention(
 
     Args:
         q: ``[B, N, H, Dk]``; with ``normalize`` nonnegative after the feature map.
-        k: ``[B, N, H, Dk]``; likewise.
-        v: ``[B, N, H, Dv]``.
+        k: ``[B, N, Hkv, Dk]``; likewise. With fewer heads than q, a divisor of H, every key and value head serves
+            ``H / Hkv`` neighbouring query heads.
+        v: ``[B, N, Hkv, Dv]``.
         mixing: coefficients m, ``[M, M]`` for all heads or ``[H, M, M]``; row i says how query block i weighs the
             blocks. Causal uses the top left corner of a larger m; bidirectional wants exactly M. Or an
             :class:`ExponentialMixing`, for any number of blocks at a cost that is linear in it (but for bidirectional
@@ -70,42 +71,60 @@ def mhla_attention(
             with an :class:`ExponentialMixing` without a grid.
             Its values are checked at once on the CPU and on the device itself on an accelerator, without waiting for it.
         form: ``"parallel"`` (all pairs), ``"chunked"`` (block summaries), ``"reference"`` (the definition, N x N), or
-            ``"auto"``: the cheaper of the first two.
+            ``"auto"``: the cheaper of the first two; block summaries where ``torch.export`` leaves N open (exponential mixing
+            is then applied as its matrix).
         backend: ``"torch"``, ``"triton"`` (fused kernels, for float32 and bfloat16 on a GPU, widths up to 256; on a CPU
             in Triton's interpreter, with ``TRITON_INTERPRET=1``), or ``"auto"``: Triton wherever it can run on a GPU.
 
     Returns:
-        ``[B, N, H, Dv]`` in the dtype of ``v``.
+        ``[B, N, H, Dv]`` in the dtype of ``v``, contiguous. Zeros where q and k have no features.
+
+        Causal: no finite query, key or value at a later token changes the outputs up to this one by a bit, in any form,
+        nor their gradients while the later outputs are finite too. A key or value that is infinite or NaN makes the rows of
+        its block from its own on non-finite; rows of later blocks then mean nothing (in ``"parallel"`` they are non-finite).
 
     Raises:
         ValueError: for shapes, sizes and options that do not fit together; the message names the value and the way out.
         TypeError: for a dtype that is not float32, bfloat16 or float64 (float16 sums overflow).
     """
     check_form_and_backend(form, backend)
+    block_size = None if block_size is None else check_block_size(block_size)
     problem = check_problem(
         q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
     )
     fused = choose_backend(backend, q, k, v, form) == "triton"
     if q.numel() == 0 or v.numel() == 0:
-        return v.clone()
+        return _nothing(q, k, v, mixing)
+    k, v = repeat_heads(q, k, v)
     if form == "auto":
         form = _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused)
     with without_autocast(q.device.type):
         if fused:
-            return _attend_triton(q, k, v, mixing, problem, block_size, causal, eps, feature_map, key_mask, form)
+            out = _attend_triton(q, k, v, mixing, problem, block_size, causal, eps, feature_map, key_mask, form)
+            return out.contiguous()
         q, k, v, mixing = _prepare(q, k, v, mixing, problem, feature_map, key_mask)
         options: dict[str, Any] = {"causal": causal, "scale": problem.scale, "eps": eps}
-        if form == "reference":
+        if form == "reference" or (form == "parallel" and is_dynamic(problem.tokens)):
             where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
             matrix = _matrix(mixing, problem, block_size)
-            return reference.attend(reference.weights(q, k, matrix, where, **options), v).to(problem.dtype)
+            out = reference.attend(reference.weights(q, k, matrix, where, **options), v)
+            return out.to(problem.dtype).contiguous()
         blocks = make_partition(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
         q, k, v = blocks.split(q), blocks.split(k), blocks.split(v)
         if form == "parallel":
             out = parallel(q, k, v, blocks.expand_mixing(_matrix(mixing, problem, block_size)), **options)
         else:
             out = chunked(q, k, v, make_mixer(mixing, blocks), **options)
-        return blocks.merge(out).to(problem.dtype)
+        return blocks.merge(out).to(problem.dtype).contiguous()
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing) -> Tensor:
+    """Outputs where there is nothing to attend with: no row, token, head or feature. All arguments get zeros as gradients."""
+    out = v.new_zeros(*q.shape[:3], v.shape[-1])
+    learned = (mixing.amplitude, mixing.decay) if isinstance(mixing, ExponentialMixing) else (mixing,)
+    for x in (q, k, v, *learned):
+        out = out + x.flatten()[:0].sum().to(out.dtype)
+    return out
 
 
 def attention_matrix(
@@ -127,9 +146,11 @@ def attention_matrix(
 
     For analysis and tests: memory grows with N squared. Arguments and errors are those of :func:`mhla_attention`.
     """
+    block_size = None if block_size is None else check_block_size(block_size)
     problem = check_problem(
         q, k, k, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
     )
+    k, _ = repeat_heads(q, k, k)
     with without_autocast(q.device.type):
         q, k, _, mixing = _prepare(q, k, k, mixing, problem, feature_map, key_mask)
         where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
@@ -140,8 +161,13 @@ def attention_matrix(
 def _cheapest(
     problem: Problem, key_width: int, value_width: int, mixing: Mixing, causal: bool, fused: bool
 ) -> Literal["parallel", "chunked"]:
-    """The cheaper form. Triton's kernels stay inside each packed sequence, and mix exponentials by a matrix unless causal."""
+    """The cheaper form; summaries where N is left open by ``torch.export``.
+
+    Triton's kernels stay inside each packed sequence, and mix exponentials by a matrix unless causal.
+    """
     tokens, blocks = problem.tokens, problem.blocks
+    if is_dynamic(tokens):
+        return "chunked"
     if fused and problem.cu_seqlens is not None:
         sequences = max(1, len(problem.cu_seqlens) - 1)
         tokens, blocks = -(-tokens // sequences), -(-blocks // sequences)
@@ -160,7 +186,7 @@ def _matrix(mixing: Mixing, problem: Problem, block_size: int | None) -> Tensor:
     if problem.block_offsets is not None:
         return mixing.dense(len(problem.block_offsets) - 1)
     assert block_size is not None
-    return mixing.dense(-(-problem.tokens // block_size))
+    return mixing.dense(count_blocks(problem.tokens, block_size))
 
 
 def _attend_triton(

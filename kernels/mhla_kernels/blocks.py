@@ -30,6 +30,16 @@ def may_cache(device: torch.device) -> bool:
     return type(torch.empty(0, device=device)) is Tensor
 
 
+def is_dynamic(size: int) -> bool:
+    """Whether a size is left open by ``torch.export``, so that no branch may depend on it."""
+    return isinstance(size, torch.SymInt)
+
+
+def count_blocks(tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens; up to two more of an open number, since ``torch.export`` makes constants of 0 and 1."""
+    return tokens // block_size + 2 if is_dynamic(tokens) else -(-tokens // block_size)
+
+
 @dataclass(frozen=True)
 class TokenBlocks:
     """For each token, the block that it lies in and the sequence that the block belongs to.
@@ -88,6 +98,11 @@ class BlockPartition:
     def split(self, x: Tensor) -> Tensor:
         """``[B, N, H, D]`` to ``[B, H, M, C, D]``."""
         batch, tokens, heads, width = x.shape
+        if is_dynamic(tokens):
+            slot = torch.arange(self.blocks, device=x.device)[:, None] * self.slots
+            slot = slot + torch.arange(self.slots, device=x.device)  # a reshape is a division that export cannot follow
+            x = torch.where((slot < tokens)[..., None, None], x[:, slot.clamp(max=tokens - 1)], 0)
+            return x.permute(0, 3, 1, 2, 4)
         capacity = self.blocks * self.slots
         if self.slot is not None:
             x = x.new_zeros(batch, capacity, heads, width).index_copy(1, self.slot, x)
@@ -98,6 +113,9 @@ class BlockPartition:
     def merge(self, x: Tensor) -> Tensor:
         """``[B, H, M, C, D]`` back to ``[B, N, H, D]``."""
         batch, heads, blocks, slots, width = x.shape
+        if is_dynamic(self.tokens):
+            token = torch.arange(self.tokens, device=x.device)
+            return x[:, :, token // slots, token % slots].transpose(1, 2)
         x = x.permute(0, 2, 3, 1, 4).reshape(batch, blocks * slots, heads, width)
         if self.slot is not None:
             return x.index_select(1, self.slot)
@@ -105,6 +123,9 @@ class BlockPartition:
 
     def expand_mixing(self, mixing: Tensor) -> Tensor:
         """Coefficients ``[..., M, M]`` between the blocks of this partition; zero across packed sequences."""
+        if is_dynamic(self.blocks):  # blocks beyond the last token are empty, whatever their coefficients
+            index = torch.arange(self.blocks, device=mixing.device).clamp(max=mixing.shape[-1] - 1)
+            return mixing[..., index[:, None], index[None, :]]
         if self.local is None or self.owner is None:
             return mixing[..., : self.blocks, : self.blocks]
         local = self.local.clamp(max=mixing.shape[-1] - 1)
@@ -128,6 +149,8 @@ def make_partition(
         make = _uneven_partition if may_cache(device) else _uneven_partition.__wrapped__
         return make(block_offsets, device)
     assert block_size is not None
+    if is_dynamic(tokens) and cu_seqlens is None:
+        return BlockPartition(tokens, count_blocks(tokens, block_size), block_size)
     slots = min(block_size, tokens)
     if cu_seqlens is None:
         return BlockPartition(tokens, -(-tokens // slots) if slots else 0, slots)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +60,7 @@ def check_problem(
 ) -> Problem:
     """Check one call of the operator; see :func:`mhla_kernels.mhla_attention` for the arguments and errors."""
     _check_tensors(q, k, v)
-    _check_mixing(mixing, q.shape[2], causal)
+    _check_mixing(mixing, q, causal)
     batch, tokens, _, width = q.shape
     if feature_map not in ("identity", "relu"):
         raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'; map q and k before the call")
@@ -69,6 +71,7 @@ def check_problem(
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, tokens)):
         raise ValueError(
             f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; it must be bool [B, N] = [{batch}, {tokens}]"
+            f"{_sdpa_order(q)}"
         )
     if (block_size is None) == (block_offsets is None):
         raise ValueError("give exactly one of block_size (equal blocks) and block_offsets (uneven blocks)")
@@ -77,15 +80,14 @@ def check_problem(
     if block_offsets is not None:
         offsets = _check_offsets(block_offsets, tokens, causal, cu_seqlens)
         blocks = len(offsets) - 1
-        _check_mixing_size(mixing, blocks, causal, tokens, block_size)
+        _check_mixing_size(mixing, blocks, causal, tokens, block_size, q)
     else:
-        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            raise ValueError(f"block_size={block_size!r} must be a positive integer, the number of tokens in a block")
-        blocks = -(-tokens // block_size)
+        block_size = check_block_size(block_size)
+        blocks = (tokens + block_size - 1) // block_size
         if cu_seqlens is None:
-            _check_mixing_size(mixing, blocks, causal, tokens, block_size)
+            _check_mixing_size(mixing, blocks, causal, tokens, block_size, q)
         else:
-            bounds = _check_cu_seqlens(cu_seqlens, batch, tokens, mixing, block_size, causal)
+            bounds = _check_cu_seqlens(cu_seqlens, q, mixing, block_size, causal)
             blocks += len(bounds) - 2
 
     double = torch.float64 in (q.dtype, k.dtype, v.dtype)
@@ -108,25 +110,86 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, N, H, D]")
-    if q.shape != k.shape:
-        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} must have one shape, [B, N, H, Dk]")
+    heads, shared = q.shape[2], k.shape[2]
+    if (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]) or (heads != shared and (not shared or heads % shared)):
+        raise ValueError(
+            f"q {list(q.shape)} and k {list(k.shape)} must be [B, N, H, Dk] and [B, N, Hkv, Dk], Hkv a divisor of H"
+            + _sdpa_order(q)
+        )
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v {list(v.shape)} must share B, N, H with k {list(k.shape)}; repeat key-value heads first")
+        raise ValueError(f"v {list(v.shape)} must share B, N and heads with k {list(k.shape)}{_sdpa_order(q)}")
 
 
-def _check_mixing(mixing: Mixing, heads: int, causal: bool) -> None:
+def _sdpa_order(q: Tensor) -> str:
+    """A hint for tensors in the order of scaled_dot_product_attention, which has more tokens than heads in other places."""
+    _, tokens, heads, _ = q.shape
+    if tokens >= heads:
+        return ""
+    return (
+        f". (q has N={tokens} tokens of H={heads} heads: tensors in scaled_dot_product_attention's order, [B, H, N, D], "
+        "need transpose(1, 2) first)"
+    )
+
+
+def check_block_size(block_size: int) -> int:
+    """``block_size`` as a Python integer; numpy's integers will do.
+
+    Raises:
+        ValueError: if it is no positive integer.
+    """
+    size = _index(block_size)
+    if size is None or size < 1:
+        raise ValueError(f"block_size={block_size!r} must be a positive integer, the number of tokens in a block")
+    return size
+
+
+def _index(value: Any) -> int | None:
+    """An integer of Python, numpy or torch as a Python integer; None for anything else, and for booleans."""
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values for every query head: of H heads in Hkv groups, head h takes key head ``h // (H / Hkv)``."""
+    repeats = q.shape[2] // max(1, k.shape[2])
+    if repeats <= 1:
+        return k, v
+    return k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+
+
+def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
+    heads = q.shape[2]
     if isinstance(mixing, ExponentialMixing):
         if mixing.heads not in (None, heads):
-            raise ValueError(f"mixing has amplitudes for {mixing.heads} heads; q has H = {heads}")
+            raise ValueError(f"mixing has amplitudes for {mixing.heads} heads; q has H = {heads}{_sdpa_order(q)}")
         if causal and mixing.grid is not None:
             raise ValueError(f"causal attention is over a sequence; give ExponentialMixing without grid={mixing.grid}")
+        _check_decay(mixing.decay)
         return
     if not mixing.is_floating_point():
         raise TypeError(f"mixing is {mixing.dtype}; it must be floating point, best float32")
     size = mixing.shape[-1:]
     square = mixing.dim() in (2, 3) and mixing.shape[-2:-1] == size and mixing.numel() > 0
     if not square or (mixing.dim() == 3 and len(mixing) != heads):
-        raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M] with H = {heads}")
+        raise ValueError(
+            f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M] with H = {heads}{_sdpa_order(q)}"
+        )
+
+
+def _check_decay(decay: Tensor) -> None:
+    """On an accelerator, and while torch traces, the device itself checks, and nobody waits for it."""
+    message = "the decays of ExponentialMixing must be finite and not negative"
+    if decay.is_meta:
+        return
+    sound = ((decay >= 0) & (decay < torch.inf)).all()
+    if decay.device.type != "cpu" or torch.compiler.is_compiling() or type(sound) is not Tensor:
+        torch._assert_async(sound, message)
+    elif not sound:
+        raise ValueError(f"{message}, got {decay.flatten()[:8].tolist()}")
 
 
 def mixing_size(mixing: Mixing) -> int | None:
@@ -136,7 +199,9 @@ def mixing_size(mixing: Mixing) -> int | None:
     return mixing.shape[-1]
 
 
-def _check_mixing_size(mixing: Mixing, blocks: int, causal: bool, tokens: int, block_size: int | None) -> None:
+def _check_mixing_size(
+    mixing: Mixing, blocks: int, causal: bool, tokens: int, block_size: int | None, q: Tensor
+) -> None:
     size = mixing_size(mixing)
     if size is None or blocks == 0 or (size >= blocks and (causal or size == blocks)):
         return
@@ -145,10 +210,11 @@ def _check_mixing_size(mixing: Mixing, blocks: int, causal: bool, tokens: int, b
         raise ValueError(
             f"{layout} make {blocks} blocks, but mixing is for {size}: bidirectional attention wants exactly "
             f"{blocks}; change the blocks, or carry mixing to another block grid with mhla_kernels.resize_mixing"
+            f"{_sdpa_order(q)}"
         )
     raise ValueError(
         f"{layout} make {blocks} blocks, but mixing is for {size} at most: use at most N={size * (block_size or 0)} "
-        f"tokens, block_size={-(-tokens // size)} or more, or a longer mixing (mhla_kernels.extend_mixing)"
+        f"tokens, block_size={-(-tokens // size)} or more, or a longer mixing (mhla_kernels.extend_mixing){_sdpa_order(q)}"
     )
 
 
@@ -157,9 +223,10 @@ def _as_integers(values: Tensor | Sequence[int], name: str) -> tuple[int, ...]:
         if values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
             raise ValueError(f"{name} must be one dimension of integers, got {values.dtype} {list(values.shape)}")
         values = values.tolist()
-    if len(values) < 2 or not all(isinstance(value, int) for value in values):
+    integers = [_index(value) for value in values]
+    if len(integers) < 2 or any(value is None for value in integers):
         raise ValueError(f"{name} must be at least two integers, got {list(values)[:8]}")
-    return tuple(values)
+    return tuple(value for value in integers if value is not None)
 
 
 def _check_bounds(values: tuple[int, ...], tokens: int, name: str, least: int) -> None:
@@ -185,13 +252,9 @@ def _check_offsets(
 
 
 def _check_cu_seqlens(
-    cu_seqlens: Tensor | Sequence[int],
-    batch: int,
-    tokens: int,
-    mixing: Mixing,
-    block_size: int,
-    causal: bool,
+    cu_seqlens: Tensor | Sequence[int], q: Tensor, mixing: Mixing, block_size: int, causal: bool
 ) -> Tensor:
+    batch, tokens = q.shape[:2]
     if batch != 1:
         raise ValueError(f"cu_seqlens packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")
     size = mixing_size(mixing)
@@ -211,5 +274,5 @@ def _check_cu_seqlens(
     _check_bounds(bounds, tokens, "cu_seqlens", least=0)
     for start, end in pairwise(bounds):
         if end > start:
-            _check_mixing_size(mixing, -(-(end - start) // block_size), causal, end - start, block_size)
+            _check_mixing_size(mixing, -(-(end - start) // block_size), causal, end - start, block_size, q)
     return torch.tensor(bounds)

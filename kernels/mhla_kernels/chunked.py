@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mhla_kernels.blocks import BlockPartition
+from mhla_kernels.blocks import BlockPartition, is_dynamic
 from mhla_kernels.exponential import ExponentialMixing
 from mhla_kernels.finite import finite_
 from mhla_kernels.normalizer import divide
@@ -54,9 +54,10 @@ class Mixer:
 
 def make_mixer(mixing: Tensor | ExponentialMixing, blocks: BlockPartition) -> Mixer:
     """The mixer for a partition. Packed rows whose bounds the CPU does not know get one masked matrix for all of them."""
-    if isinstance(mixing, ExponentialMixing):
+    if isinstance(mixing, ExponentialMixing) and not is_dynamic(blocks.blocks):
         if blocks.local is None or blocks.sequences is not None:
             return Mixer(mixing, mixing.amplitude.sum(-1, keepdim=True), blocks.sequences)
+    if isinstance(mixing, ExponentialMixing):
         mixing = mixing.dense(blocks.blocks if mixing.grid is None else None)
     if blocks.local is not None and blocks.sequences is not None:
         return Mixer(mixing, mixing.diagonal(dim1=-2, dim2=-1)[..., blocks.local], blocks.sequences)
@@ -88,7 +89,8 @@ def _mix(mixing: Tensor | ExponentialMixing, summary_BHMW: Tensor, causal: bool)
     batch, heads, blocks, _ = summary_BHMW.shape
     if isinstance(mixing, ExponentialMixing):
         return mixing.mix(summary_BHMW, causal)
-    mixing = mixing[..., :blocks, :blocks]
+    if not is_dynamic(blocks):
+        mixing = mixing[..., :blocks, :blocks]
     if causal:
         mixing = mixing.tril(-1)
     coefficients = mixing.expand(batch, heads, blocks, blocks).reshape(batch * heads, blocks, blocks)

@@ -153,7 +153,14 @@ def _unflatten(children: Iterable[Any], grid: Any) -> ExponentialMixing:
 
 
 pytree.register_pytree_node(
-    ExponentialMixing, _flatten, _unflatten, serialized_type_name="mhla_kernels.ExponentialMixing"
+    ExponentialMixing,
+    _flatten,
+    _unflatten,
+    serialized_type_name="mhla_kernels.ExponentialMixing",
+    flatten_with_keys_fn=lambda mixing: (
+        [(pytree.GetAttrKey("amplitude"), mixing.amplitude), (pytree.GetAttrKey("decay"), mixing.decay)],
+        mixing.grid,
+    ),
 )
 
 

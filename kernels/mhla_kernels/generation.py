@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from mhla_kernels.attention import mhla_attention, without_autocast
 from mhla_kernels.backend import Backend, Form, check_form_and_backend
 from mhla_kernels.blocks import BlockPartition, on_device
-from mhla_kernels.checks import Mixing, Problem, check_problem, mixing_size
+from mhla_kernels.checks import Mixing, Problem, check_block_size, check_problem, mixing_size, repeat_heads
 from mhla_kernels.chunked import Mixer, chunked
 from mhla_kernels.exponential import ExponentialMixing
 from mhla_kernels.features import FeatureMap, map_features
@@ -44,9 +44,9 @@ def mhla_prefill(
     Any number of tokens, any number of times: cutting a sequence anywhere gives the outputs of one causal pass.
 
     Args:
-        q: ``[B, N, H, K]``, and likewise k and v, as for :func:`mhla_attention`.
-        k: ``[B, N, H, K]``.
-        v: ``[B, N, H, V]``.
+        q: ``[B, N, H, K]``, as for :func:`mhla_attention`, like k and v.
+        k: ``[B, N, Hkv, K]``.
+        v: ``[B, N, Hkv, V]``.
         mixing: as for causal attention; dense coefficients must be large enough for all tokens so far.
         block_size: tokens in a block.
         lengths: ``[B]``, how many of the N tokens of each row are real (the rows are padded at their right); None for all.
@@ -68,6 +68,7 @@ def mhla_prefill(
     """
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to mhla_step")
+    block_size = check_block_size(block_size)
     batch, tokens = q.shape[:2]
     counts = _counts(lengths, batch, tokens)
     check_form_and_backend(form, backend)
@@ -75,6 +76,7 @@ def mhla_prefill(
     problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, before, counts)
     if state is not None:
         _check_state(state, q, v, mixing, block_size, problem)
+    k, v = repeat_heads(q, k, v)
     mask = None
     if any(count < tokens for count in counts):
         mask = torch.arange(tokens, device=q.device) < on_device(counts, q.device)[:, None]
@@ -126,8 +128,8 @@ def mhla_step(
 
     Args:
         q: ``[B, H, K]``.
-        k: ``[B, H, K]``.
-        v: ``[B, H, V]``.
+        k: ``[B, Hkv, K]``.
+        v: ``[B, Hkv, V]``.
         mixing: as for :func:`mhla_prefill`.
         state: what the last call gave. It stays as it was, unless donated.
         block_size: tokens in a block.
@@ -147,10 +149,11 @@ def mhla_step(
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; more go to mhla_prefill")
-    batch = q.shape[0]
+    batch, block_size = q.shape[0], check_block_size(block_size)
     q, k, v = q[:, None], k[:, None], v[:, None]
     problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, state.lengths, (1,) * batch)
     _check_state(state, q, v, mixing, block_size, problem)
+    k, v = repeat_heads(q, k, v)
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
         q, k, v = (x[:, 0] for x in _mapped(q, k, v, problem, feature_map, None))
@@ -168,7 +171,9 @@ def mhla_step(
         out = out * problem.scale if problem.scale is not None else out / (total_weight + eps)
         lengths = tuple(length + 1 for length in state.lengths)
         owns = opened.owns_finished and may_add  # else the state that was handed in goes on owning them
-        return out.to(problem.dtype), replace(opened, lengths=lengths, open=total, owns_finished=owns)
+        if donate_state:
+            object.__setattr__(state, "spent", True)
+        return out.to(problem.dtype), replace(opened, lengths=lengths, open=total, owns_finished=owns, spent=False)
 
 
 def _counts(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:
@@ -210,6 +215,11 @@ def _check(
 
 
 def _check_state(state: MHLAState, q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: Problem) -> None:
+    if state.spent:
+        raise ValueError(
+            "the state was donated to an earlier step, which has changed it; go on with the state that this step returned, "
+            "or step with donate_state=False"
+        )
     kind = kind_of(q, v, mixing, block_size)
     if state.kind != kind:
         raise ValueError(f"the state is of {state.kind}, but the call is with {kind}; a state goes on as it began")

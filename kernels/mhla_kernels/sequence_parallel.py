@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from mhla_kernels.attention import without_autocast
 from mhla_kernels.blocks import BlockPartition, make_partition
-from mhla_kernels.checks import Mixing, Problem, check_problem
+from mhla_kernels.checks import Mixing, Problem, check_block_size, check_problem, repeat_heads
 from mhla_kernels.chunked import Mixer, chunked, summarize
 from mhla_kernels.exponential import ExponentialMixing
 from mhla_kernels.features import FeatureMap, map_features
@@ -163,8 +163,8 @@ def mhla_sequence_parallel(
 
     Args:
         q: ``[B, n, H, Dk]``, this process's n tokens of N.
-        k: ``[B, n, H, Dk]``.
-        v: ``[B, n, H, Dv]``.
+        k: ``[B, n, Hkv, Dk]``; see :func:`mhla_kernels.mhla_attention` on fewer heads than q.
+        v: ``[B, n, Hkv, Dv]``.
         mixing: whole, and the same on every process.
         group: the processes, in the order of their tokens: a process group, or a mesh of one dimension (``mesh["sequence"]``).
         tokens: N of the whole sequence.
@@ -185,6 +185,7 @@ def mhla_sequence_parallel(
         ValueError: for arguments that do not fit, and for tokens that are not this process's share.
         TypeError: as :func:`mhla_kernels.mhla_attention`.
     """
+    block_size = None if block_size is None else check_block_size(block_size)
     processes = group.get_group() if isinstance(group, DeviceMesh) else group
     rank, world = dist.get_rank(processes), dist.get_world_size(processes)
     bounds = _bounds(tokens, block_size, block_offsets)
@@ -213,6 +214,8 @@ def mhla_sequence_parallel(
         every = None
         if exchange == "tokens":
             every = _gathered_summaries(k, v, key_mask, place, feature_map, problem.accumulate, normalize)
+            every = every.repeat_interleave(q.shape[2] // k.shape[2], 1)
+        k, v = repeat_heads(q, k, v)
         q, k, v = (x.to(problem.accumulate) for x in (q, k, v))
         q, k, v = map_features(q, k, v, feature_map, key_mask)
         if normalize:

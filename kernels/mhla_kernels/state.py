@@ -53,6 +53,7 @@ class MHLAState:
         mixture: ``[B, H, W]`` mixed summaries of the finished blocks, for the open block.
         kind: what the state is of and has to go on with.
         owns_finished: whether no other state may append to ``finished``; not part of the pytree.
+        spent: whether a step has taken its memory over, after which it is of no use; not part of the pytree either.
     """
 
     lengths: tuple[int, ...]
@@ -61,6 +62,7 @@ class MHLAState:
     mixture: Tensor
     kind: StateKind
     owns_finished: bool = False
+    spent: bool = False
 
     def select(self, rows: Tensor | Sequence[int]) -> MHLAState:
         """The state of other rows, for example the beams that go on: ``rows`` are indices, repeats allowed."""

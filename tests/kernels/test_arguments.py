@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mhla_kernels import ExponentialMixing, extend_mixing, mhla_attention, resize_mixing
@@ -13,8 +14,15 @@ M = torch.rand(3, 3)
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "fp16": ({"q": Q.half()}, TypeError, "float16 is refused"),
-    "shapes": ({"k": Q[:, :9]}, ValueError, "must have one shape"),
-    "value heads": ({"v": Q[:, :, :1]}, ValueError, "repeat key-value heads"),
+    "shapes": ({"k": Q[:, :9]}, ValueError, "Hkv a divisor of H"),
+    "key heads": ({"q": Q.repeat(1, 1, 2, 1)[:, :, :3], "mixing": torch.rand(3, 3)}, ValueError, "Hkv a divisor of H"),
+    "value heads": ({"v": Q[:, :, :1]}, ValueError, "must share B, N and heads with k"),
+    "sdpa's order": ({**dict.fromkeys("qkv", torch.rand(1, 2, 10, 4))}, ValueError, r"order, \[B, H, N, D\], need transpose\(1, 2\)"),
+    "sdpa's order, per head": ({**dict.fromkeys("qkv", torch.rand(1, 2, 10, 4)), "mixing": torch.rand(2, 3, 3)}, ValueError, r"need transpose"),
+    "boolean block size": ({"block_size": True}, ValueError, "positive integer"),
+    "negative decay": ({"mixing": ExponentialMixing(torch.ones(2), torch.tensor([0.1, -0.1]))}, ValueError, r"finite and not negative, got \[0.1"),
+    "infinite decay": ({"mixing": ExponentialMixing(torch.ones(1), torch.tensor([torch.inf]))}, ValueError, "finite and not negative"),
+    "decay not a number": ({"mixing": ExponentialMixing(torch.ones(1), torch.tensor([torch.nan]))}, ValueError, "finite and not negative"),
     "mixing heads": ({"mixing": torch.rand(3, 3, 3)}, ValueError, r"\[H, M, M\] with H = 2"),
     "mixing not square": ({"mixing": torch.rand(3, 4)}, ValueError, r"\[M, M\]"),
     "integer mixing": ({"mixing": torch.ones(3, 3, dtype=torch.long)}, TypeError, "floating point"),
@@ -56,6 +64,33 @@ def test_wrong_argument(name: str) -> None:
     call: dict[str, Any] = {"q": Q, "k": Q, "v": Q, "mixing": M, "block_size": 4, **changed}
     with pytest.raises(error, match=message):
         mhla_attention(**call)
+
+
+def test_numpys_integers_will_do() -> None:
+    want = mhla_attention(Q, Q, Q, M, block_size=4)
+    assert torch.equal(mhla_attention(Q, Q, Q, M, block_size=np.int64(4)), want)
+    offsets = np.array([0, 4, 8, 10])
+    assert torch.equal(mhla_attention(Q, Q, Q, M, block_offsets=offsets), want)
+    whole = mhla_attention(Q, Q, Q, M, block_size=np.int32(4), causal=True, cu_seqlens=np.array([0, 10]))
+    torch.testing.assert_close(whole, mhla_attention(Q, Q, Q, M, block_size=4, causal=True))
+
+
+@pytest.mark.parametrize("exponential", [False, True], ids=["dense", "exponential"])
+@pytest.mark.parametrize("shape", [(0, 10, 2, 4), (1, 0, 2, 4), (1, 10, 2, 0)], ids=["batch", "tokens", "key width"])
+def test_where_there_is_nothing_outputs_are_zeros_and_everything_gets_a_gradient(
+    shape: tuple[int, ...], exponential: bool
+) -> None:
+    """Else the next step of DDP waits for gradients that never come."""
+    q, k = (torch.rand(shape).requires_grad_() for _ in range(2))
+    v = torch.rand(*shape[:3], 5).requires_grad_()
+    learned = [torch.rand(2).requires_grad_(), torch.rand(2).requires_grad_()] if exponential else [M.clone().requires_grad_()]
+    mixing = ExponentialMixing(*learned) if exponential else learned[0]
+    out = mhla_attention(q, k, v, mixing, block_size=4, causal=True)
+    assert out.shape == (*shape[:3], 5)
+    assert (out == 0).all()
+    for x, gradient in zip((q, k, v, *learned), torch.autograd.grad(out.sum(), (q, k, v, *learned)), strict=True):
+        assert gradient.shape == x.shape
+        assert (gradient == 0).all()
 
 
 def test_resize_mixing_keeps_the_same_grid_and_row_sums() -> None:

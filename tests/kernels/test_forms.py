@@ -494,3 +494,34 @@ def test_nothing_gives_nothing(implementation: str, what: str) -> None:
     if what == "packed":
         options["cu_seqlens"] = [0, 0]
     assert attend(implementation, empty, empty, empty, *mixing, **options).shape == empty.shape
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_fewer_key_heads_serve_neighbouring_query_heads(implementation: str) -> None:
+    """Head h reads key head h // 2: values and gradients of the heads written out, which repeat in that order alone."""
+    q, k, v = torch.rand(1, 40, 4, 5), torch.rand(1, 40, 2, 5), torch.randn(1, 40, 2, 3)
+    mixing = torch.rand(4, 5, 5)
+    pairs = [0, 0, 1, 1]
+    options: dict[str, Any] = {"causal": True, "normalize": True}
+    cotangent = torch.randn(1, 40, 4, 3)
+
+    def want(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
+        return oracle(q, k[:, :, pairs], v[:, :, pairs], mixing, equal_starts(40, 8), **options)
+
+    expected, expected_grads = gradients(want, (q, k, v, mixing), cotangent)
+    with small_tiles():
+        got, grads = gradients(
+            lambda *x: attend(implementation, *x, block_size=8, **options), (q, k, v, mixing), cotangent
+        )
+    assert relative_error("output", got, expected) < 1e-5
+    for name, a, b in zip(("q", "k", "v", "mixing"), grads, expected_grads, strict=True):
+        assert relative_error(f"gradient of {name}", a, b) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_outputs_are_contiguous_whatever_the_inputs(implementation: str) -> None:
+    q, k, v = (torch.rand(3, 2, 19, 4).transpose(1, 2) for _ in range(3))
+    for options in ({"block_size": 8}, {"block_size": 8, "causal": True}, {"block_offsets": (0, 5, 9, 19)}):
+        with small_tiles():
+            out = attend(implementation, q, k, v, torch.rand(3, 3), **options)
+        assert out.is_contiguous()

@@ -175,3 +175,30 @@ def test_the_torch_forms_take_double_gradients() -> None:
         [x.detach().requires_grad_() for x in leaves],
         atol=1e-4,
     )
+
+
+class Operator(nn.Module):
+    """The operator as a model to be exported."""
+
+    def __init__(self, form: str, causal: bool) -> None:
+        super().__init__()
+        self.form, self.causal = form, causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mixing: Any) -> Tensor:
+        return mhla_attention(q, k, v, mixing, block_size=16, causal=self.causal, form=self.form, backend="torch")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["auto", "chunked", "parallel"])
+@pytest.mark.parametrize("kind", ["dense", "exponential"])
+def test_export_leaves_the_number_of_tokens_open(form: str, kind: str) -> None:
+    """One exported graph for 2 to 4,096 tokens; exponential mixing is an input of the graph."""
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    mixing: Any = torch.rand(256, 256) if kind == "dense" else ExponentialMixing(torch.rand(3), torch.rand(3))
+    for causal in (True, False) if kind == "exponential" else (True,):
+        example = [torch.rand(1, 100, 2, 8) for _ in range(3)]  # one tensor for all three would be one input
+        shapes = (*[{1: tokens}] * 3, None if kind == "dense" else [None, None])
+        network = Operator(form, causal)
+        exported = torch.export.export(network, (*example, mixing), dynamic_shapes=shapes).module()
+        for n in (2, 17, 64, 1000):
+            q, k, v = (torch.rand(1, n, 2, 8) for _ in range(3))
+            torch.testing.assert_close(exported(q, k, v, mixing), network(q, k, v, mixing), rtol=1e-4, atol=1e-5)

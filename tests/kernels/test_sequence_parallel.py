@@ -72,6 +72,35 @@ def compare(rank: int, world: int, dtype: torch.dtype) -> float:
     return worst
 
 
+def later_tokens_change(rank: int, world: int) -> list[str]:
+    """What changes of outputs and gradients up to a token when all later ones are 1e15 times as large; nothing may."""
+    changed = []
+    for kind, normalize, exchange in product(("dense", "exponential"), (False, True), ("summaries", "tokens")):
+        if exchange == "tokens" and kind == "exponential":
+            continue
+        torch.manual_seed(3)
+        tokens, size, last = 61, 8, 25
+        mixing, learned = make(kind, 8, 2, torch.float32)
+        inputs = [torch.rand(1, tokens, 2, width) for width in (5, 5, 4)]
+        cotangent = torch.randn(1, tokens, 2, 4)
+        cotangent[:, last + 1 :] = 0
+        bounds = share_tokens(tokens, world, block_size=size)
+        own, results = slice(bounds[rank], bounds[rank + 1]), []
+        before = max(0, min(last + 1, bounds[rank + 1]) - bounds[rank])
+        for factor in (1.0, 1e15):
+            leaves = [torch.cat([x[:, : last + 1], x[:, last + 1 :] * factor], 1)[:, own] for x in inputs]
+            leaves = [x.requires_grad_() for x in leaves]
+            out = mhla_sequence_parallel(
+                *leaves, mixing, group=dist.group.WORLD, tokens=tokens, block_size=size, causal=True,
+                normalize=normalize, exchange=exchange,
+            )  # fmt: skip
+            found = torch.autograd.grad(out, [*leaves, *learned], cotangent[:, own], materialize_grads=True)
+            results.append([out.detach()[:, :before], *(x[:, :before] for x in found[:3]), *found[3:]])
+        pairs = zip(("output", "q", "k", "v", "mixing", "decay"), *results, strict=False)
+        changed += [f"{kind}, {exchange}, {normalize=}: {name}" for name, a, b in pairs if not torch.equal(a, b)]
+    return changed
+
+
 def count_bytes(world: int) -> list[tuple[int, int]]:
     """What a process receives in the forward pass, and what :func:`traffic` says."""
     received = 0
@@ -148,6 +177,7 @@ def work(rank: int, world: int, port: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     dist.init_process_group("gloo")
     found: dict[str, Any] = {"double": compare(rank, world, torch.float64), "bytes": count_bytes(world)}
+    found["changed"] = later_tokens_change(rank, world)
     if world == 4:
         found["mesh"] = max(under_a_mesh(rank, world), beside_fsdp(world))
     torch.save(found, Path(folder) / f"{rank}.pt")
@@ -168,6 +198,7 @@ def test_processes_together_give_what_one_gives(tmp_path: Path, world: int) -> N
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert found["double"] <= 1e-10, "values or gradients"
         assert found.get("mesh", 0.0) <= 1e-5
+        assert found["changed"] == []
         for received, said in found["bytes"]:
             assert received == said
 

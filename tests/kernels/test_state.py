@@ -276,3 +276,52 @@ def test_no_rows() -> None:
     out, state = mhla_step(q[:, 0], k[:, 0], v[:, 0], torch.rand(6, 6), state, block_size=3)
     assert out.shape == (0, 2, 3)
     assert mhla_prefill(*tokens(2, 5), torch.rand(6, 6), block_size=3)[1].select([]).lengths == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_donated_state_is_not_used_again(kind: str) -> None:
+    q, k, v = tokens(1, 12)
+    mixing = make_mixing(kind, 2, 4)
+    _, state = mhla_prefill(q[:, :10], k[:, :10], v[:, :10], mixing, block_size=4)
+    step = [x[:, 10] for x in (q, k, v)]
+    _, kept = mhla_step(*step, mixing, state, block_size=4)
+    _, after = mhla_step(*step, mixing, state, block_size=4, donate_state=True)
+    with pytest.raises(ValueError, match="was donated to an earlier step"):
+        mhla_step(*step, mixing, state, block_size=4)
+    with pytest.raises(ValueError, match="was donated to an earlier step"):
+        mhla_prefill(q[:, 10:], k[:, 10:], v[:, 10:], mixing, block_size=4, state=state)
+    assert torch.equal(kept.open, after.open)
+    mhla_step(*step, mixing, after, block_size=4)
+
+
+@pytest.mark.parametrize("kind", ["dense", "exponential"])
+def test_fewer_key_heads_in_prefill_and_steps(kind: str) -> None:
+    q, k, v = torch.rand(1, 14, 4, 5), torch.rand(1, 14, 2, 5), torch.randn(1, 14, 2, 3)
+    mixing = make_mixing(kind, 4, 4)
+    want = mhla_attention(q, k, v, mixing, block_size=4, causal=True)
+    first, state = mhla_prefill(q[:, :9], k[:, :9], v[:, :9], mixing, block_size=4)
+    parts = [first]
+    for t in range(9, 14):
+        out, state = mhla_step(q[:, t], k[:, t], v[:, t], mixing, state, block_size=4, donate_state=True)
+        parts.append(out[:, None])
+    torch.testing.assert_close(torch.cat(parts, 1), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_can_be_trained_through(kind: str) -> None:
+    """Gradients of pieces after one another are those of one pass."""
+    q, k, v = (x.requires_grad_() for x in tokens(1, 30))
+    learned = [torch.rand(2, 3).requires_grad_(), torch.rand(2, 3).requires_grad_()]
+    if kind.startswith("dense"):
+        learned = [torch.rand(8, 8).requires_grad_()]
+    mixing = ExponentialMixing(*learned) if len(learned) == 2 else learned[0]
+    whole = mhla_attention(q, k, v, mixing, block_size=4, causal=True)
+    parts, state = [], None
+    for start, end in ((0, 9), (9, 12), (12, 25), (25, 30)):
+        out, state = mhla_prefill(q[:, start:end], k[:, start:end], v[:, start:end], mixing, block_size=4, state=state)
+        parts.append(out)
+    cotangent = torch.randn(whole.shape)
+    want = torch.autograd.grad(whole, (q, k, v, *learned), cotangent)
+    got = torch.autograd.grad(torch.cat(parts, 1), (q, k, v, *learned), cotangent)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
