@@ -56,7 +56,7 @@ def measure(kind: str, contexts: list[int], steps: int, device: torch.device) ->
         while read < context:
             count = min(READ_AT_ONCE, context - read)
             tokens = torch.randint(0, SIZE["vocab_size"], (1, count), device=device)
-            model(tokens, cache_params=cache, logits_to_keep=1)
+            model(tokens, past_key_values=cache, logits_to_keep=1)
             read += count
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def measure(kind: str, contexts: list[int], steps: int, device: torch.device) ->
         times = []
         for _ in range(steps):
             begin = time.perf_counter()
-            token = model(token, cache_params=cache).logits[:, -1].argmax(-1, keepdim=True)
+            token = model(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
             token.item()
             times.append((time.perf_counter() - begin) * 1e3)
         read += steps

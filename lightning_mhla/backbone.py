@@ -171,6 +171,7 @@ class Backbone(nn.Module):
         prefix_tokens: tokens before the grid (class, register).
         drop_path: stochastic depth of the last block; it rises linearly from 0 at the first.
         checkpointing: recompute each block in the backward pass instead of keeping its activations.
+        block: class of the blocks.
         mlp_ratio: see :class:`Block`, as are all that follow.
         mlp: see :class:`Block`.
         norm: see :class:`Block`.
@@ -198,6 +199,7 @@ class Backbone(nn.Module):
         prefix_tokens: int = 0,
         drop_path: float = 0.0,
         checkpointing: bool = False,
+        block: type[Block] = Block,
         mlp_ratio: float = 4.0,
         mlp: MlpKind = "gelu",
         norm: NormKind = "layernorm",
@@ -217,7 +219,7 @@ class Backbone(nn.Module):
         self.layout = layout_for(configs, grid, prefix_tokens)
         self.checkpointing = checkpointing
         self.blocks = nn.ModuleList(
-            Block(
+            block(
                 dim,
                 heads,
                 self.layout,
@@ -255,14 +257,24 @@ class Backbone(nn.Module):
         context_mask: Tensor | None = None,
         cu_seqlens: Sequence[int] | None = None,
         share: SequenceShare | None = None,
+        positions: Tensor | None = None,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Tokens ``[B, N, dim]`` in raster order, prefix first, to the same; arguments as for :class:`Block`."""
+        """Tokens ``[B, N, dim]`` in raster order, prefix first, to the same; arguments as for :class:`Block`.
+
+        Args:
+            positions: ``[N]`` or ``[B, N]``, what rotary turns by; None counts the tokens of each sequence.
+            states: what goes into each block and what comes out in the end is appended here.
+        """
         if self.order is not None:
             x = x.index_select(1, self.order)
             key_mask = key_mask if key_mask is None else key_mask.index_select(1, self.order)
-        positions = sequence_positions(x, cu_seqlens)
-        angles = self._angles(positions if share is None else positions + share.start)
+        if positions is None:
+            positions = sequence_positions(x, cu_seqlens)
+            positions = positions if share is None else positions + share.start
+        angles = self._angles(positions)
         for block in self.layers:
+            self._keep(x, states)
             rotary = angles.get(block.attn.config.rotary_base)
             options = (condition, context, key_mask, context_mask, rotary, cu_seqlens, share)
             if self.checkpointing and torch.is_grad_enabled():
@@ -270,22 +282,39 @@ class Backbone(nn.Module):
             else:
                 x = block(x, *options)
         x = self.norm(x)
+        self._keep(x, states)
         return x if self.inverse is None else x.index_select(1, self.inverse)
 
-    def next_tokens(self, x: Tensor, cache: GenerationCache, counts: Sequence[int]) -> Tensor:
+    def _keep(self, x: Tensor, states: list[Tensor] | None) -> None:
+        if states is not None:
+            states.append(x if self.inverse is None else x.index_select(1, self.inverse))
+
+    def next_tokens(
+        self,
+        x: Tensor,
+        cache: GenerationCache,
+        counts: Sequence[int],
+        positions: Tensor | None = None,
+        states: list[Tensor] | None = None,
+    ) -> Tensor:
         """Causal: the next tokens ``[B, N, dim]`` of every row to the same shape; ``cache`` goes on with them.
 
         Args:
             x: tokens; whatever a row has beyond its count is padding at its right.
             cache: states so far, changed in place.
             counts: how many of the N tokens of each row are real.
+            positions: as for :meth:`forward`; None for those that follow the state's.
+            states: as for :meth:`forward`.
         """
-        angles = self._angles(next_positions(cache.lengths, x))
+        angles = self._angles(next_positions(cache.lengths, x) if positions is None else positions)
         for index, block in enumerate(self.layers):
+            self._keep(x, states)
             rotary = angles.get(block.attn.config.rotary_base)
             x, cache.layers[index] = block.next_tokens(x, cache.layers[index], counts, rotary)
         cache.columns += x.shape[1]
-        return self.norm(x)
+        x = self.norm(x)
+        self._keep(x, states)
+        return x
 
     def share(self, group: dist.ProcessGroup, tokens: int) -> SequenceShare:
         """This process's share of sequences of ``tokens`` tokens that ``group`` trains on together."""

@@ -25,6 +25,10 @@ class GenerationCache:
         self.layers: list[Any] = [None] * depth
         self.columns = 0
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the batch so far, padding included; asked for by transformers' generate."""
+        return self.columns
+
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens so far in each row; empty before any."""

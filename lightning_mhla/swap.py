@@ -38,13 +38,29 @@ KEEP, REPLACE = "keep", "replace"
 SAVED = "swapped_attention"
 """Entry of a diffusers model's ``config`` that says what was swapped."""
 
-HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor")
+HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor", "processor")
+PROCESSORS = {
+    "WanTransformer3DModel": "WanAttnProcessor",
+    "WanVACETransformer3DModel": "WanAttnProcessor",
+    "WanAnimateTransformer3DModel": "WanAttnProcessor",
+    "ChronoEditTransformer3DModel": "WanAttnProcessor",
+    "SkyReelsV2Transformer3DModel": "SkyReelsV2AttnProcessor",
+    "DiTTransformer2DModel": "AttnProcessor2_0",
+    "PixArtTransformer2DModel": "AttnProcessor2_0",
+    "SanaTransformer2DModel": "SanaLinearAttnProcessor2_0",
+    "SanaVideoTransformer3DModel": "SanaLinearAttnProcessor3_0",
+}
+"""Models of diffusers whose token grid we know, and the processor whose place in them we can take."""
+
 UNSUPPORTED = {
     "group_norm": None,
     "spatial_norm": None,
     "residual_connection": False,
     "rescale_output_factor": 1.0,
     "fused_projections": False,
+    "is_cross_attention": False,
+    "is_causal": False,
+    "added_kv_proj_dim": None,
 }
 """Options of diffusers' attention that the swapped one does not know, and what they must be."""
 
@@ -182,11 +198,45 @@ def attention_layers(model: nn.Module) -> list[Any]:
             "WanTransformer3DModel, DiTTransformer2DModel or SanaTransformer2DModel; for your own model use "
             "lightning_mhla.MHLA in place of its attention"
         )
-    for index, layer in enumerate(layers):
-        for name, plain in UNSUPPORTED.items():
-            if (value := getattr(layer, name, plain)) not in (plain, None):
-                raise ValueError(f"attn1 of block {index} has {name}={value!r}, which swapped attention does not know")
     return layers
+
+
+def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
+    """Refuse attention that the swapped one would not compute alike, before anything is changed.
+
+    Args:
+        model: whose class must be one of :data:`PROCESSORS` or derived from it.
+        hosts: the attention modules that are to be replaced, by the number of their layer.
+
+    Raises:
+        ValueError: naming what is not known.
+    """
+    known = next((each.__name__ for each in type(model).__mro__ if each.__name__ in PROCESSORS), None)
+    if known is None:
+        raise ValueError(
+            f"{type(model).__name__} calls its attention in ways that swapped attention does not know (text among the "
+            f"tokens, other rotary angles, other inputs); it can be swapped in {', '.join(PROCESSORS)} and classes derived "
+            "from them; for your own model use lightning_mhla.MHLA in place of its attention"
+        )
+    if (frames := model.config.get("num_frame_per_block", 1)) != 1:
+        raise ValueError(
+            f"num_frame_per_block={frames} masks attention between frames, which swapped attention does not know"
+        )
+    for index, host in hosts.items():
+        if (processor := type(host.processor).__name__) != PROCESSORS[known]:
+            raise ValueError(
+                f"attn1 of block {index} has processor {processor}, not {PROCESSORS[known]}, whose place swapped attention "
+                "takes; set that one first"
+            )
+        for name, plain in UNSUPPORTED.items():
+            if (value := getattr(host, name, plain)) not in (plain, None):
+                raise ValueError(f"attn1 of block {index} has {name}={value!r}, which swapped attention does not know")
+        for name in ("norm_q", "norm_k"):
+            norm = getattr(host, name)
+            if norm is not None and getattr(norm, "weight", None) is None:
+                raise ValueError(
+                    f"attn1 of block {index} has {name}={norm!r} without weights, which swapped attention does not know"
+                )
 
 
 def kinds_of_layers(
@@ -220,7 +270,8 @@ def swap_attention(
     """Replace self-attention of a diffusers transformer in place; see the module's description.
 
     Args:
-        model: a ``WanTransformer3DModel``, ``DiTTransformer2DModel``, ``SanaTransformer2DModel``, or one built like them.
+        model: a ``WanTransformer3DModel``, ``DiTTransformer2DModel``, ``SanaTransformer2DModel`` or another of
+            :data:`PROCESSORS`.
         attention: what comes in. ``rotary`` is the model's own: wherever it turns queries and keys, so does the new
             attention, after the feature map; ``normalize`` must then be off.
         layers: numbers of those to replace; None for all.
@@ -231,7 +282,7 @@ def swap_attention(
         The new attention by the number of its layer.
 
     Raises:
-        ValueError: for another kind of model, blocks that do not fit its axes, or one that is swapped already.
+        ValueError: for another kind of model or attention, blocks that do not fit its axes, or one that is swapped already.
     """
     hosts = attention_layers(model)
     if SAVED in model.config:

@@ -83,7 +83,11 @@ def test_where_there_is_nothing_outputs_are_zeros_and_everything_gets_a_gradient
     """Else the next step of DDP waits for gradients that never come."""
     q, k = (torch.rand(shape).requires_grad_() for _ in range(2))
     v = torch.rand(*shape[:3], 5).requires_grad_()
-    learned = [torch.rand(2).requires_grad_(), torch.rand(2).requires_grad_()] if exponential else [M.clone().requires_grad_()]
+    learned = (
+        [torch.rand(2).requires_grad_(), torch.rand(2).requires_grad_()]
+        if exponential
+        else [M.clone().requires_grad_()]
+    )
     mixing = ExponentialMixing(*learned) if exponential else learned[0]
     out = mhla_attention(q, k, v, mixing, block_size=4, causal=True)
     assert out.shape == (*shape[:3], 5)

@@ -18,8 +18,11 @@ FACTORS = ({"qkv": 1e5}, {"qkv": 1e15}, {"v": 3e37})
 SIZES = {"small blocks": (61, 7), "long blocks": (150, 60), "one block": (75, 80)}
 CASES = [
     (implementation, kind, size, normalize)
-    for implementation, kind, size, normalize in product(IMPLEMENTATIONS, ("dense", "exponential"), SIZES, (True, False))
-    if implementation in TORCH or (size == "small blocks" if implementation == "triton parallel" else size != "one block")
+    for implementation, kind, size, normalize in product(
+        IMPLEMENTATIONS, ("dense", "exponential"), SIZES, (True, False)
+    )
+    if implementation in TORCH
+    or (size == "small blocks" if implementation == "triton parallel" else size != "one block")
 ]
 PACKED = [0, 0, 20, 33, 61]
 
@@ -50,13 +53,17 @@ def earlier(run: Any, tensors: tuple[Tensor, ...], last: int, cotangent: Tensor)
     return [out.detach(), *(x[:, : last + 1] for x in (q, k, v)), *mixing]
 
 
-def check(run: Any, tensors: tuple[Tensor, ...], lasts: list[int], factors: tuple[dict[str, float], ...] = FACTORS) -> None:
+def check(
+    run: Any, tensors: tuple[Tensor, ...], lasts: list[int], factors: tuple[dict[str, float], ...] = FACTORS
+) -> None:
     cotangent = torch.randn(*tensors[2].shape)
     names = ["outputs", "gradient of q", "gradient of k", "gradient of v", "gradient of mixing", "gradient of decay"]
     for last in lasts:
         want = earlier(run, tensors, last, cotangent)
         largest = run(*spoilt(tensors, last, {"qkv": 3e37}))[:, : last + 1]
-        assert torch.equal(largest, want[0]), f"outputs up to token {last} changed with later ones near the largest number"
+        assert torch.equal(largest, want[0]), (
+            f"outputs up to token {last} changed with later ones near the largest number"
+        )
         for factor in factors:
             got = earlier(run, spoilt(tensors, last, factor), last, cotangent)
             for name, a, b in zip(names, got, want, strict=False):
@@ -105,7 +112,9 @@ def test_neither_in_packed_sequences_nor_behind_a_mask(implementation: str, kind
 def test_nor_at_the_size_at_which_long_blocks_are_walked_in_tiles() -> None:
     q, k, v = (torch.rand(1, 512, 2, 16) for _ in range(3))
     mixing = torch.rand(2, 2)
-    check(lambda *x: mhla_attention(*x, block_size=256, causal=True, form="chunked"), (q, k, v, mixing), [510, 255, 130])
+    check(
+        lambda *x: mhla_attention(*x, block_size=256, causal=True, form="chunked"), (q, k, v, mixing), [510, 255, 130]
+    )
 
 
 @pytest.mark.usefixtures("_short_runs")

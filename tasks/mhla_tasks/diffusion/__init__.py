@@ -5,10 +5,12 @@ from mhla_tasks.diffusion.data import DigitImages, ImageShards, LatentShards
 from mhla_tasks.diffusion.features import DigitFeatures, FeatureNetwork, InceptionFeatures
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.module import ClassToImage
+from mhla_tasks.diffusion.pipeline import DiTPipeline
 
 __all__ = [
     "ClassToImage",
     "DiT",
+    "DiTPipeline",
     "DigitFeatures",
     "DigitImages",
     "FeatureNetwork",

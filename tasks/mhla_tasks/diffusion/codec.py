@@ -17,11 +17,12 @@ class LatentCodec:
 
     Args:
         path: folder of a diffusers ``AutoencoderKL`` (or of a pipeline that has one in ``vae/``), or a name on the hub.
+        model: the VAE itself, where it is loaded already.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, model: Any = None) -> None:
         self.path = path
-        self._model: Any = None
+        self._model = model
 
     def model(self, device: torch.device) -> Any:
         """The VAE on ``device``, in float32.
@@ -60,9 +61,10 @@ class LatentCodec:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Images ``[B, 3, S, S]`` in about -1 .. 1 of scaled latents."""
-        model, scaled = self.model(latents.device), latents.float() / self.scale(latents.device)
+        model = self.model(latents.device)
+        scaled = (latents.float() / self.scale(latents.device)).to(model.dtype)
         with torch.autocast(latents.device.type, enabled=False):
-            return torch.cat([model.decode(part).sample for part in scaled.split(CHUNK)])
+            return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
 
     def scale(self, device: torch.device) -> float:
         """Factor from the VAE's latents to those that diffusion works on."""

@@ -125,7 +125,11 @@ def read_state(path: str) -> dict[str, Tensor]:
             if not isinstance(weights, dict) or not all(isinstance(each, Tensor) for each in weights.values()):
                 raise ValueError(f"{path} holds something else than weights by name")
             return weights
-        if (place / "model.safetensors").is_file():
+        for folder in (place, place / "transformer"):
+            config = folder / "config.json"
+            if config.is_file() and read_json(config).get("_class_name") == DiT.__name__:
+                return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+        if (place / "model.safetensors").is_file():  # as exports were written at first
             return load_file(place / "model.safetensors")
     except (ValueError, FileNotFoundError):
         raise

@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Literal
 
 import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
 from diffusers.models.embeddings import TimestepEmbedding, Timesteps, get_2d_sincos_pos_embed
-from huggingface_hub import PyTorchModelHubMixin
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
@@ -24,12 +25,7 @@ FREQUENCIES = 256
 """Width of the sinusoidal embedding of a timestep (DiT's code)."""
 
 
-class DiT(
-    nn.Module,
-    PyTorchModelHubMixin,
-    library_name="lightning-mhla",
-    coders={AttentionConfig: (asdict, lambda options: AttentionConfig(**options))},
-):
+class DiT(ModelMixin, ConfigMixin):
     """Noisy image or latent, timestep and class to what the objective predicts.
 
     ``save_pretrained(folder)`` and ``DiT.from_pretrained(folder)`` keep and load it: safetensors and ``config.json``.
@@ -58,6 +54,7 @@ class DiT(
 
     position: Tensor
 
+    @register_to_config
     def __init__(
         self,
         sample_size: int,
@@ -79,6 +76,7 @@ class DiT(
     ) -> None:
         super().__init__()
         attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
+        self.register_to_config(attention=asdict(attention))  # JSON, where the decorator kept the object
         width, layers, number = model_shape(SIZES, size, dim, depth, heads)
         if sample_size % patch_size:
             raise ValueError(f"patch_size={patch_size} does not divide the sample's side of {sample_size} pixels")
@@ -128,7 +126,7 @@ class DiT(
             raise ValueError(f"samples of {tuple(x.shape[1:])} for a model of channels and sides {expected}")
         frequencies = self.frequencies(times).to(self.time.linear_1.weight.dtype)
         condition = self.time(frequencies) + self.label(labels)
-        tokens = self.backbone(self.patches(x.to(frequencies.dtype)) + self.position, condition)
+        tokens = self.backbone(self.patches(x.to(frequencies.dtype)) + self.position.to(frequencies.dtype), condition)
         shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
         patches = self.head(tokens * (1 + scale) + shift)
         return _join_patches(patches, self.patch_size)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
@@ -57,19 +58,42 @@ def draw_samples(
     """
     check_labels(labels.tolist(), network.num_classes)
     check_sampling(process, config)
-    sampler = config.sampler or process.samplers[0]
-    scheduler = process.scheduler(sampler)
-    if sampler == "euler":  # equal steps from noise to data; diffusers' own grid would end with one of a thousandth
-        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / config.steps, config.steps), device=labels.device)
-    else:
-        scheduler.set_timesteps(config.steps, device=labels.device)
+    scheduler = process.scheduler(config.sampler or process.samplers[0])
     generators = [sample_generator(seed, index) for index in indices]
+    return denoise(network, scheduler, labels, config.steps, config.guidance, generators)
+
+
+@torch.no_grad()
+def denoise(
+    network: DiT,
+    scheduler: Any,
+    labels: Tensor,
+    steps: int,
+    guidance: float,
+    generators: torch.Generator | list[torch.Generator] | None = None,
+) -> Tensor:
+    """Samples ``[B, channels, S, S]`` float32 by a diffusers scheduler.
+
+    Args:
+        network: in evaluation mode.
+        scheduler: of the network's process.
+        labels: ``[B]`` on the network's device.
+        steps: evaluations of the network for a sample (twice as many with guidance).
+        guidance: see :class:`SamplingConfig`.
+        generators: of the noise; a list for one each.
+    """
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        # equal steps from noise to data; diffusers' own grid would end with one of a thousandth
+        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), device=labels.device)
+    else:
+        scheduler.set_timesteps(steps, device=labels.device)
     shape = (len(labels), network.channels, network.sample_size, network.sample_size)
     x = randn_tensor(shape, generator=generators, device=labels.device, dtype=torch.float32)
-    noise: dict[str, Any] = {"generator": generators} if sampler == "ddpm" else {}
+    ancestral = isinstance(scheduler, DDPMScheduler)  # the only one that draws noise and takes a learned variance
+    noise: dict[str, Any] = {"generator": generators} if ancestral else {}
     for time in scheduler.timesteps:
-        predicted = _guided(network, x, time.expand(len(x)), labels, config.guidance)
-        if sampler != "ddpm":  # the only one that takes a learned variance
+        predicted = _guided(network, x, time.expand(len(x)), labels, guidance)
+        if not ancestral:
             predicted = predicted[:, : network.channels]
         x = scheduler.step(predicted, time, x, **noise).prev_sample
     return x

@@ -10,7 +10,6 @@ model's class. The weights are the moving average where the checkpoint has one.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -23,14 +22,6 @@ from lightning_mhla.checkpoints import load_module
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.module import LanguageModel
 from mhla_tasks.language.tokenizer import load_tokenizer
-
-REMOTE = "modeling_mhla"
-MODULE = '''"""The classes of this model come with the package lightning-mhla."""
-
-from mhla_tasks.language import MHLAConfig, MHLAForCausalLM
-
-__all__ = ["MHLAConfig", "MHLAForCausalLM"]
-'''
 
 
 def load_checkpoint(path: str | Path, live: bool = False) -> LanguageModel:
@@ -89,13 +80,6 @@ def export(model: LanguageModel, folder: Path) -> None:
         aside = Path(name)
         model.network.save_pretrained(aside)
         model.tokenizer.save_pretrained(aside)
-        config = json.loads((aside / "config.json").read_text())
-        config["auto_map"] = {
-            "AutoConfig": f"{REMOTE}.MHLAConfig",
-            "AutoModelForCausalLM": f"{REMOTE}.MHLAForCausalLM",
-        }
-        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (aside / f"{REMOTE}.py").write_text(MODULE)
         for path in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):  # what makes it a model last
             path.replace(folder / path.name)
 

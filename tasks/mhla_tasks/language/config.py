@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 from lightning_mhla import AttentionConfig
+
+REMOTE = "modeling_mhla"
+MODULE = '''"""The classes of this model come with the package lightning-mhla."""
+
+from mhla_tasks.language import MHLAConfig, MHLAForCausalLM
+
+__all__ = ["MHLAConfig", "MHLAForCausalLM"]
+'''
 
 
 class MHLAConfig(PreTrainedConfig):
@@ -65,6 +74,19 @@ class MHLAConfig(PreTrainedConfig):
     def __post_init__(self, **options: Any) -> None:
         self.attention = plain_attention(self.attention or default_attention())
         super().__post_init__(**options)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: what :meth:`save_pretrained` writes names these classes, and their source is not copied."""
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **options: Any) -> None:
+        """See transformers; also written is a module that names the model's classes, which the auto classes look for."""
+        self.auto_map = {"AutoConfig": f"{REMOTE}.MHLAConfig", "AutoModelForCausalLM": f"{REMOTE}.MHLAForCausalLM"}
+        folder = Path(save_directory)
+        if not folder.is_file():  # else transformers says so
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{REMOTE}.py").write_text(MODULE)
+        super().save_pretrained(save_directory, push_to_hub, **options)
 
     def layer_attention(self) -> list[AttentionConfig]:
         """The attention of each layer.

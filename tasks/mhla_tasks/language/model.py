@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
-from lightning_mhla import Backbone, GenerationCache
+from lightning_mhla import Backbone, Block, GenerationCache
+from lightning_mhla.mixing import MixingCoefficients
 from lightning_mhla.sequence import SequenceShare
 from mhla_tasks.language.config import MHLAConfig
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
@@ -23,13 +25,39 @@ class LanguageModelOutput(ModelOutput):
 
     Attributes:
         loss: mean cross-entropy in nats per token, with labels.
-        logits: ``[B, N, V]``; None with labels, so that those of a whole batch are never stored.
-        cache_params: the state after these tokens, with ``use_cache``.
+        logits: ``[B, N, V]``; None with ``skip_logits``, so that those of a whole batch are never stored.
+        past_key_values: the state after these tokens, with ``use_cache``.
+        hidden_states: with ``output_hidden_states``: what goes into each layer, and what goes into the head.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    cache_params: GenerationCache | None = None
+    past_key_values: GenerationCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+class MHLABlock(GradientCheckpointingLayer, Block):
+    """A layer that transformers can recompute in the backward pass."""
+
+
+class ForwardOptions(TypedDict, total=False):
+    """Further arguments of :meth:`MHLAForCausalLM.forward`; Trainer would take some of them for columns of the data.
+
+    Attributes:
+        shift_labels: ``[B, N]``, the token that follows each one, in place of ``labels``; no logits are given with them.
+        num_items_in_batch: divide the sum of the losses by it, not by the number of labels (gradient accumulation).
+        loss_reduction: ``none`` gives the loss of each token, ``[B, N]``.
+        skip_logits: whether to leave the logits out; None for exactly with ``shift_labels``.
+        share: see :class:`lightning_mhla.sequence.SequenceShare`.
+        output_attentions: what peft passes on; there are none.
+    """
+
+    shift_labels: Tensor | None
+    num_items_in_batch: Tensor | int | None
+    loss_reduction: Literal["mean", "none"]
+    skip_logits: bool | None
+    share: SequenceShare | None
+    output_attentions: bool | None
 
 
 class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
@@ -42,10 +70,9 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = MHLAConfig
     base_model_prefix = "backbone"
     main_input_name = "input_ids"
-    supports_gradient_checkpointing = False
+    supports_gradient_checkpointing = True
     _is_stateful = True
-    _no_split_modules: ClassVar[list[str]] = ["Block"]
-    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["mixing"]
+    _no_split_modules: ClassVar[list[str]] = ["MHLABlock"]
     _tied_weights_keys: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
     config: MHLAConfig
 
@@ -63,12 +90,19 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
             mlp_ratio=config.mlp_width / config.dim,
             causal=True,
             bias=False,
+            block=MHLABlock,
             key_value_heads=config.key_value_heads,
             key_width=config.key_width,
             value_width=config.value_width,
         )
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if any(isinstance(module, MixingCoefficients) for module in self.modules()):
+            self._keep_in_fp32_modules_strict = {"mixing"}
         self.post_init()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing; see :meth:`MHLAConfig.register_for_auto_class`."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -106,64 +140,92 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: GenerationCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        cache_params: GenerationCache | None = None,
         use_cache: bool | None = None,
-        cu_seqlens: Sequence[int] | Tensor | None = None,
-        logits_to_keep: int = 0,
-        loss_reduction: Literal["mean", "none"] = "mean",
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        share: SequenceShare | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        **kwargs: Unpack[ForwardOptions],
     ) -> LanguageModelOutput | tuple[Any, ...]:
-        """Logits of the next token, or the loss where there are labels.
+        """Logits of the next token, and the loss where there are labels.
 
         Args:
-            input_ids: ``[B, N]`` int64. With ``cache_params``, the tokens that follow.
-            attention_mask: ``[B, N]``, or ``[B, total]`` whose last N columns count: 0 marks padding. None for no padding.
+            input_ids: ``[B, N]``.
+            attention_mask: ``[B, columns]``, 0 for padding on either side; with a state, of the columns that it has seen too.
+            position_ids: ``[B, N]``, what rotary turns by; None counts the real tokens of each row. In one row without
+                padding and state, positions that start again begin a document of its own (as ``cu_seqlens``).
+            past_key_values: a state that goes on with these tokens, and is changed in place.
             inputs_embeds: ``[B, N, dim]`` in place of ``input_ids``.
-            labels: ``[B, N]``, the tokens themselves (they are shifted inside); -100 does not count.
-            shift_labels: ``[B, N]``, what each token should be followed by, in place of ``labels``.
-            cache_params: state of earlier tokens; it goes on in place.
-            use_cache: whether a state is made and given back.
-            cu_seqlens: ``[S + 1]``: sequences packed into the one row (B = 1), first token of each and N at the end.
-            logits_to_keep: give the logits of so many last real tokens of each row; 0 for all tokens.
-            loss_reduction: ``"mean"`` of the tokens that count, or ``"none"``: ``[B, N]``, without a gradient.
+            labels: ``[B, N]`` int64, aligned with the tokens; those of the next token count, ``-100`` is left out.
+            use_cache: give the state after these tokens back.
+            output_hidden_states: give what goes into each layer, and into the head.
             return_dict: False for a tuple.
-            share: for training and its validation: ``input_ids`` are this process's tokens of longer sequences, and
-                ``shift_labels`` what they should be followed by; the loss is of these tokens.
+            logits_to_keep: of so many last columns, or of these; 0 for all.
+            cu_seqlens: ``[S + 1]``, first token of each document packed in the one row, and N.
+            kwargs: see :class:`ForwardOptions`.
 
         Raises:
-            ValueError: for an empty prompt, an unknown token, or more tokens than the mixing reaches to.
+            ValueError: for inputs that do not fit together.
+            TypeError: for an argument that does not exist.
         """
+        if unknown := set(kwargs) - set(ForwardOptions.__annotations__):
+            raise TypeError(f"forward() got unexpected arguments {sorted(unknown)}")
+        if kwargs.get("output_attentions"):
+            raise ValueError("the model keeps no attention matrices: leave output_attentions out")
+        shift_labels, share = kwargs.get("shift_labels"), kwargs.get("share")
         if share is not None and (shift_labels is None or attention_mask is not None):
             raise ValueError("with share, give shift_labels (the next token may be another process's), and no padding")
         if cu_seqlens is not None and attention_mask is not None:
             raise ValueError("attention_mask pads rows and cu_seqlens packs one; give one of the two")
         x = self._embed(input_ids, inputs_embeds)
-        real, order = _real_tokens(attention_mask, x)
-        if order is not None:
-            x = _rows(x, order)
+        if position_ids is not None and cu_seqlens is None and attention_mask is None and past_key_values is None:
+            cu_seqlens = _packed(position_ids, x)
+        real, counts, order = _real_tokens(attention_mask, x)
+        inside, inverse = (x, None) if order is None else (_rows(x, order), order.argsort(1))
+        positions = _positions(position_ids, x, order)
         if labels is not None and shift_labels is None:
             shift_labels = _following(labels, real)
-        counts = (x.shape[1],) * x.shape[0] if order is None else tuple(real.sum(1).tolist())
-        cache = cache_params
-        if cache is None and use_cache and shift_labels is None:
+        cache = past_key_values
+        if cache is None and use_cache and shift_labels is None and cu_seqlens is None:
             cache = GenerationCache(self.config.depth)
-        hidden = self._read(x, counts, cache, cu_seqlens, share)
-        if logits_to_keep and shift_labels is None:
-            hidden = _last_rows(hidden, counts, logits_to_keep)
-        elif order is not None:
-            hidden = _rows(hidden, order.argsort(1))
-        if shift_labels is None:
-            output = LanguageModelOutput(logits=self.head(hidden), cache_params=cache)
-        else:
-            compute = linear_cross_entropy if loss_reduction == "mean" else token_losses
-            loss = compute(hidden.flatten(0, 1), self.head.weight, shift_labels.flatten())
-            loss = loss if loss_reduction == "mean" else loss.view(shift_labels.shape)
-            output = LanguageModelOutput(loss=loss, cache_params=cache)
+        keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states: list[Tensor] | None = [] if keep else None
+        hidden = self._read(inside, counts, cache, cu_seqlens, share, positions, states)
+        hidden = hidden if inverse is None else _rows(hidden, inverse)
+        if states is not None:
+            inner = states[1:-1] if inverse is None else [_rows(state, inverse) for state in states[1:-1]]
+            states = [x, *inner, hidden]
+        skip = kwargs.get("skip_logits")
+        if skip is None:
+            skip = labels is None and shift_labels is not None
+        last = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        output = LanguageModelOutput(
+            loss=None if shift_labels is None else self._loss(hidden, shift_labels, kwargs),
+            logits=None if skip else self.head(hidden[:, last]),
+            past_key_values=cache,
+            hidden_states=None if states is None else tuple(states),
+        )
         return output.to_tuple() if return_dict is False else output
+
+    def _loss(self, hidden: Tensor, shift_labels: Tensor, options: ForwardOptions) -> Tensor:
+        """Mean cross-entropy, or that of each token; without the logits of a whole batch unless adapters need them."""
+        mean = options.get("loss_reduction", "mean") == "mean"
+        rows, targets = hidden.flatten(0, 1), shift_labels.flatten()
+        if type(self.head) is nn.Linear:
+            compute = linear_cross_entropy if mean else token_losses
+            loss = compute(rows, self.head.weight, targets)
+        else:  # what peft put in its place adds to its weight
+            reduction = "mean" if mean else "none"
+            logits = self.head(rows).float()
+            loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction=reduction)
+        items = options.get("num_items_in_batch")
+        if mean and items is not None:
+            loss = loss * (targets != IGNORED).sum() / items
+        return loss if mean else loss.view(shift_labels.shape)
 
     def _read(
         self,
@@ -172,37 +234,49 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         cache: GenerationCache | None,
         cu_seqlens: Sequence[int] | Tensor | None,
         share: SequenceShare | None,
+        positions: Tensor | None,
+        states: list[Tensor] | None,
     ) -> Tensor:
         """What goes into the head, of rows whose ``counts`` real tokens come first; the state goes on with them."""
         _check_counts(cache, counts)
         if cache is None:
-            return self.backbone(x, cu_seqlens=cu_seqlens, share=share)
+            return self.backbone(x, cu_seqlens=cu_seqlens, share=share, positions=positions, states=states)
         if cu_seqlens is not None:
             raise ValueError("packed sequences (cu_seqlens) have no common state; leave cu_seqlens or use_cache out")
-        return self.backbone.next_tokens(x, cache, counts)
+        return self.backbone.next_tokens(x, cache, counts, positions, states)
 
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
-        cache_params: GenerationCache | None = None,
+        next_sequence_length: int | None = None,
+        past_key_values: GenerationCache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = True,
-        **_: Any,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """The prompt first, then what the state has not seen; without ``use_cache`` always everything."""
-        common = {"attention_mask": attention_mask, "use_cache": use_cache, "logits_to_keep": 1}
-        if cache_params is not None:
-            new = input_ids[:, -1:] if inputs_embeds is not None else input_ids[:, cache_params.columns :]
-            if new.shape[1] == 0:
-                raise ValueError(
-                    f"the state is of {cache_params.columns} tokens, but input_ids holds {input_ids.shape[1]}; give all "
-                    "of them, those that the state has seen included, and at least one more"
-                )
-            return {"input_ids": new, "cache_params": cache_params, **common}
-        if inputs_embeds is not None:
-            return {"inputs_embeds": inputs_embeds, **common}
-        return {"input_ids": input_ids, **common}
+        if past_key_values is not None and next_sequence_length is not None and next_sequence_length < 1:
+            raise ValueError(
+                f"the state is of {past_key_values.columns} tokens, but input_ids holds {input_ids.shape[1]}; give all "
+                "of them, those that the state has seen included, and at least one more"
+            )
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length,
+            past_key_values,
+            attention_mask,
+            inputs_embeds,
+            is_first_iteration,
+            **kwargs,
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = GenerationCache(self.config.depth)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **options: Any) -> Any:
         """See transformers. Prompts are checked before anything is computed, and padded rows come back padded left.
@@ -210,16 +284,20 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: for an empty prompt, an unknown token, or more tokens than the mixing reaches to.
         """
-        prompt = inputs if inputs is not None else options.get("input_ids")
+        prompt = options.pop("input_ids", None) if inputs is None else inputs
+        mask, embedded = options.get("attention_mask"), options.get("inputs_embeds")
         if prompt is not None:
             _check_tokens(prompt, self.config.vocab_size)
-            mask = options.get("attention_mask")
             longest = prompt.shape[1] if mask is None else int(mask.sum(1).max())
             self._check_length(longest, prompt.shape[1], options)
-            if mask is not None and not bool(mask[:, -1].all()):
-                order = mask.bool().to(torch.int8).argsort(dim=1, stable=True)
-                prompt, options["attention_mask"] = prompt.gather(1, order), mask.gather(1, order)
-            options.pop("input_ids", None)
+        if mask is not None and not bool(mask[:, -1].all()):
+            order = mask.bool().to(torch.int8).argsort(dim=1, stable=True)
+            options["attention_mask"] = mask.gather(1, order)
+            prompt = prompt if prompt is None else prompt.gather(1, order)
+            if embedded is not None:
+                options["inputs_embeds"] = _rows(embedded, order)
+            if options.get("position_ids") is not None:
+                options["position_ids"] = options["position_ids"].expand(mask.shape).gather(1, order)
         return super().generate(prompt, *args, **options)
 
     def _check_length(self, longest: int, columns: int, options: dict[str, Any]) -> None:
@@ -269,28 +347,40 @@ def _check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
         raise ValueError(f"the prompt of row {empty[0]} is empty: its attention_mask is 0 everywhere")
 
 
-def _real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``[B, N]`` bool, and the order that puts each row's real tokens first; None where nothing moves."""
+def _real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple[int, ...], Tensor | None]:
+    """``[B, N]`` bool, how many are real, and the order that puts each row's first; None where nothing moves."""
     if attention_mask is None:
-        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device), None
+        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device), (x.shape[1],) * x.shape[0], None
     if attention_mask.dim() != 2 or attention_mask.shape[0] != x.shape[0] or attention_mask.shape[1] < x.shape[1]:
         raise ValueError(f"attention_mask {list(attention_mask.shape)} does not fit tokens {list(x.shape[:2])}")
     real = attention_mask[:, -x.shape[1] :].bool()
-    if bool(real.all()):
-        return real, None
-    return real, (~real).to(torch.int8).argsort(dim=1, stable=True)
+    counts = tuple(real.sum(1).tolist())
+    if all(count == x.shape[1] for count in counts) or bool((real[:, :-1] | ~real[:, 1:]).all()):
+        return real, counts, None
+    return real, counts, (~real).to(torch.int8).argsort(dim=1, stable=True)
 
 
 def _rows(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def _last_rows(hidden: Tensor, counts: Sequence[int], number: int) -> Tensor:
-    """The last ``number`` tokens of rows whose ``counts`` real ones come first."""
-    if len(set(counts)) == 1:
-        return hidden[:, max(0, counts[0] - number) : counts[0]]
-    last = torch.tensor(counts, device=hidden.device)[:, None] - number + torch.arange(number, device=hidden.device)
-    return _rows(hidden, last.clamp(min=0))
+def _packed(position_ids: Tensor, x: Tensor) -> Tensor | None:
+    """``cu_seqlens`` where the positions of the one row start again, as transformers' collators pack documents."""
+    if x.shape[0] != 1 or position_ids.shape[-1] != x.shape[1]:
+        return None
+    row = position_ids.flatten()
+    starts = (row[1:] <= row[:-1]).nonzero().flatten() + 1
+    return nn.functional.pad(nn.functional.pad(starts, (1, 0)), (0, 1), value=x.shape[1]) if len(starts) else None
+
+
+def _positions(position_ids: Tensor | None, x: Tensor, order: Tensor | None) -> Tensor | None:
+    """Positions of the tokens at hand, ``[N]`` or ``[B, N]``, each row's real tokens first."""
+    if position_ids is None:
+        return None
+    position_ids = position_ids[..., -x.shape[1] :]
+    if order is not None:
+        return position_ids.expand(x.shape[:2]).gather(1, order)
+    return position_ids.flatten() if position_ids.numel() == x.shape[1] else position_ids
 
 
 def _following(labels: Tensor, real: Tensor) -> Tensor:

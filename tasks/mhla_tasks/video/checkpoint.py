@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lightning_mhla.checkpoints import load_module
-from mhla_tasks.video.model import merge_adapters
+from mhla_tasks.video.model import merge_adapters, save_adapters
 from mhla_tasks.video.module import VideoDiffusion
 
 
@@ -30,12 +30,16 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="file that training wrote")
     parser.add_argument("folder", type=Path, help="where the transformer goes")
     parser.add_argument("--live", action="store_true", help="the weights as trained, not their moving average")
+    parser.add_argument("--adapters", type=Path, help="folder for LoRA adapters, instead of adding them to the weights")
     args = parser.parse_args()
     try:
         network = load_module(VideoDiffusion, args.checkpoint, args.live).network
+        if args.adapters is None:
+            merge_adapters(network)
+        else:
+            save_adapters(network, args.adapters)
     except (FileNotFoundError, ValueError) as error:
         sys.exit(f"error: {error}")
-    merge_adapters(network)
     network.save_pretrained(args.folder)
     Console(soft_wrap=True).print(f"{args.folder}: {', '.join(sorted(path.name for path in args.folder.iterdir()))}")
 

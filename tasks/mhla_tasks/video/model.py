@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Literal
 
-from diffusers import WanTransformer3DModel
+from diffusers import WanPipeline, WanTransformer3DModel
+from safetensors.torch import save_file
 from torch import nn
 
 from lightning_mhla import AttentionConfig
@@ -126,8 +128,41 @@ def _add_adapters(model: WanTransformer3DModel, layers: Sequence[int], lora: Lor
 
 def merge_adapters(model: WanTransformer3DModel) -> None:
     """Add LoRA adapters, if there are any, to the weights that they adapt, and take them out, in place."""
+    _take_out_adapters(model, merge=True)
+
+
+def save_adapters(model: WanTransformer3DModel, folder: str | Path) -> None:
+    """Write the LoRA adapters of ``model`` to a folder, and take them out, in place; the weights they adapt stay as they were.
+
+    ``WanPipeline.load_lora_weights(folder)`` and ``peft.PeftModel.from_pretrained(transformer, folder)`` put them onto the
+    transformer that is left.
+
+    Raises:
+        ValueError: when there are none.
+    """
+    adapters = getattr(model, "peft_config", None)
+    if not adapters:
+        raise ValueError("the transformer has no LoRA adapters; they come from training with train: lora")
+    from peft import get_peft_model_state_dict
+
+    (config,) = adapters.values()
+    state = {name: tensor.contiguous() for name, tensor in get_peft_model_state_dict(model).items()}
+    WanPipeline.save_lora_weights(
+        folder, transformer_lora_layers=state, transformer_lora_adapter_metadata=config.to_dict()
+    )
+    plain = replace(config, inference_mode=True)
+    plain.save_pretrained(folder)
+    save_file({f"base_model.model.{n}": t for n, t in state.items()}, Path(folder) / "adapter_model.safetensors")
+    _take_out_adapters(model, merge=False)
+
+
+def _take_out_adapters(model: WanTransformer3DModel, merge: bool) -> None:
     for name, module in list(model.named_modules()):
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
-            module.merge()
+            if merge:
+                module.merge()
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, module.base_layer)
+    if hasattr(model, "peft_config"):
+        del model.peft_config  # or adapters could not be loaded again
+        model._hf_peft_config_loaded = False

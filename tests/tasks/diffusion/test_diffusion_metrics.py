@@ -270,7 +270,7 @@ def test_averaged_weights_are_sampled_and_exported(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(sys, "argv", ["checkpoint", str(path), str(tmp_path / "exported")])
     checkpoint.main()
-    exported = DiT.from_pretrained(str(tmp_path / "exported"))
+    exported = DiT.from_pretrained(tmp_path / "exported", subfolder="transformer")
     for name, tensor in exported.state_dict().items():
         assert torch.equal(tensor, averaged.network.state_dict()[name]), name
 

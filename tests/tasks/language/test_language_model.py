@@ -43,10 +43,10 @@ def test_prefill_and_steps_give_the_logits_of_one_pass(kind: str, first: int) ->
     ids = prompts()
     whole = network(ids).logits
     out = network(ids[:, :first], use_cache=True)
-    parts, cache = [out.logits], out.cache_params
+    parts, cache = [out.logits], out.past_key_values
     second = first + 17  # many tokens at once from the middle of a block, then one at a time
-    parts.append(network(ids[:, first:second], cache_params=cache).logits)
-    parts += [network(ids[:, t : t + 1], cache_params=cache).logits for t in range(second, ids.shape[1])]
+    parts.append(network(ids[:, first:second], past_key_values=cache).logits)
+    parts += [network(ids[:, t : t + 1], past_key_values=cache).logits for t in range(second, ids.shape[1])]
     assert relative(torch.cat(parts, 1), whole) < 1e-4
     assert cache.lengths == (ids.shape[1],) * len(ids)
 
@@ -137,10 +137,10 @@ def test_generation_goes_on_from_a_state() -> None:
     network = small_model().network
     ids = prompts()[:, :30]
     cache = GenerationCache(2)
-    network(ids[:, :21], cache_params=cache)
-    assert greedy(network, ids, cache_params=cache) == greedy(network, ids)
+    network(ids[:, :21], past_key_values=cache)
+    assert greedy(network, ids, past_key_values=cache) == greedy(network, ids)
     with pytest.raises(ValueError, match="the state is of 41 tokens, but input_ids holds 30"):
-        network.generate(ids, cache_params=cache, max_new_tokens=2)
+        network.generate(ids, past_key_values=cache, max_new_tokens=2)
     embedded = network.embedding(ids)
     tokens = network.generate(inputs_embeds=embedded, max_new_tokens=12, do_sample=False, pad_token_id=1)
     assert tokens.tolist() == greedy(network, ids)
@@ -183,7 +183,7 @@ def test_a_state_has_the_same_size_at_any_length() -> None:
         network = small_model(kind).network
         cache, growth = GenerationCache(2), []
         for _ in range(3):
-            network(torch.randint(2, 320, (1, 64)), cache_params=cache)
+            network(torch.randint(2, 320, (1, 64)), past_key_values=cache)
             growth.append(cache.bytes)
         sizes[kind] = growth
     assert len(set(sizes["exponential"])) == len(set(sizes["linear"])) == 1

@@ -314,3 +314,86 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         load_swapped(tmp_path)
     with pytest.raises(AssertionError, match="call the whole model"):
         model.blocks[0].attn1(torch.randn(1, 75, 48))
+
+
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2}
+LATENT = {"in_channels": 4, "out_channels": 4}
+FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
+    "text among the tokens": (
+        "CogVideoXTransformer3DModel",
+        {**HEADS, **LATENT, "time_embed_dim": 2, "text_embed_dim": 8, "sample_width": 8, "sample_height": 8,
+         "sample_frames": 5, "patch_size": 2, "temporal_compression_ratio": 4, "max_text_seq_length": 8},
+    ),
+    "other rotary angles": (
+        "CosmosTransformer3DModel",
+        {**LATENT, **HEADS, "attention_head_dim": 12, "mlp_ratio": 2, "text_embed_dim": 16, "adaln_lora_dim": 4, "max_size": (4, 32, 32),
+         "patch_size": (1, 2, 2)},
+    ),
+    "skips and other angles": (
+        "HunyuanDiT2DModel",
+        {**HEADS, "in_channels": 4, "patch_size": 2, "sample_size": 8, "hidden_size": 16, "cross_attention_dim": 8,
+         "cross_attention_dim_t5": 8, "pooled_projection_dim": 4, "text_len": 4, "text_len_t5": 4},
+    ),
+    "packed tokens": ("LTXVideoTransformer3DModel", {**LATENT, **HEADS, "cross_attention_dim": 16, "caption_channels": 16}),
+    "no patches": ("Transformer2DModel", {**HEADS, "in_channels": 16, "norm_num_groups": 4, "cross_attention_dim": 16}),
+    "sound": (
+        "StableAudioDiTModel",
+        {**LATENT, "sample_size": 4, "num_layers": 2, "attention_head_dim": 4, "num_attention_heads": 2,
+         "num_key_value_attention_heads": 2, "cross_attention_dim": 4, "time_proj_dim": 8, "global_states_input_dim": 8,
+         "cross_attention_input_dim": 4},
+    ),
+    "space and time in turns": (
+        "LatteTransformer3DModel",
+        {**HEADS, "in_channels": 4, "cross_attention_dim": 16, "caption_channels": 16, "sample_size": 8, "patch_size": 2,
+         "norm_type": "ada_norm_single", "video_length": 3, "num_embeds_ada_norm": 10},
+    ),
+}  # fmt: skip
+
+
+def unchanged(model: Any, attention: AttentionConfig, message: str, **options: Any) -> None:
+    """Refused, and the model is as it was."""
+    before, processors = (
+        dict(model.state_dict()),
+        [type(m.processor) for m in model.modules() if hasattr(m, "processor")],
+    )
+    config = dict(model.config)
+    with pytest.raises(ValueError, match=message):
+        swap_attention(model, attention, **options)
+    assert dict(model.config) == config
+    assert not model._forward_pre_hooks
+    assert [type(m.processor) for m in model.modules() if hasattr(m, "processor")] == processors
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("kind", ["softmax", "mhla"])
+def test_models_that_call_their_attention_otherwise_are_refused_untouched(name: str, kind: str) -> None:
+    import diffusers
+
+    class_name, options = FOREIGN[name]
+    model = getattr(diffusers, class_name)(**options)
+    attention = AttentionConfig(kind=kind, block_grid=[2, 2] if kind == "mhla" else None)
+    unchanged(model, attention, f"{class_name}.*swapped in WanTransformer3DModel, .*lightning_mhla.MHLA in place")
+
+
+def test_attention_that_is_not_the_models_usual_is_refused_untouched() -> None:
+    from diffusers.models.attention_processor import AttnProcessor, PAGIdentitySanaLinearAttnProcessor2_0
+
+    linear = AttentionConfig(kind="linear", output_norm=False)
+    sana, _ = tiny_sana()
+    sana.transformer_blocks[1].attn1.set_processor(PAGIdentitySanaLinearAttnProcessor2_0())
+    unchanged(
+        sana, linear, "block 1 has processor PAGIdentitySanaLinearAttnProcessor2_0, not SanaLinearAttnProcessor2_0"
+    )
+    swap_attention(sana, linear, layers=[0])  # the other layer is as usual
+    dit, _ = tiny_dit()
+    dit.transformer_blocks[0].attn1.set_processor(AttnProcessor())
+    unchanged(dit, AttentionConfig(kind="softmax"), "block 0 has processor AttnProcessor, not AttnProcessor2_0")
+    dit, _ = tiny_dit()
+    dit.transformer_blocks[1].attn1.residual_connection = True
+    unchanged(dit, AttentionConfig(kind="softmax"), "block 1 has residual_connection=True")
+    normed, _ = tiny_sana()
+    normed.transformer_blocks[0].attn1.norm_q = nn.LayerNorm(8, elementwise_affine=False)
+    unchanged(normed, linear, "block 0 has norm_q=.* without weights")

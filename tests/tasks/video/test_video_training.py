@@ -22,6 +22,7 @@ from mhla_tasks.video.model import LoraOptions
 from mhla_tasks.video.module import FlowConfig
 from mhla_tasks.video.sampling import SamplingConfig, latent_shape
 from mhla_tasks.video.text import TextConfig
+from peft import PeftModel
 from processes import run_cli
 from wan import PAPER, ROOT, TINY, digits_config, tiny_wan, video_file
 
@@ -109,6 +110,17 @@ def test_train_lora_and_export(
         torch.testing.assert_close(
             exported(noisy, times, text).sample, trained(noisy, times, text), atol=1e-5, rtol=1e-4
         )
+    parts = [str(tmp_path / "base"), "--adapters", str(tmp_path / "adapters")]
+    monkeypatch.setattr(sys, "argv", ["checkpoint", str(last), *parts])
+    checkpoint.main()
+    base = load_swapped(tmp_path / "base")
+    with torch.no_grad():
+        want, alone = exported(noisy, times, text).sample, base(noisy, times, text).sample
+        assert not torch.allclose(alone, want, atol=1e-6)
+        base.load_lora_adapter(tmp_path / "adapters", weight_name="pytorch_lora_weights.safetensors")
+        torch.testing.assert_close(base(noisy, times, text).sample, want, atol=1e-5, rtol=1e-4)
+        adapted = PeftModel.from_pretrained(load_swapped(tmp_path / "base"), tmp_path / "adapters")
+        torch.testing.assert_close(adapted(noisy, times, text).sample, want, atol=1e-5, rtol=1e-4)
     again = digits_config(tmp_path / "again", "digits_finetune", pretrained=str(tmp_path / "out"))
     cli.main(["fit", "--config", str(again), "--trainer.max_steps=1"])
     assert "model.safetensors" in capsys.readouterr().out

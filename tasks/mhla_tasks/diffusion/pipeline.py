@@ -1,0 +1,111 @@
+"""A trained DiT with its process, sampler and VAE, as a diffusers pipeline.
+
+``DiTPipeline.from_pretrained("exported")`` loads what ``python -m mhla_tasks.diffusion.checkpoint`` writes, and
+``pipe(class_labels=[3, 7], seed=0).images`` draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput
+from PIL import Image
+
+from lightning_mhla.data.sampling import sample_generator
+from lightning_mhla.flow import TIMESTEPS
+from mhla_tasks.diffusion.codec import LatentCodec
+from mhla_tasks.diffusion.model import DiT
+from mhla_tasks.diffusion.module import ClassToImage
+from mhla_tasks.diffusion.sampling import check_labels, denoise, to_pixels
+
+
+class DiTPipeline(DiffusionPipeline):
+    """Class labels to images.
+
+    Args:
+        transformer: the network.
+        scheduler: of the process that it was trained on; another one of diffusers may take its place.
+        vae: decodes latents; None where the network denoises pixels.
+        steps: evaluations of the network for a sample, unless the call says otherwise.
+        guidance: scale of classifier-free guidance, likewise; 1 for none.
+        guidable: whether the network was trained without labels too, which guidance needs.
+
+    A scheduler other than DDPM takes the mean alone: make it with ``variance_type=None``.
+    """
+
+    model_cpu_offload_seq = "transformer->vae"
+    _optional_components: ClassVar[list[str]] = ["vae"]
+
+    def __init__(
+        self,
+        transformer: DiT,
+        scheduler: Any,
+        vae: AutoencoderKL | None = None,
+        steps: int = 250,
+        guidance: float = 1.0,
+        guidable: bool = True,
+    ) -> None:
+        super().__init__()
+        self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
+        self.register_to_config(steps=steps, guidance=guidance, guidable=guidable)
+
+    @classmethod
+    def of_module(cls, module: ClassToImage) -> DiTPipeline:
+        """The pipeline that draws what the module's ``draw`` does, with the weights that it has now."""
+        process, sampling, codec = module.process, module.sampling, module.codec
+        return cls(
+            module.network,
+            process.scheduler(sampling.sampler or process.samplers[0]),
+            None if codec is None else codec.model(torch.device("cpu")),
+            sampling.steps,
+            sampling.guidance,
+            process.config.label_dropout > 0,
+        )
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        class_labels: Sequence[int],
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        seed: int | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+    ) -> Any:
+        """One image for each label.
+
+        Args:
+            class_labels: classes.
+            num_inference_steps: see ``steps``.
+            guidance_scale: see ``guidance``.
+            generator: of the noise; a list for one each.
+            seed: instead of it: the images that ``predict`` draws with this seed, by their place.
+            output_type: pil, np or pt (8-bit ``[B, C, S, S]``), or latent for what the network denoises.
+            return_dict: False for a tuple.
+
+        Raises:
+            ValueError: for a label that the network does not know, or guidance that it was not trained for.
+        """
+        steps = self.config.steps if num_inference_steps is None else num_inference_steps
+        guidance = self.config.guidance if guidance_scale is None else guidance_scale
+        check_labels(class_labels, self.transformer.num_classes)
+        if guidance != 1 and not self.config.guidable:
+            raise ValueError(f"guidance_scale={guidance}: the network was not trained without labels")
+        if not 1 <= steps <= TIMESTEPS:
+            raise ValueError(f"num_inference_steps={steps} must lie between 1 and {TIMESTEPS:,}")
+        if seed is not None:
+            generator = [sample_generator(seed, index) for index in range(len(class_labels))]
+        labels = torch.tensor(list(class_labels), device=self._execution_device)
+        images: Any = denoise(self.transformer, self.scheduler, labels, steps, guidance, generator)
+        if output_type != "latent":
+            pixels = to_pixels(images if self.vae is None else LatentCodec("", self.vae).decode(images)).cpu()
+            images = pixels
+            if output_type != "pt":
+                images = pixels.permute(0, 2, 3, 1).numpy()
+            if output_type == "pil":
+                images = [Image.fromarray(each.squeeze(-1) if each.shape[-1] == 1 else each) for each in images]
+        self.maybe_free_model_hooks()
+        return ImagePipelineOutput(images) if return_dict else (images,)
