@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mhla.attention import AttentionConfig, build_attention, layout_for, next_positions
 from lightning_mhla.generation import GenerationCache
-from lightning_mhla.layout import BlockLayout
+from lightning_mhla.layout import BlockLayout, LayoutTables
 from lightning_mhla.positions import Rotary, sequence_positions
 from lightning_mhla.sequence import SequenceShare
 
@@ -159,7 +159,7 @@ class Block(nn.Module):
         return x + self.drop_path(seen)
 
 
-class Backbone(nn.Module):
+class Backbone(LayoutTables):
     """Blocks over the tokens of one layout, and a final norm. Tokens are put in block order once, and back once.
 
     Args:
@@ -321,6 +321,10 @@ class Backbone(nn.Module):
         in_blocks = any(block.attn.uses_blocks for block in self.layers)
         size = self.layout.operator_blocks["block_size"] if in_blocks else SHARED_BLOCK
         return SequenceShare(group, tokens, int(size))
+
+    def tables(self) -> dict[str, Tensor]:
+        """See :class:`LayoutTables`."""
+        return {"order": self.layout.order, "inverse": self.layout.inverse}
 
     @property
     def layers(self) -> list[Block]:

@@ -1,8 +1,9 @@
-"""Checkpoints on disk: written aside, flushed and renamed, checked before they are read, the newest whole one found."""
+"""Checkpoints on disk: written aside, flushed and renamed, checked before they are read, the furthest whole one found."""
 
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import shutil
 import zipfile
@@ -27,7 +28,7 @@ RECOVERY = "recovery"
 class WholeCheckpointIO(TorchCheckpointIO):
     """Lightning's reading and writing of checkpoints, for local paths: whole or not at all, and checked.
 
-    It also reads the folder of a sharded checkpoint, and given another folder takes the newest whole checkpoint below it.
+    It also reads the folder of a sharded checkpoint, and given another folder takes the furthest whole checkpoint below it.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -145,27 +146,26 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints anywhere below a folder, the one written last first."""
-    found = [path for path in folder.rglob("*.ckpt") if path.is_file() or is_sharded(path)]
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    """Checkpoints anywhere below a folder, the furthest first.
 
-
-def _prefer_recovery(candidates: list[Path]) -> list[Path]:
-    """The same, but of those of one step, ``Recovery``'s first.
-
-    What ModelCheckpoint writes when training ends says that its epoch is over; a longer run could not go on inside it.
+    Of those of one step, ``Recovery``'s come first: what ModelCheckpoint writes when training ends says that its epoch is
+    over, and a longer run could not resume inside it. File times count last: copies do not keep them. One that cannot be
+    read comes before all others, so that whoever looks for a whole one reports it.
     """
-    newest, *_ = candidates
-    recovery = next((path for path in candidates if path.parent.name == RECOVERY), newest)
-    try:
-        same = read_header(recovery)["global_step"] >= read_header(newest)["global_step"]
-    except (ValueError, KeyError, TypeError):
-        same = False  # one of them is damaged, which is said when its turn comes
-    return sorted(candidates, key=lambda path: path != recovery) if same else candidates
+    found = [path for path in folder.rglob("*.ckpt") if path.is_file() or is_sharded(path)]
+
+    def rank(path: Path) -> tuple[float, bool, int]:
+        try:
+            step = float(read_header(path)["global_step"])
+        except (ValueError, KeyError, TypeError):
+            step = math.inf
+        return step, path.parent.name == RECOVERY, path.stat().st_mtime_ns
+
+    return sorted(found, key=rank, reverse=True)
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """A checkpoint itself once it is checked, or the newest whole one below a folder; damaged ones there are passed over.
+    """A checkpoint itself once it is checked, or the furthest whole one below a folder; damaged ones there are passed over.
 
     Under several processes the first one looks, and all take what it found.
 
@@ -180,16 +180,16 @@ def _checked(path: Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"checkpoint {path} does not exist")
     if path.is_dir() and not is_sharded(path):
-        return _newest_whole(path)
+        return _furthest_whole(path)
     check_checkpoint(path)
     return path
 
 
-def _newest_whole(folder: Path) -> Path:
+def _furthest_whole(folder: Path) -> Path:
     candidates = find_checkpoints(folder)
     if not candidates:
         raise FileNotFoundError(f"{folder} holds no checkpoint")
-    for path in _prefer_recovery(candidates):
+    for path in candidates:
         try:
             check_checkpoint(path)
         except ValueError as error:

@@ -19,7 +19,7 @@ def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Mod
 
     Args:
         kind: its class.
-        path: file, folder of a sharded checkpoint, or folder of which the newest whole checkpoint is taken.
+        path: file, folder of a sharded checkpoint, or folder of which the furthest whole checkpoint is taken.
         live: the weights as they were trained, where the checkpoint also has their moving average.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -9,7 +10,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -141,3 +142,22 @@ class BlockLayout:
         if set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0]:
             return {"block_size": sizes[0]}
         return {"block_offsets": (0, *accumulate(sizes))}
+
+
+class LayoutTables(nn.Module):
+    """A module whose buffers follow from its layout: made anew wherever they would be left without values.
+
+    ``to_empty`` and FSDP2 give memory without content to what was on the meta device, and no checkpoint holds tables.
+    """
+
+    def tables(self) -> dict[str, Tensor]:
+        """Buffers by name, with their values on the CPU."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutTables:
+        super()._apply(fn, recurse)
+        for name, values in self.tables().items():
+            buffer = self._buffers.get(name)
+            if buffer is not None and not buffer.is_meta:
+                self._buffers[name] = values.to(buffer)
+        return self

@@ -84,6 +84,19 @@ class MixingCoefficients(nn.Module):
         """Reach to ``blocks`` blocks of a causal sequence; known coefficients stay as they are."""
         raise NotImplementedError
 
+    def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
+        """A parameter of other coefficients fitted to these blocks and heads.
+
+        Args:
+            name: of the parameter.
+            values: its values there.
+            block_grid: blocks along each axis there; None where that is not known, or for a sequence.
+
+        Returns:
+            Values of this parameter's shape, or None where they cannot be carried over.
+        """
+        raise NotImplementedError
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixingCoefficients:
         def keep_dtype(x: Tensor) -> Tensor:
             moved = fn(x)
@@ -117,7 +130,7 @@ class DenseMixing(MixingCoefficients):
         start = (locality_mixing if init == "locality" else uniform_mixing)(layout, causal)
         start = start.clamp(LOWER, UPPER).to(torch.get_default_device())
         self.weight = nn.Parameter(start if heads is None else start.repeat(heads, 1, 1), requires_grad=trainable)
-        self.grid, self.prefix_tokens = layout.block_grid, layout.prefix_tokens
+        self.grid, self.prefix_tokens, self.causal = layout.block_grid, layout.prefix_tokens, causal
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> Tensor:
         """``[M, M]`` or ``[H, M, M]``; see :func:`mhla_kernels.resize_mixing` for other blocks than those learned."""
@@ -134,6 +147,25 @@ class DenseMixing(MixingCoefficients):
                 "coefficients of blocks with prefix tokens, which have no place on the grid, keep their size"
             )
         return resize_mixing(self.weight, self.grid, block_grid)
+
+    def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
+        """See :meth:`MixingCoefficients.carried`; causal ones by :func:`mhla_kernels.extend_mixing`, or cut."""
+        if values.dim() not in (2, 3) or values.shape[-1] != values.shape[-2] or self.prefix_tokens:
+            return None
+        blocks = math.prod(self.grid)
+        if self.causal or len(self.grid) == 1:
+            resized = (
+                extend_mixing(values, blocks) if self.causal else resize_mixing(values, values.shape[-1:], self.grid)
+            )
+        else:
+            side = math.isqrt(values.shape[-1])
+            old = (
+                block_grid if block_grid is not None and len(block_grid) == len(self.grid) else (side,) * len(self.grid)
+            )
+            if math.prod(old) != values.shape[-1]:
+                return None
+            resized = resize_mixing(values, old, self.grid)
+        return _for_heads(resized, self.weight)
 
     def matrix(self) -> Tensor:
         """See :class:`MixingCoefficients`."""
@@ -208,6 +240,17 @@ class ExponentialCoefficients(MixingCoefficients):
         self.grid = None if self.grid is None else tuple(block_grid)
         self.blocks = math.prod(block_grid)
 
+    def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
+        """See :meth:`MixingCoefficients.carried`; decays stay the same over a whole axis."""
+        own = self.amplitude if name == "amplitude" else self.decay
+        axes = own.dim() - self.amplitude.dim()
+        if values.shape[values.dim() - 1 - axes] != own.shape[own.dim() - 1 - axes]:
+            return None
+        if name == "decay" and self.grid is not None and block_grid is not None and len(block_grid) == len(self.grid):
+            values = values * values.new_tensor([a / b for a, b in zip(block_grid, self.grid, strict=True)])
+        fitted = _for_heads(values, own)
+        return fitted if fitted is not None and fitted.shape == own.shape else None
+
     def _rescaled(self, block_grid: tuple[int, ...]) -> Tensor:
         """Decays of a step between blocks that are larger or smaller than those learned."""
         old = (self.blocks,) if self.grid is None else self.grid
@@ -227,6 +270,15 @@ class ExponentialCoefficients(MixingCoefficients):
     def extend(self, blocks: int) -> None:
         """See :class:`MixingCoefficients`; only the size of :meth:`matrix` changes."""
         self.blocks = blocks
+
+
+def _for_heads(values: Tensor, own: Tensor) -> Tensor | None:
+    """Coefficients shared by the heads for each of them, those of each head averaged for all; None for other numbers."""
+    if values.dim() < own.dim():
+        return values.expand(own.shape[0], *values.shape).clone()
+    if values.dim() > own.dim():
+        return values.mean(0)
+    return values if values.dim() < 3 or len(values) == len(own) else None
 
 
 def clip_mixing(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from lightning import Callback, LightningModule
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
 from lightning_mhla.callbacks.finite import FiniteWatch
@@ -22,14 +23,15 @@ from lightning_mhla.callbacks.recovery import Recovery
 from lightning_mhla.callbacks.seeding import StepSeed
 from lightning_mhla.callbacks.stalls import StallWatch
 from lightning_mhla.checkpoint_io import WholeCheckpointIO
+from lightning_mhla.hyperparameters import LoggedApart, plain
 from lightning_mhla.mixing import MixingCoefficients
-from lightning_mhla.optim import OptimizerConfig, build_optimizer
+from lightning_mhla.optim import Asked, OptimizerConfig, build_optimizer, parameter_groups, take_over
 from lightning_mhla.strategies import LIVE, SEQUENCE, load_weights, shards_weights
 
 log = logging.getLogger(__name__)
 
 
-class TrainingModule(LightningModule):
+class TrainingModule(LoggedApart, LightningModule):
     """A network and how it is trained; a domain sets ``self.network`` and implements the steps.
 
     Args:
@@ -38,7 +40,10 @@ class TrainingModule(LightningModule):
             ``state_dict`` use; null for none.
     """
 
+    logged_as = "model"
     network: nn.Module
+    agrees_with_data: ClassVar[tuple[str, ...]] = ()
+    """Hyperparameters that data of the same name must share."""
     shares_sequences: ClassVar[bool] = False
     """Whether its steps know :attr:`sequence_group`."""
     output_names: tuple[str, ...] = ("head",)
@@ -50,6 +55,32 @@ class TrainingModule(LightningModule):
             raise ValueError(f"ema_decay={ema_decay} must lie between 0 and 1, or be null for no average")
         self.optimizer_config = optimizer
         self.ema_decay = ema_decay
+        self._asked: Asked | None = None
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate; Lightning's LearningRateFinder reads and sets it."""
+        return self.optimizer_config.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.optimizer_config = replace(self.optimizer_config, lr=value)
+
+    def setup(self, stage: str) -> None:
+        """Refuse data of another size than the model's.
+
+        Raises:
+            ValueError: naming both values.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        theirs: dict[str, Any] = {} if data is None else dict(data.hparams)
+        for name in self.agrees_with_data:
+            ours = self.hparams.get(name)
+            if name in theirs and ours is not None and theirs[name] != ours:
+                raise ValueError(
+                    f"the model has {name}={ours}, the data {name}={theirs[name]}; give both the same "
+                    f"(--model.init_args.{name}, --data.init_args.{name})"
+                )
 
     def layers(self) -> list[nn.Module]:
         """The repeated blocks of the network, first to last: what is sharded, and what layer decay counts."""
@@ -62,6 +93,8 @@ class TrainingModule(LightningModule):
         """
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = WholeCheckpointIO()
+        if self.trainer.state.fn == "predict":
+            return self.prediction_callbacks()
         if self.trainer.state.fn != "fit":
             return []
         average = [] if self.ema_decay is None else [ExponentialMovingAverage(self.ema_decay)]
@@ -70,6 +103,10 @@ class TrainingModule(LightningModule):
         if self.trainer.checkpoint_callbacks:  # checkpoints are not switched off
             guards.append(Recovery)
         return [StepSeed(), *average, *(guard() for guard in guards if guard not in given)]
+
+    def prediction_callbacks(self) -> list[Callback]:
+        """What writes predictions."""
+        return []
 
     def configure_model(self) -> None:
         """Shard the network block by block, under a strategy that made a device mesh (FSDP2).
@@ -110,15 +147,23 @@ class TrainingModule(LightningModule):
         steps = float(self.trainer.estimated_stepping_batches)
         batches = self.trainer.num_training_batches
         per_epoch = batches / self.trainer.accumulate_grad_batches if math.isfinite(batches) else 1.0
-        optimizer, schedule = build_optimizer(
+        optimizer, schedule, self._asked = build_optimizer(
             self.network, self.optimizer_config, steps, per_epoch, self._layer_names()
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
 
     def log_loss(self, loss: Tensor, batch_size: int) -> Tensor:
-        """Log the training loss of ``batch_size`` samples and hand it on."""
-        self.log("train/loss", loss, prog_bar=True, batch_size=batch_size)
+        """Log the training loss of ``batch_size`` samples, the mean over the processes, and hand it on."""
+        self.log("train/loss", loss, prog_bar=True, batch_size=batch_size, sync_dist=self.sequence_group is None)
         return loss
+
+    def on_train_start(self) -> None:
+        """Obey the optimiser options of this start where a checkpoint brought those of an earlier one."""
+        schedules: Any = self.lr_schedulers()
+        optimizers: Any = self.optimizers(use_pl_optimizer=False)
+        if self._asked is not None and self.trainer.global_step and isinstance(schedules, LambdaLR):
+            for change in take_over(optimizers, schedules, self._asked, self.trainer.global_step):
+                log.info("resumed with another optimiser: %s", change)
 
     def _layer_names(self) -> Iterable[Iterable[str]]:
         if self.optimizer_config.layer_decay == 1:
@@ -150,6 +195,8 @@ class TrainingModule(LightningModule):
                     f"{ours.get(key)!r}; set --model.init_args.attention.{key}={theirs.get(key)}, or train from the start"
                 )
         fitting = self._trainer is not None and self._trainer.state.fn == "fit"
+        if fitting:
+            self._report_changes(checkpoint)
         if fitting and self.ema_decay is None and LIVE in checkpoint:
             log.warning(
                 "the checkpoint keeps a weight average, which this run does not: it goes on from the live weights"
@@ -157,6 +204,8 @@ class TrainingModule(LightningModule):
             checkpoint["state_dict"] = checkpoint[LIVE]
             if shards_weights(self.trainer):  # their strategy has loaded the average by now
                 load_weights(self, checkpoint[LIVE])
+        if fitting:
+            self._check_groups(checkpoint)
         state = self.state_dict()
         wrong = [
             f"{name} is {list(tensor.shape)}, here {list(state[name].shape)}"
@@ -167,4 +216,32 @@ class TrainingModule(LightningModule):
             raise ValueError(
                 f"the checkpoint is of a model of other sizes: {'; '.join(wrong[:3])} ({len(wrong)} tensors in all). "
                 "Leave the model options out to take those that the checkpoint remembers"
+            )
+
+    def _report_changes(self, checkpoint: dict[str, Any]) -> None:
+        """Say which options of model and data are not those that the checkpoint was trained with."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
+        ours = {"model": self.hparams, "data": {} if data is None else data.hparams}
+        theirs = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}
+        for part, key in theirs.items():
+            before, now = plain(checkpoint.get(key) or {}), plain(dict(ours[part]))
+            for name in sorted(before.keys() & now.keys()):
+                if name[0] != "_" and before[name] != now[name]:
+                    log.info("resumed with another option: %s.%s %s -> %s", part, name, before[name], now[name])
+
+    def _check_groups(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse an optimiser state of other parameter groups.
+
+        Raises:
+            ValueError: naming the numbers.
+        """
+        states = checkpoint.get("optimizer_states") or []
+        if not states or not isinstance(states[0], dict):
+            return
+        groups = parameter_groups(self.network, self.optimizer_config, self._layer_names())
+        ours, theirs = ([len(g["params"]) for g in each] for each in (groups, states[0].get("param_groups", [])))
+        if ours != theirs:
+            raise ValueError(
+                f"the checkpoint's optimiser has groups of {theirs} parameters, this run's of {ours}: what is trained, or "
+                "layer_decay, is not the same. Set it back, or start a new run from the weights (--model.init_args.pretrained)"
             )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +15,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mhla.mixing import MixingCoefficients, clip_mixing
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,12 @@ def parameter_groups(
     """
     mixing = {id(p) for m in model.modules() if isinstance(m, MixingCoefficients) for p in m.parameters()}
     prefixes = [tuple(names) for names in layers]
-    groups: dict[tuple[str, float], dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         depth = next((i for i, each in enumerate(prefixes) if name.startswith(each)), len(prefixes))
+        layer = f"-layer{depth}" if config.layer_decay != 1 else ""
         lr = config.lr * config.layer_decay ** (len(prefixes) - depth)
         kind = "decay"
         if id(parameter) in mixing:
@@ -78,25 +83,116 @@ def parameter_groups(
             kind = "no_decay"
         decay = config.weight_decay if kind == "decay" else 0.0
         group = groups.setdefault(
-            (kind, lr), {"params": [], "lr": lr, "weight_decay": decay, "name": f"{kind}-{lr:.3g}"}
+            f"{kind}{layer}", {"params": [], "lr": lr, "weight_decay": decay, "name": f"{kind}{layer}"}
         )
         group["params"].append(parameter)
     return list(groups.values())
 
 
-def lr_factor(config: OptimizerConfig, steps: float, warmup: int) -> Callable[[int], float]:
-    """Factor on the learning rate at each optimiser step, of ``steps`` in all."""
+class Schedule:
+    """Factor on the learning rate at each optimiser step: a linear warm-up, then cosine or constant.
 
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        if config.schedule == "constant":
+    A checkpoint keeps its numbers (``LambdaLR`` saves the attributes of a callable object).
+
+    Args:
+        config: see :class:`OptimizerConfig`.
+        steps: of the whole run.
+        warmup: steps of the warm-up.
+
+    Attributes:
+        start: step at which the cosine begins, after the warm-up.
+        top: factor that it begins with.
+    """
+
+    def __init__(self, config: OptimizerConfig, steps: float, warmup: int) -> None:
+        self.kind, self.steps, self.warmup = str(config.schedule), steps, warmup
+        self.floor = config.min_lr / config.lr if config.lr else 0.0
+        self.start, self.top = warmup, 1.0
+
+    def __call__(self, step: int) -> float:
+        """The factor at ``step``."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.kind == "constant":
             return 1.0
-        share = min(1.0, (step - warmup) / max(1.0, steps - warmup))
-        floor = config.min_lr / config.lr if config.lr else 0.0
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share))
+        share = min(1.0, (step - self.start) / max(1.0, self.steps - self.start))
+        return self.floor + (self.top - self.floor) * 0.5 * (1 + math.cos(math.pi * share))
 
-    return factor
+    def follow(self, asked: Schedule, step: int) -> list[str]:
+        """Go over to another schedule after ``step`` steps, without a jump: a cosine begins where this one stands.
+
+        Returns:
+            What changed, in words.
+
+        Raises:
+            ValueError: when what is left of the run would train at a learning rate of zero.
+        """
+        names = ("kind", "steps", "warmup", "floor")
+        changed = {name: (getattr(self, name), getattr(asked, name)) for name in names}
+        changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
+        if not changed:
+            return []
+        now = self(step)
+        for name, (_, wanted) in changed.items():
+            setattr(self, name, wanted)
+        if step < self.warmup:
+            self.start, self.top = self.warmup, 1.0
+        else:
+            self.start, self.top = step, max(now, self.floor)
+        if self.kind == "cosine" and self.top == 0 and self.steps > step:
+            raise ValueError(
+                f"the run ended at a learning rate of 0, and {self.steps - step:.0f} more steps would train nothing: give a "
+                "floor (--model.init_args.optimizer.min_lr), or start a new run from its weights (--model.init_args.pretrained)"
+            )
+        words = {"kind": "schedule", "steps": "end of the schedule", "warmup": "warm-up steps", "floor": "min_lr / lr"}
+        return [f"{words[name]} {_number(old)} -> {_number(new)}" for name, (old, new) in changed.items()]
+
+
+def _number(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, int | float) else str(value)
+
+
+def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int) -> list[str]:
+    """Bring a restored optimiser and schedule to what the run asks for now; what did not change keeps its bits.
+
+    Args:
+        optimizer: with the options and learning rates of its checkpoint.
+        schedule: likewise.
+        asked: what :func:`build_optimizer` made of the present configuration.
+        step: optimiser steps done.
+
+    Returns:
+        What changed, in words.
+
+    Raises:
+        ValueError: see :meth:`Schedule.follow`.
+    """
+    changed = schedule.lr_lambdas[0].follow(asked.schedule, step)  # one object serves all groups
+    for index, (group, wanted) in enumerate(zip(optimizer.param_groups, asked.groups, strict=True)):
+        for name, value in wanted.items():
+            before = group[name]
+            if tuple(before) != tuple(value) if name == "betas" else before != value:
+                changed.append(f"{name} of {group['name']} {before} -> {value}")
+                group[name] = value
+        schedule.base_lrs[index] = group["initial_lr"]
+        if changed:
+            group["lr"] = group["initial_lr"] * schedule.lr_lambdas[index](schedule.last_epoch)
+    if changed:
+        schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+    return changed
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run asks of its optimiser, before a checkpoint brings what an earlier start asked.
+
+    Attributes:
+        groups: options of each parameter group.
+        schedule: of the learning rate.
+    """
+
+    groups: list[dict[str, Any]]
+    schedule: Schedule
 
 
 def build_optimizer(
@@ -105,7 +201,7 @@ def build_optimizer(
     steps: float,
     steps_per_epoch: float,
     layers: Iterable[Iterable[str]] = (),
-) -> tuple[Optimizer, LambdaLR]:
+) -> tuple[Optimizer, LambdaLR, Asked]:
     """AdamW over the groups of ``model`` and its schedule; mixing coefficients are clipped right after each step.
 
     Args:
@@ -114,6 +210,9 @@ def build_optimizer(
         steps: optimiser steps of the whole run.
         steps_per_epoch: optimiser steps of an epoch, for ``warmup_epochs``.
         layers: see :func:`parameter_groups`.
+
+    Returns:
+        Optimiser, schedule, and what they were asked for, which a resume compares with what a checkpoint brings.
 
     Raises:
         ValueError: for a cosine over a run without an end.
@@ -128,4 +227,12 @@ def build_optimizer(
 
     optimizer.register_step_post_hook(clip)
     warmup = config.warmup_steps or round(config.warmup_epochs * steps_per_epoch)
-    return optimizer, LambdaLR(optimizer, lr_factor(config, steps, warmup))
+    if warmup >= steps:
+        log.warning(
+            "the warm-up of %d steps is longer than the run of %d: the learning rate never gets to lr", warmup, steps
+        )
+    factor = Schedule(config, steps, warmup)
+    schedule = LambdaLR(optimizer, [factor] * len(optimizer.param_groups))
+    names = ("initial_lr", "weight_decay", "betas", "eps")
+    groups = [{name: group[name] for name in names} for group in optimizer.param_groups]
+    return optimizer, schedule, Asked(groups, copy.copy(factor))

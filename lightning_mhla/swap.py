@@ -93,6 +93,8 @@ class TokenGrid:
         fitted = tuple(min(count, length) for count, length in zip(blocks, self.shape, strict=True))
         key = (self.shape, fitted)
         if key not in self.layouts:
+            if fitted != tuple(blocks):
+                log.warning("block_grid %s has more blocks than %s tokens: %s are used", blocks, self.shape, fitted)
             self.layouts[key] = BlockLayout(self.shape, fitted)
         return self.layouts[key]
 
@@ -288,6 +290,7 @@ def swap_attention(
     if SAVED in model.config:
         raise ValueError("the model's attention is swapped already; load it again to swap it otherwise")
     kinds = kinds_of_layers(attention, len(hosts), layers, layer_kinds)
+    check_supported(model, {index: host for index, host in enumerate(hosts) if kinds[index] != KEEP})
     configs = {
         index: replace(attention, kind=kind, rotary=hasattr(model, "rope"))
         for index, kind in enumerate(kinds)

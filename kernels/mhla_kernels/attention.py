@@ -15,7 +15,7 @@ from torch import Tensor
 from mhla_kernels import reference
 from mhla_kernels.backend import Backend, Form, check_form_and_backend, choose_backend
 from mhla_kernels.blocks import count_blocks, is_dynamic, make_partition, on_device, token_blocks
-from mhla_kernels.checks import Mixing, Problem, check_block_size, check_problem, repeat_heads
+from mhla_kernels.checks import Mixing, Problem, check_block_size, check_devices, check_problem, repeat_heads
 from mhla_kernels.chunked import chunked, make_mixer
 from mhla_kernels.cost import cheapest_form
 from mhla_kernels.exponential import ExponentialMixing
@@ -92,6 +92,7 @@ def mhla_attention(
     problem = check_problem(
         q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
     )
+    check_devices(q, k, v, mixing, key_mask)
     fused = choose_backend(backend, q, k, v, form) == "triton"
     if q.numel() == 0 or v.numel() == 0:
         return _nothing(q, k, v, mixing)
@@ -150,6 +151,7 @@ def attention_matrix(
     problem = check_problem(
         q, k, k, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
     )
+    check_devices(q, k, k, mixing, key_mask)
     k, _ = repeat_heads(q, k, k)
     with without_autocast(q.device.type):
         q, k, _, mixing = _prepare(q, k, k, mixing, problem, feature_map, key_mask)

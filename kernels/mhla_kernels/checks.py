@@ -153,6 +153,21 @@ def _index(value: Any) -> int | None:
         return None
 
 
+def check_devices(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing, key_mask: Tensor | None = None) -> None:
+    """Refuse tensors of several devices; what is computed with one on the meta device would be left without values.
+
+    Raises:
+        ValueError: naming the tensor and its device.
+    """
+    learned = (
+        {"mixing": mixing} if isinstance(mixing, Tensor) else {"amplitude": mixing.amplitude, "decay": mixing.decay}
+    )
+    for name, x in {"k": k, "v": v, **learned, "key_mask": key_mask}.items():
+        if x is not None and x.device != q.device:
+            hint = "; it was never given values (to_empty and load_state_dict do)" if x.is_meta else ""
+            raise ValueError(f"{name} is on {str(x.device)!r}, but q is on {str(q.device)!r}{hint}")
+
+
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values for every query head: of H heads in Hkv groups, head h takes key head ``h // (H / Hkv)``."""
     repeats = q.shape[2] // max(1, k.shape[2])

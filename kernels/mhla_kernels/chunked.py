@@ -54,10 +54,9 @@ class Mixer:
 
 def make_mixer(mixing: Tensor | ExponentialMixing, blocks: BlockPartition) -> Mixer:
     """The mixer for a partition. Packed rows whose bounds the CPU does not know get one masked matrix for all of them."""
-    if isinstance(mixing, ExponentialMixing) and not is_dynamic(blocks.blocks):
-        if blocks.local is None or blocks.sequences is not None:
-            return Mixer(mixing, mixing.amplitude.sum(-1, keepdim=True), blocks.sequences)
     if isinstance(mixing, ExponentialMixing):
+        if not is_dynamic(blocks.blocks) and (blocks.local is None or blocks.sequences is not None):
+            return Mixer(mixing, mixing.amplitude.sum(-1, keepdim=True), blocks.sequences)
         mixing = mixing.dense(blocks.blocks if mixing.grid is None else None)
     if blocks.local is not None and blocks.sequences is not None:
         return Mixer(mixing, mixing.diagonal(dim1=-2, dim2=-1)[..., blocks.local], blocks.sequences)

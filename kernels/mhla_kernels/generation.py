@@ -16,7 +16,15 @@ from torch.nn import functional as F
 from mhla_kernels.attention import mhla_attention, without_autocast
 from mhla_kernels.backend import Backend, Form, check_form_and_backend
 from mhla_kernels.blocks import BlockPartition, on_device
-from mhla_kernels.checks import Mixing, Problem, check_block_size, check_problem, mixing_size, repeat_heads
+from mhla_kernels.checks import (
+    Mixing,
+    Problem,
+    check_block_size,
+    check_devices,
+    check_problem,
+    mixing_size,
+    repeat_heads,
+)
 from mhla_kernels.chunked import Mixer, chunked
 from mhla_kernels.exponential import ExponentialMixing
 from mhla_kernels.features import FeatureMap, map_features
@@ -204,6 +212,7 @@ def _check(
     if len(before) != q.shape[0]:
         raise ValueError(f"the state is of {len(before)} rows, but q has B={q.shape[0]}")
     problem = check_problem(q, k, v, mixing, block_size, None, True, normalize, scale, eps, feature_map, None, None)
+    check_devices(q, k, v, mixing)
     size = mixing_size(mixing)
     longest = max((b + c for b, c in zip(before, counts, strict=True) if c), default=0)
     if size is not None and longest > size * block_size:

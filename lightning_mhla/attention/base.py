@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mhla.attention.lepe import LocalPositionalEncoding, hide_rows
-from lightning_mhla.layout import BlockLayout
+from lightning_mhla.layout import BlockLayout, LayoutTables
 from lightning_mhla.positions import Rotary, rotary_angles, sequence_positions
 from lightning_mhla.sequence import SequenceShare
 
@@ -23,6 +23,13 @@ OUTPUT_NORM_EPS = 1e-6
 
 OPEN_GATE = 1.2784645427610738
 """Bias at which SiLU is 1."""
+
+CHOICES = {
+    "mixing": ("dense", "exponential"),
+    "mixing_init": ("locality", "uniform"),
+    "feature_map": get_args(FeatureMap),
+}
+"""Options of :class:`AttentionConfig` that are one of a few words."""
 
 
 @dataclass
@@ -70,6 +77,17 @@ class AttentionConfig:
             close = get_close_matches(str(self.kind), Attention.kinds, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"attention kind {self.kind!r} is not one of {sorted(Attention.kinds)}{hint}")
+        for name, allowed in CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                close = get_close_matches(str(value), allowed, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}")
+        if self.mixing_terms < 1:
+            raise ValueError(f"mixing_terms={self.mixing_terms} must be positive")
+        for name in ("block_grid", "block_size"):
+            value = getattr(self, name)
+            if value is not None and min(value if isinstance(value, Sequence) else [value]) < 1:
+                raise ValueError(f"{name}={value} must be positive")
         if self.block_grid is not None and self.block_size is not None:
             raise ValueError("give block_grid or block_size, not both")
         if self.lepe < 0 or (self.lepe and self.lepe % 2 == 0):
@@ -94,7 +112,7 @@ class Projections(NamedTuple):
     merge: Callable[[Tensor], Tensor]
 
 
-class Attention(nn.Module):
+class Attention(LayoutTables):
     """Self-attention over the tokens of a layout: projections, an operator, and the modules around it.
 
     A kind derives from this class, gives its name (``class Mine(Attention, kind="mine")``) and implements
@@ -186,6 +204,10 @@ class Attention(nn.Module):
             self.inverse = layout.inverse.to(device) if moves else None
             if self.lepe is not None:
                 self.lepe.fit(layout, device)
+
+    def tables(self) -> dict[str, Tensor]:
+        """See :class:`LayoutTables`."""
+        return {"order": self.layout.order, "inverse": self.layout.inverse}
 
     def attend(
         self,

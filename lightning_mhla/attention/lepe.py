@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mhla.layout import BlockLayout
+from lightning_mhla.layout import BlockLayout, LayoutTables
 
 
-class LocalPositionalEncoding(nn.Module):
+class LocalPositionalEncoding(LayoutTables):
     """Depthwise convolution of the values over the token grid (``lepe``; the paper calls it CPE).
 
     Takes and gives tokens in block order; the grid is put together through a precomputed index. Prefix tokens, which
@@ -31,8 +31,13 @@ class LocalPositionalEncoding(nn.Module):
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
         """See :meth:`Attention.fit`."""
         self.layout = layout
-        self.to_grid = layout.inverse[layout.prefix_tokens :].to(device)
-        self.from_grid = (layout.order[layout.prefix_tokens :] - layout.prefix_tokens).to(device)
+        for name, values in self.tables().items():
+            setattr(self, name, values.to(device))
+
+    def tables(self) -> dict[str, Tensor]:
+        """See :class:`LayoutTables`."""
+        prefix = self.layout.prefix_tokens
+        return {"to_grid": self.layout.inverse[prefix:], "from_grid": self.layout.order[prefix:] - prefix}
 
     def forward(self, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """``[B, N, channels]`` to the same shape; tokens that ``key_mask`` ``[B, N]`` hides count as zeros."""

@@ -20,6 +20,9 @@ from lightning_mhla.processes import Agreement
 
 log = logging.getLogger(__name__)
 
+ROW = "row_to_log"
+"""Entry of a checkpoint: metrics of its last step, and the step's number, which the loggers did not have yet."""
+
 GO_ON = 75
 """Exit status of a run that a signal stopped and that the same command goes on with: EX_TEMPFAIL of sysexits.h."""
 
@@ -67,6 +70,8 @@ class Recovery(Checkpoint):
         self._active = False
         self._due = self._stopping = False
         self._before: dict[signal.Signals, Any] = {}
+        self._row_is_due = False
+        self._row: dict[str, Any] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Listen for signals from here on."""
@@ -101,12 +106,37 @@ class Recovery(Checkpoint):
         self._folder = (own if trainer.loggers else checkpoint_folder(trainer)) / RECOVERY
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
         if trainer.global_step:
-            _drop_later_points(trainer)
+            self._log_again(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Leave before the step that follows a save, when what was logged of the last one is written."""
         if self.leaving:
             raise RunStopped
+        self._row_is_due = True
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The row of the last step is with the loggers by now."""
+        self._row_is_due = False
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Likewise."""
+        self._row_is_due = False
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the log as new as any checkpoint: flush what the loggers hold, and save the row that they do not have yet.
+
+        Lightning hands the row of a step over when all callbacks, and so all checkpoints, are done with the step.
+        """
+        connector = trainer._logger_connector
+        if self._row_is_due and connector.should_update_logs:
+            row = {name: float(value) for name, value in connector.metrics["log"].items()}
+            checkpoint[ROW] = {"step": trainer.fit_loop.epoch_loop._batches_that_stepped, "metrics": row}
+        for logger in trainer.loggers:
+            logger.save()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take back the row that was not logged yet."""
+        self._row = checkpoint.get(ROW)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Agree on whether to save or to stop, and do it unless validation or the end of the epoch comes first."""
@@ -129,6 +159,17 @@ class Recovery(Checkpoint):
         """Likewise; and save the state at the end of training, from which a longer run goes on."""
         if self._due or (_is_over(trainer) and trainer.global_step > self._saved_step):
             self._save(trainer)
+
+    def _log_again(self, trainer: Trainer) -> None:
+        """Log the row that the checkpoint kept; have TensorBoard show it and later points once, as this start writes them."""
+        row = self._row or {"step": trainer.global_step, "metrics": {}}
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                start = Event(step=row["step"], session_log=SessionLog(status=1))
+                logger.experiment.file_writer.add_event(start)
+            if row["metrics"]:
+                logger.log_metrics(row["metrics"], row["step"])
+        self._row = None
 
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.global_step == self._saved_step:
@@ -182,11 +223,3 @@ def _is_over(trainer: Trainer) -> bool:
     epochs = trainer.max_epochs
     last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
     return last_epoch or _is_last_step(trainer) or trainer.should_stop
-
-
-def _drop_later_points(trainer: Trainer) -> None:
-    """Have TensorBoard show the points after the checkpoint once, those that this run writes."""
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-            start = Event(step=trainer.global_step, session_log=SessionLog(status=1))
-            logger.experiment.file_writer.add_event(start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 from lightning_mhla.data.shards import ShardReader
 from lightning_mhla.data.source import BrokenSampleError
 from lightning_mhla.untrusted import BROKEN, reason
+
+log = logging.getLogger(__name__)
 
 EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -121,9 +124,14 @@ class FolderImages:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``image`` as the transform gives it, and ``index`` into ``paths``."""
+        """``image`` as the transform gives it, ``index`` into ``paths``, and whether it is ``broken``: black, with a warning."""
         path = self.paths[index]
-        return {"image": self.transform(decode_image(path.read_bytes(), str(path), self.mode)), "index": index}
+        try:
+            image, broken = decode_image(path.read_bytes(), str(path), self.mode), False
+        except BrokenSampleError as error:
+            log.warning("skipped: %s", error)
+            image, broken = Image.new(self.mode, (64, 64)), True
+        return {"image": self.transform(image), "index": index, "broken": broken}
 
 
 def image_files(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from lightning import LightningDataModule, Trainer
 from lightning_mhla.data.loader import Progress, ResumableLoader
 from lightning_mhla.data.shards import ShardReader, find_shards
 from lightning_mhla.data.source import SampleSource
+from lightning_mhla.hyperparameters import LoggedApart
 
 
 class ShardSets:
@@ -53,7 +54,7 @@ def process_share(trainer: Trainer | None) -> tuple[int, int]:
     return share.get("rank", 0), share.get("num_replicas", 1)
 
 
-class ResumableDataModule(LightningDataModule):
+class ResumableDataModule(LoggedApart, LightningDataModule):
     """Training, validation, test and prediction data of one domain; a domain implements :meth:`source`.
 
     Args:
@@ -64,6 +65,8 @@ class ResumableDataModule(LightningDataModule):
         max_skipped: broken training samples that one process skips, with a warning each, before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
     """
+
+    logged_as = "data"
 
     def __init__(
         self,

@@ -6,9 +6,11 @@ checkpoint given by ``--ckpt_path`` remembers of its model and data.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import traceback
@@ -18,16 +20,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace
+from lightning import Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from rich.logging import RichHandler
 
 from lightning_mhla.callbacks.recovery import RunStopped
-from lightning_mhla.checkpoint_io import find_checkpoints, read_header
+from lightning_mhla.checkpoint_io import RECOVERY, find_checkpoints, read_header
 from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.runs import RunFolder
 from lightning_mhla.sharded import is_sharded
-from mhla_tasks.config_errors import Source, find_unknown_key, read_sources, shorten
+from mhla_tasks.config_errors import Source, find_repeated_option, find_unknown_key, read_sources, shorten
 from mhla_tasks.trust import allow_imports, check_config, refusal
+
+log = logging.getLogger(__name__)
 
 OWN = ("mhla_kernels", "lightning_mhla", "mhla_tasks")
 EXPECTED = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
@@ -56,7 +62,7 @@ class SuiteCLI(LightningCLI):
             "--run_dir",
             type=str | None,
             default=None,
-            help="Folder of the run: logs and checkpoints go there, and it goes on from the newest whole checkpoint in it. "
+            help="Folder of the run: logs and checkpoints go there, and a run resumes from the furthest whole checkpoint in it. "
             "Without --config it takes the configuration that it was started with.",
         )
         parser.add_argument(
@@ -70,7 +76,7 @@ class SuiteCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Check the keys, take over what a checkpoint remembers as defaults, then parse."""
         words = sys.argv[1:] if args is None else list(args) if isinstance(args, Sequence) else []
-        words = with_config_of_run(words)
+        words = with_folder_of_logger(with_config_of_run(words))
         if args is None:
             sys.argv[1:] = words  # other processes of the run are started with it
         else:
@@ -90,9 +96,10 @@ class SuiteCLI(LightningCLI):
             if any(problems):
                 chosen.error(next(problem for problem in problems if problem))
             options = [action.dest for action in chosen._actions]
-            unknown = find_unknown_key(sources, [*options, "print_config"])
-            if unknown:
-                chosen.error(unknown)
+            problem = find_unknown_key(sources, [*options, "print_config"]) or find_repeated_option(words)
+            if problem:
+                chosen.error(problem)
+            self._sources = sources
             for source in sources:
                 if isinstance(checkpoint := source.values.get("ckpt_path"), str):
                     try:
@@ -103,14 +110,40 @@ class SuiteCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Settle in the run's folder; leave weights to start from alone where a checkpoint brings others."""
-        options = self.config[self.subcommand]
+        options, subcommand = self.config[self.subcommand], str(self.subcommand)
+        agree(options, self._sources)
         if options.run_dir is not None:
-            self._run = settle(options, str(self.subcommand))
-            if self.subcommand != "fit":
-                self.save_config_callback = None  # the folder keeps the configuration that the run was started with
+            self._run = settle(options, subcommand)
+        if subcommand != "fit":
+            self.save_config_callback = None  # the folder keeps the configuration that the run was started with
+            own = [each for each in self._sources if options.run_dir is None or each.origin.startswith("-")]
+            write_beside_checkpoint(options, subcommand, own)
         start = options.get("model", {}).get("init_args", {})
         if options.get("ckpt_path") and "pretrained" in start:
             start["pretrained"] = None
+        if subcommand == "predict" and not options.get("ckpt_path") and not start.get("pretrained"):
+            raise ValueError(
+                "predict has no weights and would draw noise: name them with --ckpt_path=FILE, --run_dir=FOLDER or "
+                "--model.init_args.pretrained"
+            )
+        if options.trainer.logger is False:
+            leave_out_monitors(options.trainer)
+
+    def instantiate_trainer(self, **options: Any) -> Trainer:
+        """See LightningCLI; with a progress bar that knows runs without a number of epochs."""
+        given = self._get(self.config_init, "trainer")
+        bars = [each for each in given.callbacks or [] if isinstance(each, ProgressBar)]
+        if not bars and given.enable_progress_bar in (None, True) and not given.barebones:
+            self.trainer_defaults = {**self.trainer_defaults, "callbacks": [EpochBar()]}
+        return super().instantiate_trainer(**options)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except Exception:
+            if subcommand == "fit" and self.config[subcommand].run_dir is None:
+                remove_unused(self.trainer)
+            raise
 
     def _parse_ckpt_path(self) -> None:
         """Nothing here: :meth:`parse_arguments` has made the checkpoint's memory the weakest source."""
@@ -130,8 +163,17 @@ def with_config_of_run(words: list[str]) -> list[str]:
     return [words[0], f"--config={kept}", *words[1:]] if kept.is_file() else words
 
 
+def with_folder_of_logger(words: list[str]) -> list[str]:
+    """The command line, with a folder for a logger that is named by its class alone."""
+    named = [word for word in words if re.fullmatch(r"--trainer\.logger=[\w.]*(CSV|TensorBoard)Logger", word)]
+    if not named or any(word.startswith("--trainer.logger.") for word in words):
+        return words
+    place = words.index(named[-1]) + 1
+    return [*words[:place], "--trainer.logger.save_dir=runs", *words[place:]]
+
+
 def settle(options: Any, subcommand: str) -> RunFolder | None:
-    """Point a command at the folder of a run: its files go there, and it starts from the newest checkpoint in it.
+    """Point a command at the folder of a run: its files go there, and it resumes from the furthest checkpoint in it.
 
     Args:
         options: of the command, changed in place.
@@ -149,7 +191,8 @@ def settle(options: Any, subcommand: str) -> RunFolder | None:
         options.trainer.logger = [
             Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=Namespace(own))
         ]
-    for logger in options.trainer.logger or []:
+    loggers = options.trainer.logger or []
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
         if logger.class_path.rsplit(".", 1)[-1] in ("TensorBoardLogger", "CSVLogger"):
             logger.init_args.update(Namespace(own))
             if folder.taken and logger.class_path.endswith("CSVLogger"):
@@ -157,6 +200,98 @@ def settle(options: Any, subcommand: str) -> RunFolder | None:
     if folder.has_checkpoints():
         options.ckpt_path = str(path)
     return folder
+
+
+def write_beside_checkpoint(options: Any, subcommand: str, sources: Sequence[Source]) -> None:
+    """Have predictions go into a folder of their checkpoint's run, ``predict``, ``predict-2`` and so on, unless told otherwise.
+
+    Args:
+        options: of the command, changed in place.
+        subcommand: which of validate, test and predict it is; only the last one writes.
+        sources: what the user said.
+    """
+    said = {name for source in sources for name in _mapping(source.values.get("trainer"))}
+    checkpoint = options.get("ckpt_path")
+    if not checkpoint or said & {"logger", "default_root_dir"} or not Path(checkpoint).exists():
+        return
+    folder = Path(checkpoint)
+    if folder.is_file() or is_sharded(folder):
+        folder = next((each for each in folder.parents if each.name not in ("checkpoints", RECOVERY)), folder.parent)
+    if subcommand == "predict":
+        names = (f"predict-{number}" if number > 1 else "predict" for number in itertools.count(1))
+        folder = next(folder / name for name in names if not (folder / name).exists())
+    options.trainer.logger, options.trainer.default_root_dir = False, str(folder)
+
+
+AGREE = ("num_classes", "image_size", "sample_size", "channels", "context")
+"""Options that model and data have under one name, and that mean one thing."""
+
+
+def agree(options: Any, sources: Sequence[Source]) -> None:
+    """Take what is said of model or data for both, where both have the option; the stronger source wins.
+
+    Args:
+        options: of the command, changed in place.
+        sources: what the user said, the weakest first; all words of the command line are equally strong.
+
+    Raises:
+        ValueError: when one source says two things.
+    """
+    parts = {part: options.get(part, {}).get("init_args", {}) for part in ("model", "data")}
+    files = [source for source in sources if not source.origin.startswith("-")]
+    for name in AGREE:
+        values = {part: given[name] for part, given in parts.items() if name in given}
+        if len(values) < 2 or values["model"] == values["data"]:
+            continue
+        rank = {}
+        for part in parts:
+            said = [
+                len(files) if source.origin.startswith("-") else files.index(source)
+                for source in sources
+                if name in _arguments(source.values.get(part))
+            ]
+            rank[part] = max(said, default=-1)
+        if name == "context" and min(rank.values()) >= 0 and values["data"] < values["model"]:
+            continue  # shorter samples will do
+        if rank["model"] == rank["data"]:
+            raise ValueError(
+                f"model.init_args.{name}={values['model']} and data.init_args.{name}={values['data']} must be equal; "
+                "give one of them, and it is taken for both"
+            )
+        stronger, weaker = sorted(rank, key=lambda part: rank[part], reverse=True)
+        parts[weaker][name] = values[stronger]
+        log.info("%s.init_args.%s=%s is taken for the %s too", stronger, name, values[stronger], weaker)
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    """What a source says of a class's arguments; short forms (``--data.batch_size=8``) included."""
+    options = _mapping(value)
+    return {**options, **_mapping(options.get("init_args"))}
+
+
+def leave_out_monitors(trainer: Any) -> None:
+    """Without a logger there is nothing that a LearningRateMonitor could write to; Lightning would stop."""
+    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else []
+    kept = [each for each in callbacks if not each.class_path.endswith("LearningRateMonitor")]
+    if len(kept) < len(callbacks):
+        log.info("LearningRateMonitor is left out: there is no logger")
+        trainer.callbacks = kept
+
+
+def remove_unused(trainer: Trainer) -> None:
+    """Remove the numbered log folder of a fit that ended before its first step, so that failures use up no number."""
+    folder = Path(trainer.log_dir or "")
+    fresh = trainer.is_global_zero and not trainer.global_step and re.fullmatch(r"version_\d+", folder.name)
+    if fresh and folder.is_dir() and not any(folder.rglob("*.ckpt")):
+        shutil.rmtree(folder)
+
+
+class EpochBar(RichProgressBar):
+    """A progress bar that leaves out the number of epochs where only the number of steps is known."""
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        limit = self.trainer.max_epochs
+        return f"Epoch {current_epoch}" if limit in (None, -1) else super()._get_train_description(current_epoch)
 
 
 def _inside(source: Source, subcommand: str) -> Source:
@@ -241,7 +376,7 @@ def main(args: ArgsType = None) -> None:
             parser_class=ShortErrorParser,
             save_config_kwargs={"overwrite": True},
             auto_configure_optimizers=False,
-            trainer_defaults={"default_root_dir": "runs"},
+            trainer_defaults={"default_root_dir": "runs", "enable_model_summary": False},  # Forecast says what it needs
             args=args,
         )
     except RunStopped:

@@ -110,6 +110,27 @@ def find_unknown_key(sources: Sequence[Source], options: Collection[str]) -> str
     return None
 
 
+def find_repeated_option(arguments: Sequence[str]) -> str | None:
+    """A message for the first data option with several values, or None.
+
+    A shell that expands the braces of ``--data.init_args.train=train-{0000..0002}.tar`` gives the option three times; the
+    last value alone would count, and two thirds of the data be lost.
+    """
+    given: dict[str, list[str]] = {}
+    for word in arguments:
+        key, equals, value = word.partition("=")
+        if equals and key.startswith("--data.") and not key.endswith("+"):
+            given.setdefault(key, []).append(value)
+    for key, values in given.items():
+        if len(set(values)) > 1:
+            return (
+                f"{key} is given {len(values)} times: {', '.join(values[:3])}{' ..' if len(values) > 3 else ''}. Quote braces, so "
+                f"that the shell leaves them alone ({key}='shards/train-{{0000..0099}}.tar'), or give a list: "
+                f"'{key}=[{','.join(values[:2])}]'"
+            )
+    return None
+
+
 def _message(origin: str, path: str, valid: Collection[str], owner: str) -> str:
     leaf = path.rsplit(".", 1)[-1]
     close = get_close_matches(leaf, sorted(valid), 1, 0.5)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import ImageOps
 from timm.data import create_transform
 from torch import Tensor
 from torchvision.transforms import v2
@@ -129,7 +130,7 @@ class ImageNetShards(ResumableDataModule):
     def _transform(self, train: bool) -> Any:
         if not train:
             return create_transform(self.image_size, crop_pct=self.crop_share, interpolation="bicubic")
-        return create_transform(
+        transform = create_transform(
             self.image_size,
             is_training=True,
             auto_augment=self.augment.auto_augment,
@@ -139,6 +140,16 @@ class ImageNetShards(ResumableDataModule):
             hflip=self.augment.horizontal_flip,
             interpolation=self.augment.interpolation,
         )
+        for step in transform.transforms:
+            for operation in getattr(step, "ops", ()):
+                if operation.name.startswith("Posterize"):
+                    operation.aug_fn = _posterize
+        return transform
+
+
+def _posterize(image: Any, bits: int, **_: Any) -> Any:
+    """Keep so many bits of each colour, at least one: timm also asks for none, which Pillow refuses from version 13 on."""
+    return image if bits >= 8 else ImageOps.posterize(image, max(1, bits))
 
 
 def _predict_folder(folder: str | None) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Literal
 
 import torch
+from huggingface_hub import PyTorchModelHubMixin
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,8 +40,16 @@ class ConvStem(nn.Module):
         return self.layers(images).flatten(2).transpose(1, 2)
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="lightning-mhla",
+    coders={AttentionConfig: (asdict, lambda options: AttentionConfig(**options))},
+):
     """Image to class scores, without a class token: the mean of all tokens goes to the head (as in the paper).
+
+    ``save_pretrained(folder)`` and ``VisionTransformer.from_pretrained(folder)`` keep and load it: safetensors and
+    ``config.json``.
 
     Args:
         image_size: side of the square image, in pixels.
@@ -81,10 +91,16 @@ class VisionTransformer(nn.Module):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
         width, layers, number = model_shape(SIZES, size, dim, depth, heads)
         side = image_size if pad_to is None else pad_to
         if side < image_size or (side - image_size) % 2:
             raise ValueError(f"pad_to={pad_to} must exceed image_size={image_size} by an even number of pixels")
+        if (side - image_size) // 2 > patch_size:
+            raise ValueError(
+                f"pad_to={pad_to} puts more than a patch of {patch_size} pixels around images of image_size={image_size}: it "
+                "was meant for larger images; give another pad_to, or null"
+            )
         if side % patch_size:
             raise ValueError(f"patch_size={patch_size} does not divide the image's side of {side} pixels")
         self.image_size, self.border = image_size, (side - image_size) // 2

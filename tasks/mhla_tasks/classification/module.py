@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning import Callback
@@ -17,6 +17,7 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.hyperparameters import keep_plain
 from lightning_mhla.module import TrainingModule
 from lightning_mhla.optim import OptimizerConfig
+from lightning_mhla.pretrained import adopt, read_pretrained
 from mhla_tasks.classification.model import Size, VisionTransformer
 from mhla_tasks.classification.predict import PredictionTable
 
@@ -62,10 +63,13 @@ class ImageClassifier(TrainingModule):
         mixup: mixing of images and labels.
         optimizer: AdamW and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
-        class_names: names of the classes for predictions; null for numbers.
+        class_names: names of the classes for predictions; null for those of the data, or numbers.
+        pretrained: weights to start from, of a run, a checkpoint or an exported folder, at any resolution and for any
+            classes; not read where --ckpt_path brings weights.
     """
 
     network: VisionTransformer
+    agrees_with_data = ("image_size", "num_classes", "channels")
 
     def __init__(
         self,
@@ -88,15 +92,17 @@ class ImageClassifier(TrainingModule):
         optimizer: OptimizerConfig = OptimizerConfig(),
         ema_decay: float | None = None,
         class_names: list[str] | None = None,
+        pretrained: str | None = None,
     ) -> None:
         attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
         mixup = MixupConfig(**mixup) if isinstance(mixup, dict) else mixup
         optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
         super().__init__(optimizer, ema_decay)
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
+        self.num_classes = num_classes
         self.class_names = class_names or [str(number) for number in range(num_classes)]
         self.label_smoothing = label_smoothing
         self.network = VisionTransformer(
@@ -129,14 +135,41 @@ class ImageClassifier(TrainingModule):
         )
         self.val_metrics, self.test_metrics = _metrics(num_classes), _metrics(num_classes)
 
+        self._pretrained = pretrained
+
     def layers(self) -> list[nn.Module]:
         """See :meth:`TrainingModule.layers`."""
         return list(self.network.backbone.blocks)
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Also the table of predictions."""
-        predicting = self.trainer.state.fn == "predict"
-        return [PredictionTable(self.class_names)] if predicting else super().configure_callbacks()
+    def configure_model(self) -> None:
+        """Take over weights to start from; then see :meth:`TrainingModule.configure_model`."""
+        if self._pretrained is not None:
+            source = read_pretrained(self._pretrained)
+            adopt(self.network, source, self._pretrained, heads=("head.",), positions=("position",))
+            self._pretrained = None
+        super().configure_model()
+
+    def prediction_callbacks(self) -> list[Callback]:
+        """See :meth:`TrainingModule.prediction_callbacks`."""
+        return [PredictionTable()]
+
+    def setup(self, stage: str) -> None:
+        """See :meth:`TrainingModule.setup`; names of the classes are the data's, unless they are given."""
+        super().setup(stage)
+        names = getattr(self.trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
+        if stage == "fit" and self.hparams["class_names"] is None and names and len(names) == self.num_classes:
+            self.class_names = list(names)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the names of the classes."""
+        checkpoint["class_names"] = self.class_names
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """See :meth:`TrainingModule.on_load_checkpoint`; also take the names of the classes back."""
+        super().on_load_checkpoint(checkpoint)
+        names = checkpoint.get("class_names")
+        if self.hparams["class_names"] is None and isinstance(names, list) and len(names) == self.num_classes:
+            self.class_names = [str(name) for name in names]
 
     def forward(self, images: Tensor) -> Tensor:
         """Class scores ``[B, num_classes]`` of images ``[B, channels, image_size, image_size]``."""
@@ -168,7 +201,8 @@ class ImageClassifier(TrainingModule):
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Class probabilities and indices of the images that count."""
         probabilities = self(batch["image"]).softmax(-1)
-        return {"probability": probabilities[batch["valid"]], "index": batch["index"][batch["valid"]]}
+        kept = batch["valid"] & ~batch["broken"] if "broken" in batch else batch["valid"]
+        return {"probability": probabilities[kept], "index": batch["index"][kept]}
 
     def _evaluate(self, batch: dict[str, Tensor], stage: Stage) -> None:
         scores = self(batch["image"])

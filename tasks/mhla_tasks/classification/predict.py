@@ -18,14 +18,11 @@ log = logging.getLogger(__name__)
 class PredictionTable(Callback):
     """Writes ``predictions.csv`` into the log folder: path, predicted class, and the probability of every class.
 
-    Rows are in the order of the images, each image once, on any number of processes.
-
-    Args:
-        class_names: heads of the probability columns.
+    Rows are in the order of the images, each image once, on any number of processes. Images that cannot be decoded have a row
+    without a class.
     """
 
-    def __init__(self, class_names: list[str]) -> None:
-        self.class_names = class_names
+    def __init__(self) -> None:
         self._rows: list[tuple[int, list[float]]] = []
 
     def on_predict_batch_end(
@@ -43,11 +40,19 @@ class PredictionTable(Callback):
         loader = trainer.predict_dataloaders
         assert loader is not None
         paths: list[Path] = loader.source.paths
+        names: list[str] = pl_module.class_names  # type: ignore[assignment]
+        probabilities = dict(rows)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="") as stream:
             writer = csv.writer(stream)
-            writer.writerow(["path", "predicted", *self.class_names])
-            for index, probability in sorted(rows):
-                best = self.class_names[max(range(len(probability)), key=probability.__getitem__)]
-                writer.writerow([paths[index], best, *(f"{p:.6f}" for p in probability)])
+            writer.writerow(["path", "predicted", *names])
+            for index, image in enumerate(paths):
+                probability = probabilities.get(index)
+                if probability is None:
+                    writer.writerow([image, "", *("" for _ in names)])
+                    continue
+                best = names[max(range(len(probability)), key=probability.__getitem__)]
+                writer.writerow([image, best, *(f"{p:.6f}" for p in probability)])
         log.info("%d predictions written to %s", len(rows), path)
+        if len(rows) < len(paths):
+            log.warning("%d images could not be decoded, see above; their rows are empty", len(paths) - len(rows))

@@ -7,11 +7,11 @@ new attention has starts without effect: ``lepe`` adds nothing, the gate is 1; m
 from __future__ import annotations
 
 import argparse
-import logging
 import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,10 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_mhla.attention import Attention
+from lightning_mhla.pretrained import Pretrained, adopt, read_trained
 from lightning_mhla.untrusted import BROKEN, read_json, reason
 from mhla_tasks.diffusion.model import DiT
-
-log = logging.getLogger(__name__)
 
 BLOCKS = r"^(?:transformer_)?blocks\.(\d+)\."
 
@@ -116,11 +115,6 @@ def read_state(path: str) -> dict[str, Tensor]:
                 content = torch.load(path, weights_only=True, map_location="cpu")
             if not isinstance(content, dict):
                 raise ValueError(f"{path} holds a {type(content).__name__}, no weights by name")
-            if "pytorch-lightning_version" in content:
-                raise ValueError(
-                    f"{path} is a checkpoint of training; make a folder of it first: "
-                    f"python -m mhla_tasks.diffusion.checkpoint {path} FOLDER"
-                )
             weights = content.get("ema", content)
             if not isinstance(weights, dict) or not all(isinstance(each, Tensor) for each in weights.values()):
                 raise ValueError(f"{path} holds something else than weights by name")
@@ -153,33 +147,23 @@ def _read_diffusers(path: str) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
+def _options(path: str) -> dict[str, Any]:
+    """Options of an exported DiT, for the blocks that its coefficients are for."""
+    places = (Path(path) / name for name in ("config.json", "transformer/config.json"))
+    return next((read_json(place) for place in places if place.is_file()), {})
+
+
 def load_pretrained(network: DiT, path: str) -> None:
-    """Start ``network`` from published weights; see the module's description.
+    """Start ``network`` from published weights, or those of a run, a checkpoint or an export; see the module's description.
+
+    Classes may be others (their embedding starts anew), and so may the size of samples (mixing coefficients are resized).
 
     Raises:
         FileNotFoundError: when there is nothing at the path.
-        ValueError: when they are not of a DiT of this size.
+        ValueError: when they are not of a DiT of this width and depth.
     """
-    state = convert_state(read_state(path))
-    own = network.state_dict()
-    wrong = [
-        f"{n} {list(t.shape)} for {list(own[n].shape)}"
-        for n, t in state.items()
-        if n in own and t.shape != own[n].shape
-    ]
-    foreign = sorted(set(state) - set(own))
-    if wrong or foreign:
-        raise ValueError(
-            f"pretrained {path} is a DiT of another shape: {'; '.join([*wrong, *foreign][:3])}; set size, patch_size, "
-            "channels, num_classes and process.learn_sigma as it was trained"
-        )
-    added = [name for name in own if name not in state]
-    expected = ("mixing.", "lepe.", "gate.", "norm.")
-    missing = [name for name in added if not name.split(".attn.")[-1].startswith(expected) or ".attn." not in name]
-    if missing:
-        raise ValueError(f"pretrained {path} lacks {', '.join(missing[:3])} ({len(missing)} tensors)")
+    source = read_trained(path) or Pretrained(convert_state(read_state(path)), _options(path))
     for module in network.modules():
         if isinstance(module, Attention):
             module.open_gate()  # weights of a gate, if there are any, are loaded over it
-    network.load_state_dict(state, strict=False)
-    log.info("started from %s: %d tensors loaded, %d new ones of the attention", path, len(state), len(added))
+    adopt(network, source, path, heads=("label.",))

@@ -55,6 +55,8 @@ class ClassToImage(TrainingModule):
 
     network: DiT
 
+    agrees_with_data = ("num_classes",)
+
     def __init__(
         self,
         attention: AttentionConfig,
@@ -121,9 +123,9 @@ class ClassToImage(TrainingModule):
             self._pretrained = None
         super().configure_model()
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Also the writer of samples."""
-        return [SampleWriter(self.output)] if self.trainer.state.fn == "predict" else super().configure_callbacks()
+    def prediction_callbacks(self) -> list[Callback]:
+        """See :meth:`TrainingModule.prediction_callbacks`."""
+        return [SampleWriter(self.output)]
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """What the network predicts; see :meth:`DiT.forward`."""

@@ -29,7 +29,7 @@ def main() -> None:
     default = GenerationOptions()
     parser.add_argument("model", help="checkpoint, exported folder, or name on the hub")
     parser.add_argument("prompt", nargs="?", help="what is continued")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="at most (default: 256)")
+    parser.add_argument("--max-new-tokens", type=int, help="at most (default: 256, or as many as the model reaches to)")
     parser.add_argument("--temperature", type=float, default=default.temperature, help="0 for the likeliest token")
     parser.add_argument("--top-k", type=int, default=default.top_k, help="0 for all tokens")
     parser.add_argument("--top-p", type=float, default=default.top_p)
@@ -39,10 +39,14 @@ def main() -> None:
     set_seed(args.seed)
     try:
         model, tokenizer = load_model(args.model)
-        options = GenerationOptions(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
         model = model.to(args.device)
         for prompt in _prompts(args.prompt):
             tokens = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(args.device)
+            count = args.max_new_tokens
+            if count is None:
+                limit = model.backbone.max_tokens
+                count = 256 if limit is None else max(1, min(256, limit - tokens["input_ids"].shape[1]))
+            options = GenerationOptions(count, args.temperature, args.top_k, args.top_p)
             model.generate(
                 **tokens, **options.for_generate(), streamer=TextStreamer(tokenizer, skip_special_tokens=True)
             )

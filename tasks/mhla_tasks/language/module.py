@@ -16,6 +16,7 @@ from lightning_mhla.attention import attention_per_layer
 from lightning_mhla.hyperparameters import keep_plain
 from lightning_mhla.module import TrainingModule
 from lightning_mhla.optim import OptimizerConfig
+from lightning_mhla.pretrained import adopt, read_pretrained
 from lightning_mhla.sequence import SequenceShare
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
 from mhla_tasks.language.model import MHLAForCausalLM
@@ -83,6 +84,8 @@ class LanguageModel(TrainingModule):
         optimizer: AdamW and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
         generation: how predict continues prompts.
+        pretrained: weights to start from, of a run, a checkpoint or an exported folder, with any context and vocabulary; not
+            read where --ckpt_path brings weights.
     """
 
     network: MHLAForCausalLM
@@ -107,12 +110,14 @@ class LanguageModel(TrainingModule):
         optimizer: OptimizerConfig = OptimizerConfig(),
         ema_decay: float | None = None,
         generation: GenerationOptions = GenerationOptions(),
+        pretrained: str | None = None,
     ) -> None:
         optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
         generation = GenerationOptions(**generation) if isinstance(generation, dict) else generation
         super().__init__(optimizer, ema_decay)
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
+        self._pretrained = pretrained
         self.generation = generation
         self.context = context
         self.network = MHLAForCausalLM(
@@ -141,16 +146,30 @@ class LanguageModel(TrainingModule):
         """See :meth:`TrainingModule.layers`."""
         return list(self.network.backbone.blocks)
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Also the file of continuations."""
-        return [ContinuationFile()] if self.trainer.state.fn == "predict" else super().configure_callbacks()
+    def configure_model(self) -> None:
+        """Take over weights to start from; then see :meth:`TrainingModule.configure_model`."""
+        if self._pretrained is not None:
+            adopt(self.network, read_pretrained(self._pretrained), self._pretrained, heads=("head.", "embedding."))
+            self._pretrained = None
+        super().configure_model()
+
+    def prediction_callbacks(self) -> list[Callback]:
+        """See :meth:`TrainingModule.prediction_callbacks`."""
+        return [ContinuationFile()]
 
     def setup(self, stage: str) -> None:
         """Take over the data's tokenizer.
 
         Raises:
-            ValueError: when it does not fit the model.
+            ValueError: when it does not fit the model, or samples are longer than its context.
         """
+        super().setup(stage)
+        context = getattr(self.trainer.datamodule, "context", None)  # type: ignore[attr-defined]
+        if context is not None and context > self.network.config.context:
+            raise ValueError(
+                f"samples of {context} tokens (--data.init_args.context) for a model of {self.network.config.context} "
+                "(--model.init_args.context); give both the same"
+            )
         if stage != "predict":  # a checkpoint brings its own, and the data may not be here
             self._use_tokenizer_of_data()
 

@@ -34,8 +34,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.sharded import is_sharded, load_whole
-from lightning_mhla.swap import KEEP, is_swapped
+from lightning_mhla.mixing import DenseMixing
+from lightning_mhla.pretrained import Pretrained, read_trained
+from lightning_mhla.swap import KEEP, SAVED, is_swapped
 from lightning_mhla.untrusted import BROKEN, read_json, reason
 from mhla_tasks.video.model import TransformerConfig, build_transformer
 
@@ -88,13 +89,13 @@ def read_weights(path: str) -> dict[str, Tensor]:
     """
     place = Path(path)
     try:
-        if place.is_file():
+        if (trained := read_trained(path)) is not None:
+            state = trained.weights
+        elif place.is_file():
             state = load_file(path) if place.suffix == ".safetensors" else _read_pickle(place)
         elif swapped := [each for each in (place, place / "transformer") if is_swapped(each)]:
             files = sorted(swapped[0].glob("*.safetensors"))
             state = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        elif is_sharded(place):
-            state = load_whole(place)["state_dict"]
         else:
             return _read_diffusers(path)
     except (ValueError, FileNotFoundError):
@@ -142,8 +143,14 @@ def load_weights(model: WanTransformer3DModel, path: str) -> None:
         FileNotFoundError: when there is nothing at the path.
         ValueError: when they are of a model of another shape, or with other attention.
     """
-    own = model.state_dict()
+    own, blocks = model.state_dict(), _blocks_of(path)
     state = {_inside_adapter(name, own): tensor for name, tensor in read_weights(path).items()}
+    resized = _carry_mixing(model, state, own)
+    mixing = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, DenseMixing)}
+    resized = [name for name in mixing if name in state and blocks not in (None, mixing[name].grid)]
+    for name in resized:
+        carried = mixing[name].carried("weight", state[name], blocks)
+        state[name] = state[name] if carried is None else carried
     wrong = [
         f"{n} {list(t.shape)} for {list(own[n].shape)}"
         for n, t in state.items()
@@ -160,7 +167,17 @@ def load_weights(model: WanTransformer3DModel, path: str) -> None:
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing[:3])} ({len(missing)} tensors)")
     model.load_state_dict(state, strict=False)
-    log.info("started from %s: %d tensors loaded, %d new ones", path, len(state), len(added))
+    taken = len(state) - len(resized)
+    log.info("started from %s: %d tensors taken, %d resized, %d made anew", path, taken, len(resized), len(added))
+
+
+def _blocks_of(path: str) -> tuple[int, ...] | None:
+    """Blocks along each axis that the mixing coefficients at ``path`` are for; None where it has none, or does not say."""
+    if (trained := read_trained(path)) is not None:
+        return trained.block_grid
+    folder = next((each for each in (Path(path), Path(path) / "transformer") if is_swapped(each)), None)
+    saved: Any = {} if folder is None else read_json(folder / "config.json")[SAVED]
+    return Pretrained({}, saved).block_grid
 
 
 def _inside_adapter(name: str, own: Mapping[str, Tensor]) -> str:

@@ -137,9 +137,9 @@ class VideoDiffusion(TrainingModule):
         self._started = True
         super().configure_model()
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Also the writer of clips."""
-        return [self._writer] if self.trainer.state.fn == "predict" else super().configure_callbacks()
+    def prediction_callbacks(self) -> list[Callback]:
+        """See :meth:`TrainingModule.prediction_callbacks`."""
+        return [self._writer]
 
     def on_fit_start(self) -> None:
         """Load the teacher, if there is one, and the empty caption."""

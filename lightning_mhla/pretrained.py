@@ -1,0 +1,190 @@
+"""Weights to start from: those of a run, a checkpoint or an exported folder, fitted to a model of other sizes.
+
+Positions and mixing coefficients are carried to the new grid, heads of another size start anew, and a report says what was
+taken, resized, made anew and left. Optimiser, averages and progress are not read: that is what a resume does.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mhla.checkpoint_io import WholeCheckpointIO, find_checkpoints
+from lightning_mhla.mixing import MixingCoefficients
+from lightning_mhla.sharded import is_sharded
+from lightning_mhla.untrusted import BROKEN, read_json, reason
+
+log = logging.getLogger(__name__)
+
+ADDED = ("mixing.", "lepe.", "gate.", "norm.")
+"""Parts of an attention layer that another kind of attention does not have; they keep their start where they are missing."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Weights by name, and the options of the model that they are of."""
+
+    weights: dict[str, Tensor]
+    options: dict[str, Any]
+
+    @property
+    def block_grid(self) -> tuple[int, ...] | None:
+        """Blocks along each axis that the mixing coefficients are for, if that is known."""
+        attention = self.options.get("attention")
+        first = attention[0] if isinstance(attention, list) and attention else attention
+        grid = first.get("block_grid") if isinstance(first, dict) else None
+        return tuple(grid) if grid else None
+
+
+def read_trained(path: str | Path) -> Pretrained | None:
+    """The network of a run's folder or a checkpoint (its moving average, where it has one); None for anything else.
+
+    Raises:
+        ValueError: when it cannot be read safely.
+    """
+    place = Path(path)
+    exported = (place / "config.json").is_file() or (place / "model_index.json").is_file()
+    run = place.is_dir() and not exported and (is_sharded(place) or bool(find_checkpoints(place)))
+    if not run and not (place.is_file() and place.suffix == ".ckpt"):
+        return None
+    content = WholeCheckpointIO().load_checkpoint(place)
+    weights = {k.removeprefix("network."): v for k, v in content["state_dict"].items() if k.startswith("network.")}
+    if not weights:
+        raise ValueError(f"{path} holds no network of this suite")
+    return Pretrained(weights, content.get("hyper_parameters") or {})
+
+
+def read_pretrained(path: str | Path) -> Pretrained:
+    """Weights of a run, a checkpoint, or a folder with ``config.json`` and safetensors.
+
+    Raises:
+        FileNotFoundError: when there is nothing of the kind.
+        ValueError: when it cannot be read safely.
+    """
+    if (trained := read_trained(path)) is not None:
+        return trained
+    folder = Path(path)
+    files = sorted(folder.glob("*.safetensors")) if (folder / "config.json").is_file() else []
+    if not files:
+        raise FileNotFoundError(
+            f"pretrained {path} is no folder of a run, no checkpoint (.ckpt) and no exported folder (config.json and "
+            "safetensors)"
+        )
+    try:
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        return Pretrained(weights, read_json(folder / "config.json"))
+    except (SafetensorError, OSError, *BROKEN) as error:
+        raise ValueError(f"pretrained {path} cannot be read safely ({reason(error)})") from error
+
+
+@dataclass
+class Report:
+    """What became of each tensor, by name."""
+
+    taken: list[str] = field(default_factory=list)
+    resized: list[str] = field(default_factory=list)
+    anew: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        words = {"taken": "taken", "resized": "resized", "anew": "made anew", "left": "left"}
+        return "; ".join(f"{len(names)} {words[key]}{_some(names, key)}" for key, names in vars(self).items())
+
+
+def _some(names: Sequence[str], key: str) -> str:
+    if key == "taken" or not names:
+        return ""
+    return f" ({', '.join(names[:3])}{', ..' if len(names) > 3 else ''})"
+
+
+@torch.no_grad()
+def adopt(
+    network: nn.Module,
+    source: Pretrained,
+    path: str,
+    *,
+    heads: Sequence[str] = (),
+    positions: Sequence[str] = (),
+    added: Sequence[str] = ADDED,
+) -> Report:
+    """Give ``network`` the weights of another model of its width and depth, and log what became of each.
+
+    Args:
+        network: changed in place.
+        source: weights and options of the other.
+        path: for messages.
+        heads: how names begin that start anew where their size differs (classes, vocabulary).
+        positions: names of learned positions ``[1, side * side, dim]`` of a square grid.
+        added: how names inside an attention layer begin that may be missing, or left.
+
+    Raises:
+        ValueError: for weights of another width or depth.
+    """
+    own, fitted, report = network.state_dict(), {}, Report()
+    mixing = {name: module for name, module in network.named_modules() if isinstance(module, MixingCoefficients)}
+    wrong = []
+    for name, tensor in source.weights.items():
+        owner, _, leaf = name.rpartition(".")
+        if name not in own:
+            (report.left if _is_added(name, added) or name.startswith(tuple(heads)) else wrong).append(name)
+        elif own[name].shape == tensor.shape and not _moves(mixing.get(owner), source.block_grid):
+            fitted[name] = tensor
+            report.taken.append(name)
+        elif owner in mixing:
+            carried = mixing[owner].carried(leaf, tensor, source.block_grid)
+            (report.anew if carried is None else report.resized).append(name)
+            if carried is not None:
+                fitted[name] = carried
+        elif name in positions:
+            fitted[name] = resize_positions(tensor, own[name].shape[1])
+            report.resized.append(name)
+        elif name.startswith(tuple(heads)):
+            report.anew.append(name)
+        else:
+            wrong.append(f"{name} {list(tensor.shape)} for {list(own[name].shape)}")
+    missing = [name for name in own if name not in source.weights]
+    lacking = [name for name in missing if not _is_added(name, added) and not name.startswith(tuple(heads))]
+    report.anew += [name for name in missing if name not in lacking]
+    if wrong or lacking:
+        parts = [*wrong, *(f"{name} is missing" for name in lacking)]
+        raise ValueError(
+            f"pretrained {path} is of a model of another shape: {'; '.join(parts[:3])} ({len(parts)} tensors in all); set "
+            "width, depth, heads and patches as it was trained"
+        )
+    network.load_state_dict(fitted, strict=False)
+    log.info("started from %s: %s", path, report)
+    return report
+
+
+def _is_added(name: str, added: Sequence[str]) -> bool:
+    return ".attn." in name and name.split(".attn.")[-1].startswith(tuple(added))
+
+
+def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None) -> bool:
+    """Whether coefficients of one size are for other blocks: 2 x 8 and 4 x 4, or exponentials on another grid."""
+    grid = getattr(module, "grid", None)
+    return grid is not None and block_grid is not None and tuple(grid) != block_grid and len(grid) == len(block_grid)
+
+
+def resize_positions(position: Tensor, tokens: int) -> Tensor:
+    """Learned positions ``[1, N, dim]`` of a square grid, interpolated (bicubic) to another one of ``tokens`` tokens.
+
+    Raises:
+        ValueError: when either grid is not square.
+    """
+    old, new = math.isqrt(position.shape[1]), math.isqrt(tokens)
+    if old * old != position.shape[1] or new * new != tokens:
+        raise ValueError(f"positions of {position.shape[1]} tokens cannot be carried to {tokens}: both must be squares")
+    grid = position.float().transpose(1, 2).unflatten(-1, (old, old))
+    grid = F.interpolate(grid, (new, new), mode="bicubic", antialias=new < old, align_corners=False)
+    return grid.flatten(2).transpose(1, 2).to(position.dtype)
