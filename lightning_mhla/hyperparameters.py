@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from lightning.pytorch.core.mixins import HyperparametersMixin
+from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 
 
 def keep_plain(module: Any) -> None:

@@ -167,7 +167,8 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int)
     Raises:
         ValueError: see :meth:`Schedule.follow`.
     """
-    changed = schedule.lr_lambdas[0].follow(asked.schedule, step)  # one object serves all groups
+    factor: Any = schedule.lr_lambdas[0]  # one object serves all groups
+    changed = factor.follow(asked.schedule, step)
     for index, (group, wanted) in enumerate(zip(optimizer.param_groups, asked.groups, strict=True)):
         for name, value in wanted.items():
             before = group[name]

@@ -132,7 +132,7 @@ def adopt(
     """
     own, fitted, report = network.state_dict(), {}, Report()
     mixing = {name: module for name, module in network.named_modules() if isinstance(module, MixingCoefficients)}
-    wrong = []
+    wrong: list[str] = []
     for name, tensor in source.weights.items():
         owner, _, leaf = name.rpartition(".")
         if name not in own:

@@ -82,6 +82,7 @@ def check_problem(
         blocks = len(offsets) - 1
         _check_mixing_size(mixing, blocks, causal, tokens, block_size, q)
     else:
+        assert block_size is not None
         block_size = check_block_size(block_size)
         blocks = (tokens + block_size - 1) // block_size
         if cu_seqlens is None:

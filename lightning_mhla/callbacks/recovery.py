@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from lightning_mhla.callbacks.folder import checkpoint_folder, run_folder
@@ -118,10 +120,6 @@ class Recovery(Checkpoint):
         """The row of the last step is with the loggers by now."""
         self._row_is_due = False
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Likewise."""
-        self._row_is_due = False
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the log as new as any checkpoint: flush what the loggers hold, and save the row that they do not have yet.
 
@@ -157,6 +155,7 @@ class Recovery(Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Likewise; and save the state at the end of training, from which a longer run goes on."""
+        self._row_is_due = False
         if self._due or (_is_over(trainer) and trainer.global_step > self._saved_step):
             self._save(trainer)
 
@@ -167,7 +166,7 @@ class Recovery(Checkpoint):
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 start = Event(step=row["step"], session_log=SessionLog(status=1))
                 logger.experiment.file_writer.add_event(start)
-            if row["metrics"]:
+            if row["metrics"] and not (isinstance(logger, CSVLogger) and _has_row(logger, row)):
                 logger.log_metrics(row["metrics"], row["step"])
         self._row = None
 
@@ -213,6 +212,16 @@ class Recovery(Checkpoint):
         elif not self.leaving:  # Lightning puts handlers back that it found, this one too, when the run is over
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _has_row(logger: CSVLogger, row: dict[str, Any]) -> bool:
+    """Whether the table of an earlier start in the same folder holds the row: that start ended by itself."""
+    for path in Path(logger.log_dir).glob("metrics*.csv"):
+        with path.open(newline="") as stream:
+            for line in csv.DictReader(stream):
+                if line.get("step") == str(row["step"]) and any(line.get(name) for name in row["metrics"]):
+                    return True
+    return False
 
 
 def _is_last_step(trainer: Trainer) -> bool:

@@ -124,7 +124,7 @@ class FolderImages:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``image`` as the transform gives it, ``index`` into ``paths``, and whether it is ``broken``: black, with a warning."""
+        """``image`` as the transform gives it, ``index`` into ``paths``, and ``broken``: a black image, after a warning."""
         path = self.paths[index]
         try:
             image, broken = decode_image(path.read_bytes(), str(path), self.mode), False

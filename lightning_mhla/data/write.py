@@ -77,14 +77,18 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
 def check_manifest(path: Path, manifest: dict[str, Any]) -> None:
     """Write down what the shards of a prefix hold, or compare it with what an earlier call wrote down.
 
+    A call that failed before its first shard was complete leaves nothing to compare with.
+
     Raises:
         ValueError: when they differ, so that shards of two lists would be mixed.
     """
-    if path.exists() and (before := read_json(path)) != manifest:
+    prefix = path.name.removesuffix("manifest.json")
+    begun = any(shard.stem.removeprefix(prefix).isdigit() for shard in path.parent.glob(f"{prefix}*.tar"))
+    if begun and path.exists() and (before := read_json(path)) != manifest:
         differing = ", ".join(key for key in manifest if before.get(key) != manifest[key]) or "other entries"
         raise ValueError(
             f"{path.parent} holds shards of another list of samples or made otherwise ({path.name}: {differing}); choose "
             "another folder or prefix, or delete them"
         )
-    if not path.exists():
+    if not (begun and path.exists()):
         write_whole(path, json.dumps(manifest) + "\n")

@@ -62,7 +62,7 @@ class SuiteCLI(LightningCLI):
             "--run_dir",
             type=str | None,
             default=None,
-            help="Folder of the run: logs and checkpoints go there, and a run resumes from the furthest whole checkpoint in it. "
+            help="Folder of the run: logs and checkpoints go there, and fit resumes from the furthest whole checkpoint in it. "
             "Without --config it takes the configuration that it was started with.",
         )
         parser.add_argument(
@@ -348,7 +348,8 @@ def _is_deliberate(error: BaseException) -> bool:
     frames = list(traceback.walk_tb(error.__traceback__))
     if isinstance(error, BrokenSampleError):  # raised again by torch when a worker process read the sample
         return True
-    raised_in = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+    scope = frames[-1][0].f_globals if frames else {}
+    raised_in = str(scope.get("__package__") or scope.get("__name__", ""))  # run as a module, its name is __main__
     return isinstance(error, EXPECTED) and raised_in.split(".")[0] in OWN
 
 

@@ -124,8 +124,8 @@ def find_repeated_option(arguments: Sequence[str]) -> str | None:
     for key, values in given.items():
         if len(set(values)) > 1:
             return (
-                f"{key} is given {len(values)} times: {', '.join(values[:3])}{' ..' if len(values) > 3 else ''}. Quote braces, so "
-                f"that the shell leaves them alone ({key}='shards/train-{{0000..0099}}.tar'), or give a list: "
+                f"{key} is given {len(values)} times: {', '.join(values[:3])}{' ..' if len(values) > 3 else ''}. Quote braces, "
+                f"so that the shell leaves them alone ({key}='shards/train-{{0000..0099}}.tar'), or give a list: "
                 f"'{key}=[{','.join(values[:2])}]'"
             )
     return None

@@ -17,7 +17,7 @@ from lightning_mhla.mixing import (
     locality_mixing,
     uniform_mixing,
 )
-from lightning_mhla.optim import OptimizerConfig, build_optimizer, lr_factor, parameter_groups
+from lightning_mhla.optim import OptimizerConfig, Schedule, build_optimizer, parameter_groups
 
 
 def test_locality_follows_the_paper() -> None:
@@ -55,7 +55,7 @@ def test_a_coefficient_at_the_bound_can_grow_again() -> None:
         layer.mixing.weight.diagonal().fill_(7.0)
     layer.mixing.clip_()
     assert (layer.mixing.weight.min(), layer.mixing.weight.max()) == (torch.tensor(LOWER), 1.0)
-    optimizer, _ = build_optimizer(layer, OptimizerConfig(lr=0.1), steps=10, steps_per_epoch=1)
+    optimizer, _, _ = build_optimizer(layer, OptimizerConfig(lr=0.1), steps=10, steps_per_epoch=1)
     layer.mixing.weight.grad = -torch.ones_like(layer.mixing.weight)
     optimizer.step()
     assert (layer.mixing.weight >= 0.09).all(), "a coefficient stuck at its lower bound"
@@ -102,7 +102,7 @@ def test_layer_decay_lowers_the_rate_towards_the_input() -> None:
 
 
 def test_schedule() -> None:
-    factor = lr_factor(OptimizerConfig(lr=1.0, min_lr=0.1), steps=110, warmup=10)
+    factor = Schedule(OptimizerConfig(lr=1.0, min_lr=0.1), steps=110, warmup=10)
     assert [round(factor(step), 3) for step in (0, 9, 10, 60, 110)] == [0.1, 1.0, 1.0, 0.55, 0.1]
     with pytest.raises(ValueError, match="needs an end"):
         build_optimizer(nn.Linear(2, 2), OptimizerConfig(), steps=math.inf, steps_per_epoch=1)

@@ -2,7 +2,7 @@
 
 from mhla_tasks.diffusion.callbacks import GenerationMetrics
 from mhla_tasks.diffusion.data import DigitImages, ImageShards, LatentShards
-from mhla_tasks.diffusion.features import DigitFeatures, FeatureNetwork, InceptionFeatures
+from mhla_tasks.diffusion.features import DigitFeatures, FeatureNetwork, InceptionFeatures, RandomFeatures
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.module import ClassToImage
 from mhla_tasks.diffusion.pipeline import DiTPipeline
@@ -18,4 +18,5 @@ __all__ = [
     "ImageShards",
     "InceptionFeatures",
     "LatentShards",
+    "RandomFeatures",
 ]

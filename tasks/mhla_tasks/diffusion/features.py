@@ -1,10 +1,11 @@
-"""Networks whose features compare generated with real images: Inception-v3, or a small one for the digits."""
+"""Networks whose features compare generated with real images: Inception-v3, a random one, and a small one for the digits."""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,6 +171,46 @@ class DigitFeatures(FeatureNetwork):
             raise ValueError(f"images of {tuple(images.shape[-2:])} pixels; DigitFeatures knows digits of (8, 8)")
         pooled, logits = network(images[:, :1].float() / 255)
         return Features(pooled, None, logits)
+
+
+class RandomFeatures(FeatureNetwork):
+    """A convolutional network with random weights: needs no download, takes images of any size.
+
+    Distances in the features of untrained networks rank samples, and do not depend on what a network was trained for (Naeem
+    et al., arXiv 2002.09797, section 4); they compare with nothing published. Means and standard deviations of the last
+    layer's channels, 512 numbers.
+
+    Args:
+        seed: of the weights, which are the same on every machine.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def network(self) -> nn.Module:
+        """See :meth:`FeatureNetwork.network`."""
+        return _random_network(self.seed)
+
+    def extract(self, network: nn.Module, images: Tensor) -> Features:
+        """See :meth:`FeatureNetwork.extract`; grey images count as coloured ones."""
+        x = images.expand(-1, 3, -1, -1).float() / 127.5 - 1
+        channels = network(x).flatten(2)
+        return Features(torch.cat([channels.mean(-1), channels.std(-1, correction=0)], 1), None, None)
+
+
+@cache
+def _random_network(seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    widths = (3, 32, 64, 128, 256)
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        convolution = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
+        with torch.no_grad():
+            convolution.weight.copy_(
+                torch.randn(convolution.weight.shape, generator=generator) * (2 / (9 * before)) ** 0.5
+            )
+        layers += [convolution, nn.ReLU()]
+    return nn.Sequential(*layers).eval().requires_grad_(False)
 
 
 @cache

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mhla_tasks.diffusion.features import DigitFeatures, FeatureNetwork, InceptionFeatures, fingerprint
+from mhla_tasks.diffusion.features import DigitFeatures, FeatureNetwork, InceptionFeatures, RandomFeatures, fingerprint
 from mhla_tasks.diffusion.fidelity import read_set, score
 
 
@@ -30,13 +30,20 @@ def main() -> None:
     )
     parser.add_argument("samples", help="folder of images, or .npz")
     parser.add_argument("reference", help="folder of images, or .npz")
-    parser.add_argument("--features", choices=("inception", "digits"), default="inception", help="(default: inception)")
+    parser.add_argument(
+        "--features",
+        choices=("inception", "digits", "random"),
+        default="inception",
+        help="network whose features are compared; random needs no download (default: inception)",
+    )
     parser.add_argument("--weights", help="file of torch-fidelity's Inception-v3; downloaded if not given")
     parser.add_argument("--batch-size", type=int, default=64, help="images at once (default: 64)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
-    features: FeatureNetwork = DigitFeatures() if args.features == "digits" else InceptionFeatures(args.weights)
+    networks = {"digits": DigitFeatures, "random": RandomFeatures}
+    chosen = networks.get(args.features)
+    features: FeatureNetwork = InceptionFeatures(args.weights) if chosen is None else chosen()
     device = torch.device(args.device)
     try:
         one, two = (read_set(path, features, device, args.batch_size) for path in (args.samples, args.reference))

@@ -145,7 +145,6 @@ def load_weights(model: WanTransformer3DModel, path: str) -> None:
     """
     own, blocks = model.state_dict(), _blocks_of(path)
     state = {_inside_adapter(name, own): tensor for name, tensor in read_weights(path).items()}
-    resized = _carry_mixing(model, state, own)
     mixing = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, DenseMixing)}
     resized = [name for name in mixing if name in state and blocks not in (None, mixing[name].grid)]
     for name in resized:

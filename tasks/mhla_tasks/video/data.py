@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_mhla.data import BrokenSampleError, ResumableDataModule, SampleSource, ShardReader, ShardSets
-from lightning_mhla.untrusted import reason
+from lightning_mhla.untrusted import read_json, reason
 from mhla_tasks.video.clips import read_clip, to_signed
 from mhla_tasks.video.digits import MovingDigitSamples, every_caption
 from mhla_tasks.video.text import read_prompts
@@ -338,7 +338,8 @@ class VideoLatentShards(ClipData):
     Args:
         train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, or a list of these.
         val: shards to validate on, likewise.
-        text_length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut.
+        text_length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut. null takes the length that
+            the shards were encoded with (their manifest says it).
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
         prompts: what predict draws.
@@ -352,7 +353,7 @@ class VideoLatentShards(ClipData):
         self,
         train: str | list[str],
         val: str | list[str],
-        text_length: int = 512,
+        text_length: int | None = None,
         batch_size: int = 8,
         num_workers: int = 4,
         prompts: PromptRequest = PromptRequest(),
@@ -370,8 +371,18 @@ class VideoLatentShards(ClipData):
             shuffle_window=shuffle_window,
         )
         self.save_hyperparameters(ignore=["prompts"])
-        self.text_length = text_length
+        self._text_length = text_length
         self.shards = ShardSets(train, val, cache_dir)
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of a caption: as given, as the shards' manifest says, or Wan's 512."""
+        if self._text_length is None:
+            shard = self.shards.find("train")[0]
+            manifest = shard.with_name(f"{shard.stem.rpartition('-')[0]}-manifest.json")
+            length = read_json(manifest).get("text_length") if manifest.is_file() else None
+            self._text_length = length if isinstance(length, int) and length > 0 else 512
+        return self._text_length
 
     def prepare_data(self) -> None:
         """See :meth:`ShardSets.prepare`."""

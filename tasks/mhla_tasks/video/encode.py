@@ -69,11 +69,12 @@ def encode_clips(
         BrokenSampleError: when more videos are broken than ``max_skipped``.
     """
     manifest = {"samples": len(source), "per_shard": per_shard, **identity}
+    begun = bool(list(target.glob(f"{prefix}-*.tar")))
     check_manifest(target / f"{prefix}-manifest.json", manifest)
     starts = range(0, len(source), per_shard)
     paths = [target / f"{prefix}-{number:05d}.tar" for number in range(len(starts))]
     empty = empty_caption_file(paths[0])
-    if not empty.exists():
+    if not (begun and empty.exists()):
         aside = empty.with_name(f"{empty.name}.{share[0]}.part")
         aside.write_bytes(array_bytes(captions.tokens("", device).half()))
         aside.replace(empty)
@@ -146,7 +147,7 @@ def main() -> None:
     )
     parser.add_argument("--text-length", type=int, default=512, help="tokens of a caption, at most (default: 512)")
     parser.add_argument(
-        "--text-width", type=int, default=4096, help="of a token's embedding (default: 4096, UMT5-XXL's)"
+        "--text-width", type=int, help="of a token's embedding; an encoder of another width is an error"
     )
     parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
     parser.add_argument("--per-shard", type=int, default=100, help="videos for a shard (default: 100)")

@@ -39,11 +39,17 @@ class CaptionEncoder:
 
     Args:
         config: see :class:`TextConfig`.
-        width: of an embedding.
+        width: of an embedding; None for the encoder's own, whatever it is.
     """
 
-    def __init__(self, config: TextConfig, width: int) -> None:
-        self.config, self.width = config, width
+    def __init__(self, config: TextConfig, width: int | None) -> None:
+        self.config, self._width = config, width
+
+    @property
+    def width(self) -> int:
+        """Width of an embedding."""
+        assert self._width is not None, "the encoder is not loaded yet"
+        return self._width
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CaptionEncoder:
         return self  # the weight average copies the module
@@ -78,7 +84,7 @@ class WordVectors(CaptionEncoder):
 class UMT5Text(CaptionEncoder):
     """Wan's own text encoder, through transformers, loaded when first used."""
 
-    def __init__(self, config: TextConfig, width: int) -> None:
+    def __init__(self, config: TextConfig, width: int | None) -> None:
         super().__init__(config, width)
         self._parts: tuple[Any, Any] | None = None
 
@@ -113,19 +119,28 @@ class UMT5Text(CaptionEncoder):
                     f"text.encoder {path} is no folder and no hub name of a Wan pipeline with tokenizer and text_encoder "
                     f"({reason})"
                 ) from error
-            if model.config.d_model != self.width:
+            if self._width not in (None, model.config.d_model):
                 raise ValueError(
-                    f"text.encoder {path} gives embeddings of width {model.config.d_model}, the transformer takes "
-                    f"{self.width}; set transformer.text_dim"
+                    f"the text encoder {path} gives embeddings of width {model.config.d_model}, not {self._width}; set "
+                    "--model.init_args.transformer.text_dim (in training), --text-width (of the encode command)"
                 )
+            self._width = model.config.d_model
             self._parts = tokenizer, model.eval().requires_grad_(False)
         tokenizer, model = self._parts
         return tokenizer, model.to(device)
 
 
-def make_encoder(config: TextConfig, width: int) -> CaptionEncoder:
-    """The encoder of a configuration, for embeddings of ``width``."""
-    return WordVectors(config, width) if config.encoder is None else UMT5Text(config, width)
+def make_encoder(config: TextConfig, width: int | None) -> CaptionEncoder:
+    """The encoder of a configuration, for embeddings of ``width``, or of its own width if that is None.
+
+    Raises:
+        ValueError: for fixed vectors without a width.
+    """
+    if config.encoder is not None:
+        return UMT5Text(config, width)
+    if width is None:
+        raise ValueError("word vectors need a width; name a text encoder, or give the width")
+    return WordVectors(config, width)
 
 
 def read_prompts(path: str | Path) -> list[tuple[str, str]]:

@@ -1,0 +1,146 @@
+"""Commands of this suite in processes of their own that need no start-up: forked from one that has imported everything.
+
+The parent reads one JSON object a line, ``{"module", "arguments", "folder", "output", "environment", "kill_at"}``, forks a child
+for it, and answers with the child's exit status (``-9`` where it was killed). ``kill_at`` is an optimiser step after which
+the child kills itself with SIGKILL, before anything of the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+PRELOADED = (
+    "mhla_tasks.cli",
+    "mhla_tasks.classification",
+    "mhla_tasks.diffusion.callbacks",
+    "mhla_tasks.language.evaluation",
+    "mhla_tasks.video",
+    "lightning.pytorch.loggers",
+    "lightning.pytorch.callbacks",
+    "transformers.models.auto",
+    "timm.data",
+    "peft",
+)
+
+
+class ForkServer:
+    """One parent process; commands run one after another."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "200"}
+        environment.pop("PL_GLOBAL_SEED", None)
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._lock = threading.Lock()
+
+    def run(
+        self,
+        *arguments: str,
+        module: str = "mhla_tasks.cli",
+        folder: Path | None = None,
+        kill_at: int | None = None,
+        **environment: str,
+    ) -> tuple[int, str]:
+        """Exit status of ``python -m module arguments`` in ``folder``, and what it printed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        output = Path(folder or ".").resolve() / f".output-{os.getpid()}"
+        asked = {
+            "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(output),
+            "environment": environment, "kill_at": kill_at,
+        }  # fmt: skip
+        with self._lock:
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
+            status = int(self._process.stdout.readline())
+        text = output.read_text(errors="replace")
+        output.unlink()
+        return status, text
+
+    def close(self) -> None:
+        """End the parent."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _kill_after(step: int) -> None:
+    """Have this process killed when the optimiser has made so many steps, all callbacks are done and the row is logged."""
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+    advance = _TrainingEpochLoop.on_advance_end
+
+    def wrapped(loop: Any, *arguments: Any) -> None:
+        advance(loop, *arguments)
+        if loop.trainer.global_step >= step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _TrainingEpochLoop.on_advance_end = wrapped  # type: ignore[method-assign]
+
+
+def _child(asked: dict[str, Any]) -> None:
+    stream = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(stream, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(asked["folder"])
+    os.environ.update(asked["environment"])
+    sys.argv = [asked["module"], *asked["arguments"]]
+    import torch
+
+    torch.set_num_threads(1)
+    if asked["kill_at"] is not None:
+        _kill_after(asked["kill_at"])
+    sys.modules.pop(asked["module"], None)
+    status = 1
+    try:
+        runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    """The parent."""
+    import importlib
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _child(asked)
+        _, status = os.waitpid(child, 0)
+        answers.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Every shipped configuration, as it is shipped, from the first command to the exported model, on data made on the spot.
+
+Loggers, callbacks and classes are those of the file. What changes: sizes, and names of remote things (a VAE, a text encoder,
+Inception's weights), which become small local ones of the same kind.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from fork_server import ForkServer
+from mhla_tasks.classification.shards import images_to_shards
+from mhla_tasks.language.tokenizer import train_tokenizer
+from PIL import Image
+from tiny import save_vae
+from wan import save_pipeline, video_file
+
+from lightning_mhla.checkpoint_io import read_header, resolve_checkpoint
+
+ROOT = Path(__file__).parents[2]
+MODELS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name not in ("eval", "trainer"))
+OVERLAYS = sorted((ROOT / "configs/trainer").glob("*.yaml"))
+EXPORTS: dict[str, list[Path]] = {}
+"""Folders that the tests below have exported, by domain."""
+
+WAN = {
+    "num_attention_heads": 2, "attention_head_dim": 24, "in_channels": 4, "out_channels": 4, "text_dim": 16,
+    "freq_dim": 32, "ffn_dim": 64, "num_layers": 3, "rope_max_seq_len": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def world(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small data in every layout that the configurations ask for, made by the commands that the documentation names."""
+    world = tmp_path_factory.mktemp("world")
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 12), ("val", 4)):
+        for label in range(3):
+            folder = world / "images" / part / f"class{label}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = draw.integers(0, 256, (24, 30, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+        images_to_shards(world / "images" / part, world / "shards", part, 10, 0)
+    save_vae(world / "vae")
+    save_pipeline(world / "wan")
+    words = [f"The {kind} river number {n} runs through the town.\n" for n in range(300) for kind in ("old", "new")]
+    train_tokenizer(words, 300).save_pretrained(world / "tokenizer")
+    (world / "texts").mkdir()
+    for number in range(6):
+        (world / "texts" / f"{number}.txt").write_text("".join(words[number * 100 : number * 100 + 100]))
+    (world / "clips").mkdir()
+    for number in range(8):
+        video_file(world / "clips" / f"{number}.mp4", seed=number)
+        (world / "clips" / f"{number}.txt").write_text("a one moving up")
+    (world / "prompts.txt").write_text("The old river\nThe town\n")
+    for part in ("train", "val"):
+        commands = {
+            "mhla_tasks.diffusion.encode": ("images/" + part, "latents", "--vae", "vae", "--image-size", "16"),
+            "mhla_tasks.language.shards": ("tokens", "texts", "--tokenizer", "tokenizer"),
+            "mhla_tasks.video.encode": (
+                "clips", "clip-latents", "--model", "wan", "--frames", "5", "--height", "32", "--width", "48",
+                "--fps", "8", "--text-length", "16",
+            ),
+        }  # fmt: skip
+        for module, arguments in commands.items():
+            status, text = server.run(*arguments, "--prefix", part, module=module, folder=world)
+            assert status == 0, text[-3000:]
+    return world
+
+
+def shrunk(path: Path, world: Path) -> dict[str, Any]:
+    """A shipped configuration with smaller sizes and local names."""
+    config: dict[str, Any] = yaml.safe_load(path.read_text())
+    model, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
+    domain = path.parent.name
+    if "max_steps" in trainer and "val_check_interval" in trainer:
+        trainer |= {"max_steps": 4, "val_check_interval": 2}
+    else:
+        trainer |= {"max_epochs": 2, "limit_train_batches": 2, "check_val_every_n_epoch": 1}
+    trainer |= {"limit_val_batches": 1, "log_every_n_steps": 1, "accelerator": "cpu", "num_sanity_val_steps": 0}
+    data["batch_size"] = 4
+    if "num_workers" in data:
+        data["num_workers"] = 1
+    if domain == "classification":
+        model |= {"depth": 2, "heads": 2, "dim": 16}
+        model.pop("size", None)
+        if data.get("train"):
+            model |= {"num_classes": 3, "image_size": 28, "pad_to": 32, "patch_size": 2}
+            data |= {"train": f"{world}/shards/train-*.tar", "val": f"{world}/shards/val-*.tar", "num_workers": 2}
+    elif domain == "diffusion":
+        model |= {"depth": 2, "heads": 2, "dim": 16}
+        model.pop("size", None)
+        model["sampling"]["steps"] = 3
+        if "pretrained" in model:
+            model["pretrained"] = str(world / "exported/diffusion/dit_s2_256")  # exported before this one's turn
+        if data.get("train"):
+            model |= {"num_classes": 3, "sample_size": 8, "vae": f"{world}/vae"}
+            data |= {"train": f"{world}/latents/train-*.tar", "val": f"{world}/latents/val-*.tar", "sample_size": 8}
+    elif domain == "language":
+        context = 64 if data.get("train") else 32
+        model |= {"vocab_size": 300, "dim": 32, "depth": 2, "mlp_width": 48, "context": context}
+        model |= {name: 8 for name in ("key_width", "value_width") if name in model}
+        model["attention"] |= {"block_size": 8} if "block_size" in model["attention"] else {}
+        model["generation"] = {"max_new_tokens": 4}
+        data["context"] = context
+        if data.get("train"):
+            data |= {"train": f"{world}/tokens/train-*.tar", "val": f"{world}/tokens/val-*.tar"}
+        else:
+            data["vocab_size"] = 300
+    else:
+        small = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 3}
+        model["sampling"] |= {"steps": 2}
+        if data.get("train"):
+            model |= {"transformer": WAN, "pretrained": f"{world}/wan", "vae": f"{world}/wan"}
+            model["text"] |= {"encoder": f"{world}/wan", "length": 16}
+            model["attention"]["block_grid"] = [2, 2, 3]
+            model["sampling"] |= {"frames": 5, "height": 32, "width": 48}
+            data |= {"train": f"{world}/clip-latents/train-*.tar", "val": f"{world}/clip-latents/val-*.tar"}
+            data["prompts"] = {**data.get("prompts", {}), "prompts": ["a one moving up"], "per_prompt": 1}
+        else:
+            model["transformer"] |= small
+            model["sampling"] |= {"frames": 3, "height": 10, "width": 14}
+            data |= {"frames": 3, "height": 10, "width": 14}
+            if "pretrained" in model:
+                model["pretrained"] = str(EXPORTS["video"][0])  # digits_pretrain comes before, as in the README
+                model["attention"]["block_grid"] = [1, 2, 2]
+    for callback in trainer["callbacks"]:
+        options = callback.setdefault("init_args", {})
+        if callback["class_path"].endswith("GenerationMetrics"):
+            options |= {"samples": 6, "batch_size": 4, "every_n_steps": 3}
+            if data.get("train"):
+                options |= {
+                    "reference": f"{world}/images/val",
+                    "features": {"class_path": "mhla_tasks.diffusion.RandomFeatures"},
+                }
+            else:
+                options["features"]["init_args"] = {"epochs": 1}
+        for name in ("every_n_train_steps", "every_n_steps"):
+            if options.get(name) and not callback["class_path"].endswith("GenerationMetrics"):
+                options[name] = 2
+        if "prompts" in options:
+            options["prompts"] = options["prompts"][:1]
+    return config
+
+
+def predict_options(domain: str, world: Path) -> list[str]:
+    return {
+        "classification": [f"--data.init_args.predict_dir={world}/images/val"],
+        "diffusion": ["--data.init_args.samples.classes=[0,2]"],
+        "language": [f"--data.init_args.prompts={world}/prompts.txt", "--model.init_args.generation.max_new_tokens=4"],
+        "video": ["--data.init_args.prompts.prompts=['a one moving up']"],
+    }[domain]
+
+
+def named(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", sorted(MODELS, key=lambda path: "finetune" in path.stem), ids=named)
+def test_a_shipped_configuration_from_fit_to_export(
+    path: Path, world: Path, server: ForkServer, tmp_path: Path
+) -> None:
+    domain = path.parent.name
+    config = tmp_path / path.name
+    config.write_text(yaml.safe_dump(shrunk(path, world)))
+    cache = {"XDG_CACHE_HOME": str(world / "cache"), "HF_HUB_OFFLINE": "1"}
+
+    def run(*arguments: str, **options: Any) -> tuple[int, str]:
+        return server.run(*arguments, folder=tmp_path, **options, **cache)
+
+    fit = ("fit", "--config", str(config), "--run_dir=run")
+    status, text = run(*fit, kill_at=3)
+    assert status == -9, text[-4000:]
+    status, text = run(*fit)
+    assert status == 0, text[-4000:]
+    assert "Restored all states" in text, text[-4000:]
+    assert read_header(resolve_checkpoint(tmp_path / "run"))["global_step"] == 4
+    assert list((tmp_path / "run").glob("events.out.tfevents.*"))
+    assert (tmp_path / "run/checkpoints/learning_curves.png").exists()
+    for command, options in (("validate", ()), ("predict", predict_options(domain, world))):
+        status, text = run(command, "--run_dir=run", *options)
+        assert status == 0, text[-4000:]
+    assert [file for file in (tmp_path / "run/predict").rglob("*") if file.is_file()]
+    exported = world / "exported" / domain / path.stem
+    status, text = run("run", str(exported), module=f"mhla_tasks.{domain}.checkpoint")
+    assert status == 0, text[-4000:]
+    EXPORTS.setdefault(domain, []).append(exported)
+
+
+LOADERS = {
+    "classification": "from mhla_tasks.classification.model import VisionTransformer\nload = VisionTransformer.from_pretrained",
+    "diffusion": "from mhla_tasks.diffusion import DiTPipeline\n"
+    "load = lambda folder: DiTPipeline.from_pretrained(folder)(class_labels=[1], num_inference_steps=2)",
+    "language": "from transformers import AutoModelForCausalLM, AutoTokenizer\ndef load(folder):\n"
+    "    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)\n"
+    "    words = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)('The river', return_tensors='pt')\n"
+    "    return model.generate(words['input_ids'], max_new_tokens=3)",
+    "video": "from diffusers import WanTransformer3DModel\nfrom lightning_mhla import load_swapped\n"
+    "from lightning_mhla.swap import is_swapped\n"
+    "load = lambda folder: (load_swapped if is_swapped(folder) else WanTransformer3DModel.from_pretrained)(folder)",
+}
+
+
+@pytest.mark.parametrize("domain", LOADERS)
+def test_all_exports_load_in_a_new_process(domain: str, tmp_path: Path) -> None:
+    """After the tests above, which export."""
+    folders = [str(folder) for folder in EXPORTS.get(domain, [])]
+    if not folders:
+        pytest.skip("nothing was exported: run the whole file")
+    program = f"import sys\n{LOADERS[domain]}\nfor folder in sys.argv[1:]:\n    assert load(folder) is not None\n"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *folders],
+        capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=named)
+def test_a_shipped_overlay_on_one_process(overlay: Path, world: Path, server: ForkServer, tmp_path: Path) -> None:
+    """Two processes are the matter of other tests; here the file itself."""
+    config = tmp_path / "digits.yaml"
+    config.write_text(yaml.safe_dump(shrunk(ROOT / "configs/classification/digits.yaml", world)))
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+             "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_NTASKS_PER_NODE": "1", "MASTER_PORT": "29517"}  # fmt: skip
+    environment = slurm if overlay.stem == "slurm" else {}
+    options = ["--trainer.accelerator=cpu", "--trainer.devices=1"]
+    fit = ("fit", "--config", str(config), "--config", str(overlay), "--run_dir=run", *options)
+    assert server.run(*fit, folder=tmp_path, kill_at=3, **environment)[0] == -9
+    status, text = server.run(*fit, folder=tmp_path, **environment)
+    assert status == 0, text[-4000:]
+    assert read_header(resolve_checkpoint(tmp_path / "run"))["global_step"] == 4
+
+
+def test_augmentation_of_the_imagenet_recipe_takes_every_image() -> None:
+    """RandAugment asks Pillow for no bits at all, once in some hundred images, and newer ones refuse."""
+    from mhla_tasks.classification import ImageNetShards
+
+    transform = ImageNetShards("a.tar", "b.tar", image_size=32)._transform(train=True)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
+    steps = [step for step in transform.transforms if hasattr(step, "ops")]
+    posterize = [operation for step in steps for operation in step.ops if operation.name.startswith("Posterize")]
+    assert posterize
+    for bits in (0, 1, 8):
+        assert posterize[0].aug_fn(image, bits).size == image.size
+    for _ in range(400):
+        assert transform(image).shape == (3, 32, 32)
