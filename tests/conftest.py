@@ -10,6 +10,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
 import torch
+from fork_server import ForkServer
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # or the workers' threads fight for the cores
@@ -36,3 +37,11 @@ def _poisoned_memory() -> Iterator[None]:
 def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """Commands in processes of their own, without their start-up."""
+    server = ForkServer()
+    yield server
+    server.close()

@@ -2,7 +2,8 @@
 
 The parent reads one JSON object a line, ``{"module", "arguments", "folder", "output", "environment", "kill_at"}``, forks a child
 for it, and answers with the child's exit status (``-9`` where it was killed). ``kill_at`` is an optimiser step after which
-the child kills itself with SIGKILL, before anything of the next one.
+the child kills itself with SIGKILL, before anything of the next one; ``kill_after_save`` one whose first checkpoint from then
+on is the last thing that the child does.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class ForkServer:
         module: str = "mhla_tasks.cli",
         folder: Path | None = None,
         kill_at: int | None = None,
+        kill_after_save: int | None = None,
         **environment: str,
     ) -> tuple[int, str]:
         """Exit status of ``python -m module arguments`` in ``folder``, and what it printed."""
@@ -61,7 +63,7 @@ class ForkServer:
         output = Path(folder or ".").resolve() / f".output-{os.getpid()}"
         asked = {
             "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(output),
-            "environment": environment, "kill_at": kill_at,
+            "environment": environment, "kill_at": kill_at, "kill_after_save": kill_after_save,
         }  # fmt: skip
         with self._lock:
             self._process.stdin.write(json.dumps(asked) + "\n")
@@ -91,6 +93,20 @@ def _kill_after(step: int) -> None:
     _TrainingEpochLoop.on_advance_end = wrapped  # type: ignore[method-assign]
 
 
+def _kill_after_save(step: int) -> None:
+    """Have this process killed when the checkpoint of a step is on the disk, before anything else happens."""
+    from lightning_mhla.checkpoint_io import WholeCheckpointIO
+
+    save = WholeCheckpointIO.save_checkpoint
+
+    def wrapped(io: Any, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        save(io, checkpoint, *arguments, **options)
+        if checkpoint["global_step"] >= step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    WholeCheckpointIO.save_checkpoint = wrapped  # type: ignore[method-assign]
+
+
 def _child(asked: dict[str, Any]) -> None:
     stream = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
@@ -104,6 +120,8 @@ def _child(asked: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     if asked["kill_at"] is not None:
         _kill_after(asked["kill_at"])
+    if asked["kill_after_save"] is not None:
+        _kill_after_save(asked["kill_after_save"])
     sys.modules.pop(asked["module"], None)
     status = 1
     try:
@@ -112,7 +130,7 @@ def _child(asked: dict[str, Any]) -> None:
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
+            sys.stderr.write(f"{stop.code}\n")
     except BaseException:
         import traceback
 

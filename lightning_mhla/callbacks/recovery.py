@@ -13,7 +13,7 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from lightning_mhla.callbacks.folder import checkpoint_folder, run_folder
@@ -166,7 +166,11 @@ class Recovery(Checkpoint):
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 start = Event(step=row["step"], session_log=SessionLog(status=1))
                 logger.experiment.file_writer.add_event(start)
-            if row["metrics"] and not (isinstance(logger, CSVLogger) and _has_row(logger, row)):
+            if (
+                row["metrics"]
+                and _resumes_in(logger, trainer)
+                and not (isinstance(logger, CSVLogger) and _has_row(logger, row))
+            ):
                 logger.log_metrics(row["metrics"], row["step"])
         self._row = None
 
@@ -212,6 +216,12 @@ class Recovery(Checkpoint):
         elif not self.leaving:  # Lightning puts handlers back that it found, this one too, when the run is over
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _resumes_in(logger: Logger, trainer: Trainer) -> bool:
+    """Whether the log of the run that the checkpoint is of goes on in the same folder."""
+    folder, checkpoint = getattr(logger, "log_dir", None), trainer.ckpt_path
+    return bool(folder and checkpoint) and Path(str(checkpoint)).resolve().is_relative_to(Path(str(folder)).resolve())
 
 
 def _has_row(logger: CSVLogger, row: dict[str, Any]) -> bool:

@@ -163,7 +163,7 @@ def test_another_length_of_the_epochs_is_refused_at_a_resume(tmp_path: Path) -> 
         keep = ModelCheckpoint(tmp_path, filename="last")
         options = {**QUIET, "enable_checkpointing": True, "max_epochs": epochs, "limit_train_batches": limit}
         Trainer(callbacks=[keep], **options).fit(
-            classifier(), datamodule=Digits(batch_size=256), ckpt_path=resume, weights_only=True
+            classifier(optimizer=CONSTANT), datamodule=Digits(batch_size=256), ckpt_path=resume, weights_only=True
         )
 
     fit(3, 1)
@@ -174,8 +174,9 @@ def test_another_length_of_the_epochs_is_refused_at_a_resume(tmp_path: Path) -> 
 def test_resuming_without_the_average_goes_on_from_the_live_weights(tmp_path: Path) -> None:
     keep = ModelCheckpoint(tmp_path, filename="last")
     options = {**QUIET, "enable_checkpointing": True}
-    Trainer(max_epochs=1, callbacks=[keep], **options).fit(classifier(ema_decay=0.9), datamodule=Digits(batch_size=256))
-    model = classifier()
+    averaged = classifier(ema_decay=0.9, optimizer=CONSTANT)
+    Trainer(max_epochs=1, callbacks=[keep], **options).fit(averaged, datamodule=Digits(batch_size=256))
+    model = classifier(optimizer=CONSTANT)
 
     class Start(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:

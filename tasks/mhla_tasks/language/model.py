@@ -184,13 +184,14 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         x = self._embed(input_ids, inputs_embeds)
         if position_ids is not None and cu_seqlens is None and attention_mask is None and past_key_values is None:
             cu_seqlens = _packed(position_ids, x)
+            use_cache = use_cache and cu_seqlens is None
         real, counts, order = _real_tokens(attention_mask, x)
         inside, inverse = (x, None) if order is None else (_rows(x, order), order.argsort(1))
         positions = _positions(position_ids, x, order)
         if labels is not None and shift_labels is None:
             shift_labels = _following(labels, real)
         cache = past_key_values
-        if cache is None and use_cache and shift_labels is None and cu_seqlens is None:
+        if cache is None and use_cache and shift_labels is None:
             cache = GenerationCache(self.config.depth)
         keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] | None = [] if keep else None

@@ -94,7 +94,7 @@ def test_captions_as_the_pipeline_encodes_them(pipeline: Path) -> None:
     for texts, theirs in ((prompts, expected), (["", ""], empty)):  # bfloat16, there with padding
         torch.testing.assert_close(encoder.encode(texts, torch.device("cpu")), theirs.float(), atol=0.02, rtol=0.02)
     with pytest.raises(
-        ValueError, match=r"embeddings of width 16, the transformer takes 32; set transformer\.text_dim"
+        ValueError, match=r"embeddings of width 16, not 32; set --model.init_args.transformer\.text_dim"
     ):
         make_encoder(TextConfig(str(pipeline)), 32).encode(["a"], torch.device("cpu"))
     with pytest.raises(FileNotFoundError, match="no folder and no hub name of a Wan pipeline"):

@@ -1,0 +1,295 @@
+"""What a user changes on resume is obeyed, or refused, and said; no row of the log is lost; copies go on where they stood."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import os
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from fork_server import ForkServer
+from mhla_tasks.classification import Digits, ImageClassifier
+from mhla_tasks.cli import main
+from torch import nn
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.checkpoint_io import find_checkpoints, resolve_checkpoint
+from lightning_mhla.optim import OptimizerConfig, Schedule, build_optimizer, take_over
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_config(folder: Path, schedule: str = "cosine", **trainer: Any) -> Path:
+    """The digits configuration, smaller, with its own logger and callbacks and a table beside."""
+    config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
+    config["model"]["init_args"] |= {"dim": 16, "depth": 2, "heads": 2}
+    config["model"]["init_args"]["optimizer"] = {"lr": 2e-3, "min_lr": 1e-4, "schedule": schedule}
+    config["data"]["init_args"] = {"batch_size": 240}
+    table = {"class_path": "CSVLogger", "init_args": {"save_dir": "elsewhere"}}
+    config["trainer"] |= {"accelerator": "cpu", "log_every_n_steps": 1, "max_epochs": -1, "limit_val_batches": 0}
+    config["trainer"] |= {
+        "logger": [*config["trainer"]["logger"], table],
+        "callbacks": [{"class_path": "LearningRateMonitor"}],
+    }
+    config["trainer"]["callbacks"].append(
+        {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 2, "save_top_k": -1}}
+    )
+    config["trainer"] |= trainer
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder / "config.yaml"
+
+
+def table(run: Path, column: str) -> dict[int, float]:
+    """Values by step; of a step that a later start repeated, those of the later one."""
+    found: dict[int, float] = {}
+    for path in sorted(run.glob("metrics*.csv"), key=lambda path: (path.name == "metrics.csv", path.name)):
+        for row in csv.DictReader(path.open()):
+            if row.get(column):
+                found[int(row["step"])] = float(row[column])
+    return found
+
+
+def fit(run: Path, config: Path, *options: str) -> None:
+    main(["fit", "--config", str(config), f"--run_dir={run}", *options])
+
+
+def test_a_checkpoint_is_never_newer_than_its_log(server: ForkServer, tmp_path: Path) -> None:
+    """Killed as soon as a checkpoint of step 4 is written: its row is there after the resume, in the table and for TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = write_config(tmp_path)
+    command = ("fit", "--config", str(config), "--run_dir=run", "--trainer.max_steps=8")
+    assert server.run(*command, folder=tmp_path, kill_after_save=4)[0] == -9
+    status, text = server.run(*command, folder=tmp_path)
+    assert status == 0, text[-3000:]
+    fit(tmp_path / "whole", config, "--trainer.max_steps=8")
+    whole, killed = (table(tmp_path / name, "train/loss") for name in ("whole", "run"))
+    assert sorted(killed) == list(range(8))
+    assert killed == whole
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(8))
+
+
+def test_optimiser_options_are_obeyed_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, run = write_config(tmp_path), tmp_path / "run"
+    fit(run, config, "--trainer.max_steps=4")
+    with caplog.at_level(logging.INFO, "lightning_mhla"):
+        optimizer = "--model.init_args.optimizer"
+        fit(run, config, "--trainer.max_steps=8", f"{optimizer}.lr=1e-3", f"{optimizer}.weight_decay=0.3")
+    state = torch.load(resolve_checkpoint(run), weights_only=True)["optimizer_states"][0]
+    groups = {group["name"]: group for group in state["param_groups"]}
+    assert {group["initial_lr"] for group in groups.values()} == {1e-3}
+    assert groups["decay"]["weight_decay"] == 0.3
+    assert groups["no_decay"]["weight_decay"] == groups["mixing"]["weight_decay"] == 0
+    assert "initial_lr of decay 0.002 -> 0.001" in caplog.text
+    assert "end of the schedule 4 -> 8" in caplog.text
+    assert "model.optimizer.lr 0.002 -> 0.001" in caplog.text
+    rates = table(run, "lr/decay")
+    assert rates[0] == 2e-3
+    assert max(rates[step] for step in range(4, 8)) <= 1e-3
+
+
+def test_a_longer_run_does_not_jump_up_the_cosine(tmp_path: Path) -> None:
+    config, run = write_config(tmp_path), tmp_path / "run"
+    fit(run, config, "--trainer.max_steps=6")
+    fit(run, config, "--trainer.max_steps=12")
+    rates = table(run, "lr/decay")
+    assert sorted(rates) == list(range(12))
+    assert all(rates[step + 1] <= rates[step] for step in range(11)), rates
+    assert rates[11] == pytest.approx(1e-4)
+
+
+def test_a_run_without_a_change_keeps_its_rates_to_the_bit(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    fit(tmp_path / "whole", config, "--trainer.max_steps=8")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for path in find_checkpoints(tmp_path / "cut"):
+        if torch.load(path, weights_only=True)["global_step"] > 4:
+            path.unlink()
+    fit(tmp_path / "cut", config, "--trainer.max_steps=8")
+    assert table(tmp_path / "cut", "lr/decay") == table(tmp_path / "whole", "lr/decay")
+    assert table(tmp_path / "cut", "train/loss") == table(tmp_path / "whole", "train/loss")
+
+
+def test_what_may_not_change_is_refused(tmp_path: Path) -> None:
+    config, run = write_config(tmp_path), tmp_path / "run"
+    fit(run, config, "--trainer.max_steps=4")
+    for option, message in (
+        ("--model.init_args.optimizer.layer_decay=0.5", "optimiser has groups of"),
+        ("--data.init_args.batch_size=120", "trained with batch_size=240"),
+        ("--seed_everything=7", "trained with seed=0"),
+        ("--model.init_args.dim=32", "model of other sizes"),
+    ):
+        with pytest.raises((ValueError, SystemExit)) as refused:
+            fit(run, config, "--trainer.max_steps=8", option)
+        text = str(refused.value)
+        assert message in text or refused.type is SystemExit, text
+
+
+def test_a_finished_run_whose_rate_is_zero_says_what_to_do() -> None:
+    schedule = Schedule(OptimizerConfig(lr=1.0), steps=10, warmup=0)
+    assert schedule(10) == 0
+    with pytest.raises(ValueError, match=r"ended at a learning rate of 0, and 10 more steps.*min_lr.*pretrained"):
+        schedule.follow(Schedule(OptimizerConfig(lr=1.0), steps=20, warmup=0), 10)
+
+
+@pytest.mark.parametrize("step", [0, 3, 5, 17, 40])
+def test_a_schedule_goes_over_to_another_without_a_jump(step: int) -> None:
+    """Wherever it is changed: in the warm-up, inside the cosine, at its end."""
+    old = Schedule(OptimizerConfig(lr=1.0, min_lr=0.1), steps=40, warmup=5)
+    before = old(step)
+    changed = old.follow(Schedule(OptimizerConfig(lr=1.0, min_lr=0.1), steps=80, warmup=5), step)
+    assert changed == ["end of the schedule 40 -> 80"]
+    assert old(step) == pytest.approx(before)
+    rates = [old(at) for at in range(max(step, 5), 81)]
+    assert all(b <= a for a, b in pairwise(rates))
+    assert rates[-1] == pytest.approx(0.1)
+    assert old.follow(Schedule(OptimizerConfig(lr=1.0, min_lr=0.1), steps=80, warmup=5), step) == []
+
+
+def test_a_schedule_past_its_end_stays_at_its_floor() -> None:
+    schedule = Schedule(OptimizerConfig(lr=2.0, min_lr=0.5), steps=10, warmup=2)
+    assert [schedule(step) for step in (0, 1, 2)] == [0.5, 1.0, 1.0]
+    assert schedule(6) == pytest.approx(0.25 + 0.75 / 2)
+    assert schedule(10) == schedule(11) == schedule(1000) == 0.25
+
+
+def test_taking_over_changes_what_was_asked_and_nothing_else() -> None:
+    layer = nn.Linear(3, 3)
+    optimizer, schedule, asked = build_optimizer(layer, OptimizerConfig(lr=0.1, warmup_steps=2), 10, 5)
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    before = [dict(group, params=None) for group in optimizer.param_groups]
+    assert take_over(optimizer, schedule, asked, 3) == []
+    assert [dict(group, params=None) for group in optimizer.param_groups] == before
+    config = OptimizerConfig(lr=0.2, warmup_steps=2, betas=(0.8, 0.99), eps=1e-6)
+    _, _, asked = build_optimizer(layer, config, 10, 5)
+    changed = take_over(optimizer, schedule, asked, 3)
+    assert {text.split()[0] for text in changed} == {"initial_lr", "betas", "eps"}
+    for group, old in zip(optimizer.param_groups, before, strict=True):
+        assert group["lr"] == pytest.approx(2 * old["lr"])
+        assert (group["betas"], group["eps"]) == ((0.8, 0.99), 1e-6)
+        assert group["weight_decay"] == old["weight_decay"]
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2 * schedule.lr_lambdas[0](4))
+
+
+def test_a_warm_up_longer_than_the_run_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_mhla"):
+        build_optimizer(nn.Linear(2, 2), OptimizerConfig(warmup_steps=20), 10, 5)
+    assert "warm-up of 20 steps is longer than the run of 10" in caplog.text
+
+
+def test_the_furthest_checkpoint_is_taken_whatever_the_times_of_files(tmp_path: Path) -> None:
+    config, run = write_config(tmp_path), tmp_path / "run"
+    fit(run, config, "--trainer.max_steps=4")
+    for path in find_checkpoints(run):
+        if torch.load(path, weights_only=True)["global_step"] < 4:
+            os.utime(path, (2e9, 2e9))  # as a copy, or a restored backup, may leave it
+    assert torch.load(resolve_checkpoint(run), weights_only=True)["global_step"] == 4
+    assert resolve_checkpoint(run).parent.name == "recovery", "of one step, the one that a longer run can resume"
+
+
+def test_a_failed_start_uses_up_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            main(["fit", "--config", str(config), "--trainer.max_steps=2", "--data.init_args.batch_size=100000"])
+    main(["fit", "--config", str(config), "--trainer.max_steps=2"])
+    assert [path.name for path in (tmp_path / "runs/digits").iterdir()] == ["version_0"]
+
+
+def test_predictions_go_to_the_run_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One unreadable image costs a warning and leaves its row empty; a second call writes beside the first."""
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    fit(run, write_config(tmp_path), "--trainer.max_steps=2")
+    (tmp_path / "photos").mkdir()
+    for number in range(2):
+        Image.new("L", (30, 20), 50 * number).save(tmp_path / f"photos/{number}.png")
+    (tmp_path / "photos/bad.png").write_bytes(b"nothing")
+    checkpoint = next((run / "checkpoints/recovery").glob("*.ckpt"))
+    main(["predict", f"--ckpt_path={checkpoint}", "--data.init_args.predict_dir=photos"])
+    main(["predict", f"--run_dir={run}", "--data.init_args.predict_dir=photos"])
+    rows = list(csv.reader((run / "predict/predictions.csv").open()))
+    assert rows[0][:3] == ["path", "predicted", "0"]
+    assert [row[0].rpartition("/")[2] for row in rows[1:]] == ["0.png", "1.png", "bad.png"]
+    assert rows[3][1:] == [""] * 11
+    assert sum(map(float, rows[1][2:])) == pytest.approx(1, abs=1e-4)
+    assert (run / "predict-2/predictions.csv").read_text() == (run / "predict/predictions.csv").read_text()
+    assert not (tmp_path / "lightning_logs").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_any_logger_and_none_go_with_a_run_folder_and_the_files_callbacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path, callbacks=[{"class_path": "LearningRateMonitor"}])
+    for number, logger in enumerate(("CSVLogger", "TensorBoardLogger", "false", "true")):
+        fit(tmp_path / f"run{number}", config, "--trainer.max_steps=1", f"--trainer.logger={logger}")
+    assert (tmp_path / "run0/metrics.csv").exists()
+    assert list((tmp_path / "run1").glob("events*"))
+
+
+def test_names_of_two_meanings_and_a_logger(tmp_path: Path) -> None:
+    """Model and data may have options of one name and different values, whatever logger is on."""
+    from lightning import Trainer
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    class Named(Digits):
+        def __init__(self, optimizer: str = "of the data", **options: Any) -> None:
+            super().__init__(**options)
+            self.save_hyperparameters()
+
+    module = ImageClassifier(
+        AttentionConfig(block_grid=[2, 2]), 10, image_size=8, channels=1, patch_size=2, dim=16, depth=1, heads=2
+    )
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    trainer = Trainer(
+        accelerator="cpu", max_steps=1, logger=logger, enable_progress_bar=False, default_root_dir=tmp_path
+    )
+    trainer.fit(module, Named(batch_size=240))
+    text = (tmp_path / "hparams.yaml").read_text()
+    assert "data/optimizer: of the data" in text
+    assert "model/optimizer" in text
+
+
+def test_data_of_another_size_than_the_models_is_one_line() -> None:
+    from types import SimpleNamespace
+
+    module = ImageClassifier(
+        AttentionConfig(block_grid=[2, 2]), 10, image_size=8, channels=1, patch_size=2, dim=16, depth=1, heads=2
+    )
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(hparams={"num_classes": 7}))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="the model has num_classes=10, the data num_classes=7"):
+        module.setup("fit")
+
+
+def test_lightnings_search_for_a_learning_rate_works(tmp_path: Path) -> None:
+    from lightning import Trainer
+    from lightning.pytorch.tuner import Tuner
+
+    module = ImageClassifier(
+        AttentionConfig(block_grid=[2, 2]), 10, image_size=8, channels=1, patch_size=2, dim=16, depth=1, heads=2
+    )
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+    )
+    found = Tuner(trainer).lr_find(module, datamodule=Digits(batch_size=240), num_training=12)
+    assert found is not None
+    suggested = found.suggestion()
+    assert suggested is None or (math.isfinite(suggested) and module.optimizer_config.lr == suggested)
