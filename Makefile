@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test fuzz lint resources clean
+.PHONY: help demo test check fuzz mutate lint resources clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -23,6 +23,12 @@ demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, s
 
 test: .venv/test-installed  ## install, run all tests (no GPU, no network beyond the package index)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: lint  ## lint, and the tests that start no process of their own: for the minutes between two edits
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not processes and not slow"
+
+mutate: .venv/test-installed  ## break the product in over a hundred places, one at a time: the tests must notice (resumes)
+	$(BIN)/python tests/mutate.py
 
 fuzz: .venv/test-installed  ## feed every reader fifty times as many broken inputs as the tests do, others in every run
 	FUZZ=50 $(BIN)/python -m pytest -n 2 --timeout 0 -m fuzz

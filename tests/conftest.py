@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -18,7 +20,24 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 
+STARTS_PROCESSES = ("subprocess", "run_cli", "mp.spawn", "ForkServer", "num_workers=", "kill_at")
+"""In the source of test files whose tests start processes; ``make check`` leaves them out."""
+
+SLOW = ("test_forms", "test_causality", "test_ops", "test_benchmarks", "test_hostile_data", "test_language_evaluation")
+"""Test files that take long without starting any: interpreted kernels, compilers, fuzzing, lm-eval."""
+
+
+@cache
+def _starts_processes(path: Path) -> bool:
+    return any(word in path.read_text() for word in STARTS_PROCESSES)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _starts_processes(item.path):
+            item.add_marker(pytest.mark.processes)
+        if item.path.stem in SLOW:
+            item.add_marker(pytest.mark.slow)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

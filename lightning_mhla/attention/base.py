@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -15,6 +17,8 @@ from lightning_mhla.attention.lepe import LocalPositionalEncoding, hide_rows
 from lightning_mhla.layout import BlockLayout, LayoutTables
 from lightning_mhla.positions import Rotary, rotary_angles, sequence_positions
 from lightning_mhla.sequence import SequenceShare
+
+log = logging.getLogger(__name__)
 
 FeatureMap = Literal["relu", "elu", "softplus", "identity"]
 
@@ -133,6 +137,8 @@ class Attention(LayoutTables):
     """
 
     kinds: ClassVar[dict[str, type[Attention]]] = {}
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Options of :class:`AttentionConfig` that the kind does not look at."""
     uses_blocks: ClassVar[bool] = False
     uses_linear_options: ClassVar[bool] = True
     repeats_heads: ClassVar[bool] = True
@@ -171,6 +177,8 @@ class Attention(LayoutTables):
             raise ValueError("lepe looks at later tokens too; leave it out of causal attention")
         if config.rotary and projections and (len(layout.grid) != 1 or layout.prefix_tokens):
             raise ValueError(f"rotary positions are those of a 1-D grid without prefix tokens, not of {layout}")
+        given = [f.name for f in fields(config) if f.name in self.unused and getattr(config, f.name) != f.default]
+        _report_unused(config.kind, tuple(given))
         self.config, self.causal, self.block_ordered = config, causal, block_ordered
         self.heads, self.key_value_heads = heads, key_value_heads
         self.key_width, self.value_width = key_width or dim // heads, value_width or dim // heads
@@ -448,6 +456,13 @@ class Attention(LayoutTables):
         return k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
 
 
+@cache
+def _report_unused(kind: str, names: tuple[str, ...]) -> None:
+    """Say once which of the given options do nothing, as when one file serves several kinds."""
+    if names:
+        log.info("attention kind %s does not use %s", kind, ", ".join(names))
+
+
 def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0) -> BlockLayout:
     """The one layout that all layers of a model share; a single block if no layer uses blocks.
 
@@ -477,6 +492,12 @@ def attention_per_layer(config: AttentionConfig, kinds: Sequence[str] | None, de
     if not kinds or depth % len(kinds):
         raise ValueError(f"layer_kinds={list(kinds)} is repeated to the depth, so its length must divide depth={depth}")
     return [replace(config, kind=kind) for kind in kinds] * (depth // len(kinds))
+
+
+MIXING_OPTIONS = (
+    "block_grid", "block_size", "mixing", "mixing_terms", "mixing_init", "mixing_per_head", "mixing_trainable"
+)  # fmt: skip
+"""Options of :class:`AttentionConfig` that only mhla looks at."""
 
 
 def build_attention(config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any) -> Attention:

@@ -7,6 +7,7 @@ from typing import Any
 from mhla_kernels import ExponentialMixing
 from torch import Tensor
 
+from lightning_mhla.attention.base import MIXING_OPTIONS
 from lightning_mhla.attention.summaries import SummaryAttention
 
 CHUNK = 64
@@ -15,6 +16,8 @@ CHUNK = 64
 
 class LinearAttention(SummaryAttention, kind="linear"):
     """Linear attention, as MHLA whose coefficients are all 1; arguments as for :class:`Attention`."""
+
+    unused = MIXING_OPTIONS
 
     def coefficients(self, q: Tensor) -> tuple[Tensor | ExponentialMixing, dict[str, Any]]:
         """See :meth:`SummaryAttention.coefficients`; causal: blocks of equal weight, for a cost linear in the tokens."""

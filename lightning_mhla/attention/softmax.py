@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from lightning_mhla.attention.base import Attention
+from lightning_mhla.attention.base import MIXING_OPTIONS, Attention
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.positions import Rotary
 from lightning_mhla.sequence import SequenceShare
@@ -65,6 +65,7 @@ class KeyValueState:
 class SoftmaxAttention(Attention, kind="softmax"):
     """``softmax(q k^T / sqrt(Dk)) v`` through torch's fused kernels; arguments as for :class:`Attention`."""
 
+    unused = (*MIXING_OPTIONS, "normalize", "feature_map", "output_norm")
     uses_linear_options = False
     repeats_heads = False
 

@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from lightning_mhla.data.module import ShardSets
 from lightning_mhla.data.shards import ShardReader
 from lightning_mhla.data.source import BrokenSampleError
 from lightning_mhla.untrusted import BROKEN, reason
@@ -100,6 +101,37 @@ class LabelledFolder:
         path, label = self.labelled[index]
         image: Any = decode_image(path.read_bytes(), str(path))
         return {"image": self.transform(image) if self.transform else image, "label": label, "index": index}
+
+
+def labelled_images(
+    sets: ShardSets, stage: str, transform: Transform, num_classes: int
+) -> ShardImages | LabelledFolder:
+    """Images and labels of a stage, from shards or from a folder that holds one folder for each class.
+
+    Raises:
+        FileNotFoundError: when there is neither.
+        ValueError: when a folder has more classes than ``num_classes``.
+    """
+    folder = sets.class_folder(stage)
+    if folder is None:
+        return ShardImages(sets.reader(stage), transform, num_classes)
+    source = LabelledFolder(folder, transform)
+    if len(source.classes) > num_classes:
+        raise ValueError(
+            f"{folder} holds {len(source.classes)} classes, more than num_classes={num_classes}; set "
+            f"--data.init_args.num_classes={len(source.classes)}"
+        )
+    return source
+
+
+def class_names(sets: ShardSets) -> list[str] | None:
+    """Names of the training classes: of the folders, or of ``PREFIX-classes.txt`` beside the shards; None without."""
+    folder = sets.class_folder("train")
+    if folder is not None:
+        return LabelledFolder(folder).classes
+    shard = sets.find("train")[0]
+    names = shard.with_name(f"{shard.stem.rpartition('-')[0]}-classes.txt")
+    return names.read_text().splitlines() if names.is_file() else None
 
 
 class FolderImages:

@@ -31,7 +31,16 @@ class ShardSets:
         """Find or download the shards that ``trainer`` is going to read, and read their member tables."""
         stages = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",)}
         for stage in stages.get(str(trainer.state.fn.value), ()) if trainer is not None and trainer.state.fn else ():
-            self.reader(stage)
+            if self.class_folder(stage) is None:
+                self.reader(stage)
+
+    def class_folder(self, stage: str) -> Path | None:
+        """The folder of a stage, where it holds folders of samples, one for each class, in place of shards."""
+        place = self.places[stage]
+        folder = Path(place) if isinstance(place, str) else None
+        if folder is None or not folder.is_dir() or any(folder.glob("*.tar")):
+            return None
+        return folder if any(path.is_dir() for path in folder.iterdir()) else None
 
     def find(self, stage: str) -> list[Path]:
         """Local paths of the shards of a stage."""

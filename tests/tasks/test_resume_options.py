@@ -293,3 +293,54 @@ def test_lightnings_search_for_a_learning_rate_works(tmp_path: Path) -> None:
     assert found is not None
     suggested = found.suggestion()
     assert suggested is None or (math.isfinite(suggested) and module.optimizer_config.lr == suggested)
+
+
+def test_class_folders_grey_pictures_and_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of class folders is a data set as it stands: of grey and of oblong pictures, for both image domains."""
+    import numpy as np
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for number in range(8):
+                shape = (20, 34) if number % 2 else (31, 18, 3)
+                Image.fromarray(draw.integers(0, 256, shape, dtype=np.uint8)).save(
+                    tmp_path / part / name / f"{number}.png"
+                )
+    data = {"train": "train", "val": "val", "batch_size": 8, "num_workers": 0, "image_size": 16}
+    trainer = {"accelerator": "cpu", "max_steps": 2, "enable_progress_bar": False, "logger": False}
+    sizes = {"num_classes": 2, "channels": 1, "patch_size": 4, "dim": 16, "depth": 1, "heads": 2}
+    configs = {
+        "classification": {
+            "model": {"class_path": "mhla_tasks.classification.ImageClassifier",
+                      "init_args": {"attention": {"block_grid": [2, 2]}, "image_size": 16, **sizes}},
+            "data": {"class_path": "mhla_tasks.classification.ImageNetShards", "init_args": data},
+        },
+        "diffusion": {
+            "model": {"class_path": "mhla_tasks.diffusion.ClassToImage",
+                      "init_args": {"attention": {"block_grid": [2, 2]}, "sample_size": 16, **sizes}},
+            "data": {"class_path": "mhla_tasks.diffusion.ImageShards", "init_args": data},
+        },
+    }  # fmt: skip
+    for domain, config in configs.items():
+        Path(f"{domain}.yaml").write_text(yaml.safe_dump({**config, "trainer": trainer}))
+        main(["fit", "--config", f"{domain}.yaml", f"--run_dir={domain}"])  # num_classes and channels are given once
+    main(["predict", "--run_dir=classification", "--data.init_args.predict_dir=val"])
+    rows = list(csv.DictReader((tmp_path / "classification/predict/predictions.csv").open()))
+    assert len(rows) == 16
+    assert list(rows[0]) == ["path", "predicted", "cat", "dog"]
+    assert {row["predicted"] for row in rows} <= {"cat", "dog"}
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "classification.yaml", "--run_dir=few", "--data.init_args.num_classes=1"])
+
+
+def test_options_that_a_kind_does_not_use_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    from lightning_mhla import Backbone
+
+    config = AttentionConfig(kind="softmax", block_grid=[2, 2], mixing_terms=7)
+    with caplog.at_level(logging.INFO, "lightning_mhla"):
+        Backbone(16, 3, 2, (4, 4), config)
+    assert caplog.text.count("attention kind softmax does not use block_grid, mixing_terms") == 1

@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples
-from lightning_mhla.data.images import FolderImages, ShardImages
+from lightning_mhla.data.images import FolderImages, class_names, labelled_images
 from lightning_mhla.hyperparameters import keep_plain
 
 
@@ -78,12 +78,14 @@ class ImageNetShards(ResumableDataModule):
     """Labelled images in WebDataset tar shards, NNN.jpg and NNN.cls, the layout of timm/imagenet-1k-wds.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these.
+        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
+            holds one folder of images for each class.
         val: shards to validate and test on, likewise.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
         image_size: side of the square image that the model takes.
         num_classes: labels must lie below it.
+        channels: 3, or 1 for grey images; augmentation works on colours.
         crop_share: share of the resized image's side that the central crop of validation shows.
         augment: augmentation of training images.
         seed: order and random numbers of the samples; null takes seed_everything.
@@ -101,6 +103,7 @@ class ImageNetShards(ResumableDataModule):
         num_workers: int = 8,
         image_size: int = 224,
         num_classes: int = 1000,
+        channels: int = 3,
         crop_share: float = 0.9,
         augment: AugmentConfig = AugmentConfig(),
         seed: int | None = None,
@@ -112,7 +115,9 @@ class ImageNetShards(ResumableDataModule):
         super().__init__(batch_size, num_workers, seed, max_skipped, shuffle_window)
         self.save_hyperparameters(ignore=["predict_dir"])
         keep_plain(self)
-        self.shards = ShardSets(train, val, cache_dir)
+        if channels not in (1, 3):
+            raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
+        self.shards, self.channels = ShardSets(train, val, cache_dir), channels
         self.image_size, self.num_classes, self.crop_share = image_size, num_classes, crop_share
         self.augment = AugmentConfig(**augment) if isinstance(augment, dict) else augment
         self.predict_dir = predict_dir
@@ -125,9 +130,18 @@ class ImageNetShards(ResumableDataModule):
         """See :meth:`ResumableDataModule.source`."""
         if stage == "predict":
             return FolderImages(_predict_folder(self.predict_dir), self._transform(train=False))
-        return ShardImages(self.shards.reader(stage), self._transform(train=stage == "train"), self.num_classes)
+        return labelled_images(self.shards, stage, self._transform(train=stage == "train"), self.num_classes)
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """Names of the classes, where the data has them."""
+        return class_names(self.shards)
 
     def _transform(self, train: bool) -> Any:
+        transform = self._coloured(train)
+        return transform if self.channels == 3 else v2.Compose([transform, _to_grey])
+
+    def _coloured(self, train: bool) -> Any:
         if not train:
             return create_transform(self.image_size, crop_pct=self.crop_share, interpolation="bicubic")
         transform = create_transform(
@@ -145,6 +159,10 @@ class ImageNetShards(ResumableDataModule):
                 if operation.name.startswith("Posterize"):
                     operation.aug_fn = _posterize
         return transform
+
+
+def _to_grey(image: Tensor) -> Tensor:
+    return image.mean(0, keepdim=True)
 
 
 def _posterize(image: Any, bits: int, **_: Any) -> Any:

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 from lightning_mhla.data import BrokenSampleError, ResumableDataModule, SampleSource, ShardReader, ShardSets
 from lightning_mhla.data.digits import DigitSamples
-from lightning_mhla.data.images import ShardImages
+from lightning_mhla.data.images import labelled_images
 from lightning_mhla.untrusted import read_json
 from mhla_tasks.diffusion.codec import draw_latents
 
@@ -175,12 +175,14 @@ class ImageShards(ShardData):
     """Labelled images in WebDataset tar shards, NNN.jpg and NNN.cls; a model with a vae encodes them on the fly.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these.
+        train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
+            holds one folder of images for each class.
         val: shards to validate on, likewise.
         image_size: side of the square that is cut from the middle, after shrinking.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
         num_classes: labels must lie below it.
+        channels: 3, or 1 for grey images.
         flip: probability that a training image is mirrored.
         samples: what predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
@@ -197,6 +199,7 @@ class ImageShards(ShardData):
         batch_size: int = 256,
         num_workers: int = 8,
         num_classes: int = 1000,
+        channels: int = 3,
         flip: float = 0.5,
         samples: SampleRequest = SampleRequest(),
         seed: int | None = None,
@@ -217,34 +220,41 @@ class ImageShards(ShardData):
             shuffle_window=shuffle_window,
         )
         self.save_hyperparameters(ignore=["samples"])
-        self.image_size, self.flip = image_size, flip
+        if channels not in (1, 3):
+            raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
+        self.image_size, self.flip, self.channels = image_size, flip, channels
 
     def source(self, stage: str) -> SampleSource:
         """See :meth:`ResumableDataModule.source`."""
         if stage == "predict":
             return self.requested()
         flip = self.flip if stage == "train" else 0.0
-        return ShardImages(self.shards.reader(stage), SignedImage(self.image_size, flip), self.num_classes)
+        return self._images(stage, flip)
 
     def real_images(self, part: str) -> SampleSource:
         """See :meth:`ClassImages.real_images`."""
-        return ShardImages(self.shards.reader(part), SignedImage(self.image_size), self.num_classes)
+        return self._images(part, 0.0)
+
+    def _images(self, stage: str, flip: float) -> SampleSource:
+        transform = SignedImage(self.image_size, flip, self.channels)
+        return labelled_images(self.shards, stage, transform, self.num_classes)
 
 
 class SignedImage:
-    """Image to tensor ``[3, S, S]`` in -1 .. 1: shrunk until its shorter side is S, the middle cut out, maybe mirrored.
+    """Image to tensor ``[C, S, S]`` in -1 .. 1: shrunk until its shorter side is S, the middle cut out, maybe mirrored.
 
     Args:
         size: S.
         flip: probability of a mirror image.
+        channels: C, 3 or 1 (grey).
     """
 
-    def __init__(self, size: int, flip: float = 0.0) -> None:
-        self.size, self.flip = size, flip
+    def __init__(self, size: int, flip: float = 0.0, channels: int = 3) -> None:
+        self.size, self.flip, self.mode = size, flip, "RGB" if channels == 3 else "L"
 
     def __call__(self, image: Image.Image) -> Tensor:
         """The tensor of one image."""
-        image = shrink(image, self.size)
+        image = shrink(image.convert(self.mode), self.size)
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         image = image.crop((left, top, left + self.size, top + self.size))
         pixels = v2.functional.pil_to_tensor(image).float() / 127.5 - 1
