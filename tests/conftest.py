@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 
-STARTS_PROCESSES = ("subprocess", "run_cli", "mp.spawn", "ForkServer", "num_workers=", "kill_at")
+STARTS_PROCESSES = ("subprocess", "run_cli", "fork_server", "mp.spawn", "ForkServer", "num_workers=", "kill_at")
 """In the source of test files whose tests start processes; ``make check`` leaves them out."""
 
 SLOW = ("test_forms", "test_causality", "test_ops", "test_benchmarks", "test_hostile_data", "test_language_evaluation")
@@ -61,6 +61,6 @@ def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ForkServer]:
     """Commands in processes of their own, without their start-up."""
-    server = ForkServer()
-    yield server
-    server.close()
+    from processes import fork_server
+
+    yield fork_server()

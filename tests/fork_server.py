@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -55,15 +56,19 @@ class ForkServer:
         folder: Path | None = None,
         kill_at: int | None = None,
         kill_after_save: int | None = None,
+        processes: int = 1,
         **environment: str,
     ) -> tuple[int, str]:
-        """Exit status of ``python -m module arguments`` in ``folder``, and what it printed."""
+        """Exit status of ``python -m module arguments`` in ``folder``, and what it printed.
+
+        Several ``processes`` are started as torchrun starts them; the status is that of the first one that failed.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         output = Path(folder or ".").resolve() / f".output-{os.getpid()}"
         asked = {
             "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(output),
-            "environment": environment, "kill_at": kill_at, "kill_after_save": kill_after_save,
+            "environment": environment, "kill_at": kill_at, "kill_after_save": kill_after_save, "processes": processes,
         }  # fmt: skip
         with self._lock:
             self._process.stdin.write(json.dumps(asked) + "\n")
@@ -108,12 +113,13 @@ def _kill_after_save(step: int) -> None:
 
 
 def _child(asked: dict[str, Any]) -> None:
-    stream = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    stream = os.open(asked["output"], os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(stream, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(asked["folder"])
     os.environ.update(asked["environment"])
+    sys.path[:0] = [os.environ["PATH_OF_TESTS"]] if "PATH_OF_TESTS" in os.environ else []
     sys.argv = [asked["module"], *asked["arguments"]]
     import torch
 
@@ -142,6 +148,27 @@ def _child(asked: dict[str, Any]) -> None:
         os._exit(status)
 
 
+def _places(processes: int) -> list[dict[str, str]]:
+    """What torchrun tells each of so many processes; nothing to one."""
+    if processes == 1:
+        return [{}]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes), "GROUP_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(processes), "TORCHELASTIC_RUN_ID": "tests",
+    }  # fmt: skip
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def _start(asked: dict[str, Any], place: dict[str, str]) -> int:
+    child = os.fork()
+    if child == 0:
+        _child({**asked, "environment": {**asked["environment"], **place}})
+    return child
+
+
 def main() -> None:
     """The parent."""
     import importlib
@@ -152,11 +179,17 @@ def main() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         asked = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            _child(asked)
-        _, status = os.waitpid(child, 0)
-        answers.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        Path(asked["output"]).write_bytes(b"")
+        children = [_start(asked, place) for place in _places(asked["processes"])]
+        statuses = [0]
+        while children:
+            child, status = os.wait()
+            children.remove(child)
+            statuses.append(os.waitstatus_to_exitcode(status))
+            if statuses[-1]:
+                for other in children:  # they would wait for it
+                    os.kill(other, signal.SIGTERM)
+        answers.write(f"{next((status for status in statuses if status), 0)}\n")
         answers.flush()
 
 

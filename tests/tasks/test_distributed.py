@@ -90,10 +90,14 @@ def test_two_processes_see_the_samples_that_one_sees(whole: Path, tmp_path: Path
         "--model.init_args.drop_path=0",
         "--trainer.max_epochs=1",
     )
-    run_cli("fit", "--config", config, "--config", str(DDP), *options)
+    run_cli("fit", "--config", config, "--config", str(DDP), *options, launch=True)
     one, two = (torch.load(f / "checkpoints" / "step=5.ckpt", weights_only=True) for f in (tmp_path, folder))
     for name, tensor in one["current_model_state"].items():
         torch.testing.assert_close(two["current_model_state"][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+    alone, shared = (logged(each, "train/loss") for each in (tmp_path, folder))
+    assert alone.keys() == shared.keys()
+    for step, loss in alone.items():
+        assert float(shared[step]) == pytest.approx(float(loss), rel=1e-4), "the loss is that of one process's share"
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])

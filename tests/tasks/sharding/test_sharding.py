@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_cli
+from processes import fork_server, run_cli
 from worker import DOMAINS, SAVED, SHARED, STEPS
 
 from lightning_mhla.sharded import is_sharded
@@ -22,8 +22,12 @@ ROOT = Path(__file__).parents[3]
 
 def run(folder: Path, cache: Path, processes: int, *options: str) -> Path:
     """Domains on so many processes; 0 for one without sharding."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    start([*launcher, str(WORKER), str(folder), str(cache), *options])
+    alone = {} if processes != 1 else {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    status, text = fork_server().run(
+        str(folder), str(cache), *options, module="worker", processes=max(1, processes), PATH_OF_TESTS=str(WORKER.parent),
+        **({**alone, "MASTER_PORT": "0", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests"} if alone else {}),
+    )  # fmt: skip
+    assert status == 0, text[-4000:]
     return folder
 
 
