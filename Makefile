@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test check fuzz mutate lint resources clean
+.PHONY: help demo test check fuzz hosts mutate lint resources clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -29,6 +29,9 @@ check: lint  ## lint, and the tests that start no process of their own: for the 
 
 mutate: .venv/test-installed  ## break the product in over a hundred places, one at a time: the tests must notice (resumes)
 	$(BIN)/python tests/mutate.py
+
+hosts: .venv/test-installed  ## transformers' own model tests on the language model, from its source distribution
+	$(BIN)/python tests/transformers_suite.py
 
 fuzz: .venv/test-installed  ## feed every reader fifty times as many broken inputs as the tests do, others in every run
 	FUZZ=50 $(BIN)/python -m pytest -n 2 --timeout 0 -m fuzz

@@ -68,6 +68,10 @@ class MixingCoefficients(nn.Module):
         """
         raise NotImplementedError
 
+    def reset_parameters(self) -> None:
+        """Start anew: for a module that was made on the meta device and has memory without content."""
+        raise NotImplementedError
+
     def resize(self, block_grid: tuple[int, ...]) -> None:
         """Carry what is learned to other blocks along each axis, for good."""
         raise NotImplementedError
@@ -128,9 +132,15 @@ class DenseMixing(MixingCoefficients):
         super().__init__()
         _check_init(init)
         start = (locality_mixing if init == "locality" else uniform_mixing)(layout, causal)
-        start = start.clamp(LOWER, UPPER).to(torch.get_default_device())
-        self.weight = nn.Parameter(start if heads is None else start.repeat(heads, 1, 1), requires_grad=trainable)
+        self._start = start.clamp(LOWER, UPPER)
+        own = self._start.to(torch.get_default_device(), copy=True)
+        self.weight = nn.Parameter(own if heads is None else own.repeat(heads, 1, 1), requires_grad=trainable)
         self.grid, self.prefix_tokens, self.causal = layout.block_grid, layout.prefix_tokens, causal
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """See :meth:`MixingCoefficients.reset_parameters`."""
+        self.weight.copy_(self._start)
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> Tensor:
         """``[M, M]`` or ``[H, M, M]``; see :func:`mhla_kernels.resize_mixing` for other blocks than those learned."""
@@ -138,7 +148,8 @@ class DenseMixing(MixingCoefficients):
 
     def resize(self, block_grid: tuple[int, ...]) -> None:
         """See :class:`MixingCoefficients`."""
-        self.weight = nn.Parameter(self._resized(block_grid).detach(), self.weight.requires_grad)
+        self._start = self._resized(block_grid).detach()
+        self.weight = nn.Parameter(self._start.clone(), self.weight.requires_grad)
         self.grid = tuple(block_grid)
 
     def _resized(self, block_grid: tuple[int, ...]) -> Tensor:
@@ -179,7 +190,8 @@ class DenseMixing(MixingCoefficients):
     def extend(self, blocks: int) -> None:
         """See :class:`MixingCoefficients` and :func:`mhla_kernels.extend_mixing`."""
         if blocks > self.weight.shape[-1]:
-            self.weight = nn.Parameter(extend_mixing(self.weight.detach(), blocks), self.weight.requires_grad)
+            self._start = extend_mixing(self.weight.detach(), blocks)
+            self.weight = nn.Parameter(self._start.clone(), self.weight.requires_grad)
 
 
 class ExponentialCoefficients(MixingCoefficients):
@@ -215,16 +227,27 @@ class ExponentialCoefficients(MixingCoefficients):
             raise ValueError(f"exponential mixing has no place for the {layout.prefix_tokens} prefix tokens; use dense")
         self.grid = None if causal or len(layout.grid) == 1 else layout.block_grid
         self.blocks = layout.num_blocks
-        rate = torch.logspace(math.log10(SLOWEST), math.log10(FASTEST), terms) if terms > 1 else torch.tensor([SLOWEST])
+        cpu = torch.device("cpu")
+        rate = torch.tensor([SLOWEST], device=cpu)
+        if terms > 1:
+            rate = torch.logspace(math.log10(SLOWEST), math.log10(FASTEST), terms, device=cpu)
         if init == "uniform":
-            rate = torch.full((terms,), LOWER)
-        amplitude = torch.full((terms,), 1 / terms)
+            rate = torch.full((terms,), LOWER, device=cpu)
+        amplitude = torch.full((terms,), 1 / terms, device=cpu)
         if self.grid is not None:
             rate = rate[:, None].repeat(1, len(self.grid))
         if heads is not None:
             amplitude, rate = amplitude.repeat(heads, 1), rate.repeat(heads, *(1,) * rate.dim())
-        self.amplitude = nn.Parameter(amplitude, requires_grad=trainable)
-        self.decay = nn.Parameter(rate, requires_grad=trainable)
+        self._start = {"amplitude": amplitude, "decay": rate}
+        device = torch.get_default_device()
+        self.amplitude = nn.Parameter(amplitude.to(device, copy=True), requires_grad=trainable)
+        self.decay = nn.Parameter(rate.to(device, copy=True), requires_grad=trainable)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """See :meth:`MixingCoefficients.reset_parameters`."""
+        for name, values in self._start.items():
+            getattr(self, name).copy_(values)
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> ExponentialMixing:
         """See :class:`mhla_kernels.ExponentialMixing`; over other blocks, decays stay the same over a whole axis."""

@@ -59,8 +59,8 @@ def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ForkServer]:
+def server() -> ForkServer:
     """Commands in processes of their own, without their start-up."""
     from processes import fork_server
 
-    yield fork_server()
+    return fork_server()

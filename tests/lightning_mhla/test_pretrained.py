@@ -172,6 +172,19 @@ def test_tables_survive_the_meta_device(make: str) -> None:
         assert torch.equal(dict(moved.named_buffers())[name], buffer), name
 
 
+@pytest.mark.parametrize("mixing", ["dense", "exponential"])
+def test_coefficients_made_on_meta_can_start_anew(mixing: str) -> None:
+    def build() -> MHLA:
+        config = AttentionConfig(block_grid=[2, 2], mixing=mixing, mixing_per_head=True)  # type: ignore[arg-type]
+        return MHLA(16, 2, BlockLayout((4, 4), (2, 2)), config)
+
+    with torch.device("meta"):
+        layer = build()
+    layer.to_empty(device="cpu").mixing.reset_parameters()
+    for name, parameter in build().mixing.named_parameters():
+        assert torch.equal(dict(layer.mixing.named_parameters())[name], parameter), name
+
+
 def test_coefficients_left_on_meta_are_an_error() -> None:
     layer = MHLA(16, 2, BlockLayout((4, 4), (2, 2)), AttentionConfig(block_grid=[2, 2]))
     layer.mixing.to("meta")

@@ -320,3 +320,64 @@ def test_model_refuses(options: dict[str, Any], message: str) -> None:
 def test_images_of_another_size_are_refused() -> None:
     with pytest.raises(ValueError, match="images of \\(9, 9\\) pixels for a model of image_size=8"):
         classifier()(torch.randn(1, 1, 9, 9))
+
+
+def test_labels_are_smoothed_as_asked() -> None:
+    model = classifier(label_smoothing=0.3)
+    model.log_loss = lambda loss, count: loss  # type: ignore[method-assign]
+    torch.nn.init.normal_(model.network.head.weight)
+    batch = {"image": torch.rand(4, 1, 8, 8), "label": torch.tensor([1, 2, 3, 9])}
+    scores = model(batch["image"]).log_softmax(-1)
+    wanted = -(0.7 * scores.gather(1, batch["label"][:, None])[:, 0] + 0.3 * scores.mean(-1)).mean()
+    torch.testing.assert_close(model.training_step(batch, 0), wanted)
+
+
+def test_mixed_labels_are_smoothed_too() -> None:
+    model = classifier(label_smoothing=0.2, mixup=MixupConfig(mixup=0.5, prob=0.0))
+    assert model.mixup is not None
+    _, targets = model.mixup(torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 2, 3]))
+    torch.testing.assert_close(targets.min(1).values, torch.full((4,), 0.02))
+    torch.testing.assert_close(targets.diagonal(), torch.full((4,), 0.82))
+
+
+def test_samples_that_fill_up_a_batch_are_not_scored() -> None:
+    """As the last batch is on several processes."""
+    model = classifier().eval()
+    model.log = lambda *_, **__: None  # type: ignore[method-assign]
+    batch = {"image": torch.rand(3, 1, 8, 8), "label": torch.tensor([1, 2, 2])}
+    model.validation_step({**batch, "valid": torch.tensor([True, True, False])}, 0)
+    assert float(model.val_metrics["samples"].compute()) == 2
+    wanted = torch.nn.functional.cross_entropy(model(batch["image"][:2]), batch["label"][:2])
+    torch.testing.assert_close(model.val_metrics["loss"].compute(), wanted)
+
+
+def test_digits_are_left_alone_without_augmentation() -> None:
+    plain = Digits(augment=False).source("train")
+    assert torch.equal(plain[5]["image"], plain.images[5])
+
+
+def test_every_look_at_a_digit_is_another() -> None:
+    source = Digits().source("train")
+    looks = torch.stack([source[5]["image"] for _ in range(20)])
+    assert len({tuple(look.flatten().tolist()) for look in looks}) > 8
+
+
+def test_the_mean_of_all_tokens_goes_to_the_head() -> None:
+    network = classifier().network.eval()
+    torch.nn.init.normal_(network.head.weight)
+    seen: list[torch.Tensor] = []
+    network.backbone.register_forward_hook(lambda module, args, out: seen.append(out))
+    scores = network(torch.rand(2, 1, 8, 8))
+    torch.testing.assert_close(scores, network.head(seen[0].mean(1)))
+
+
+def test_zeros_are_put_around_the_image_evenly() -> None:
+    model = VisionTransformer(
+        28, 3, AttentionConfig(block_grid=[4, 4]), dim=8, depth=1, heads=2, patch_size=2, pad_to=32
+    )
+    seen: list[torch.Tensor] = []
+    model.stem.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    images = torch.rand(2, 3, 28, 28)
+    model(images)
+    assert torch.equal(seen[0][:, :, 2:30, 2:30], images)
+    assert seen[0].sum().item() == pytest.approx(images.sum().item(), rel=1e-5)

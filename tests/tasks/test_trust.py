@@ -150,3 +150,11 @@ def test_fuzzed_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("sys.argv", ["lightning", *words])
     with pytest.raises(SystemExit):
         main()
+
+
+@pytest.mark.parametrize("name", ["lightning_evil.X", "torchmetrics2.X", "mhla_tasksx.video.Y"])
+def test_packages_are_known_by_their_whole_name(name: str) -> None:
+    from mhla_tasks.trust import refusal
+
+    assert refusal(name) is not None
+    assert refusal("lightning.pytorch.callbacks.Timer") is refusal("torchmetrics.MeanMetric") is None

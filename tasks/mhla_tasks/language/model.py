@@ -108,6 +108,8 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
+        elif isinstance(module, MixingCoefficients | nn.RMSNorm):
+            module.reset_parameters()
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding of tokens."""

@@ -250,3 +250,22 @@ def test_models_train_validate_and_draw_with_a_vae(place: Path, tmp_path: Path, 
     assert first["val/samples"] == 10
     trainer.predict(model, module, return_predictions=False)
     assert len(list(tmp_path.glob("samples/*.png"))) == (16 if kind == "latents" else 3)
+
+
+def test_images_of_twice_the_size_are_halved_by_boxes() -> None:
+    """As guided-diffusion's center_crop_arr does."""
+    from mhla_tasks.diffusion.data import shrink
+
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    want = pixels.reshape(16, 2, 16, 2, 3).astype(float).mean((1, 3))
+    assert np.abs(np.array(shrink(Image.fromarray(pixels), 16)) - want).max() <= 1
+
+
+def test_decoding_undoes_the_scale(place: Path) -> None:
+    codec = LatentCodec(str(place / "vae"))
+    vae = AutoencoderKL.from_pretrained(place / "vae").eval()
+    latents = torch.randn(2, 4, 8, 8)
+    with torch.no_grad():
+        want = vae.decode(latents).sample
+    assert codec.scale(torch.device("cpu")) == vae.config.scaling_factor != 1
+    torch.testing.assert_close(codec.decode(latents * vae.config.scaling_factor), want, rtol=1e-3, atol=1e-4)

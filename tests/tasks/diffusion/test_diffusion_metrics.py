@@ -304,3 +304,20 @@ def test_what_cannot_be_scored_is_an_error_before_training(
 def test_attention_options_are_not_needed_to_sample(start: Path) -> None:
     model = DiT.from_pretrained(str(start))
     assert model.backbone.layers[0].attn.config == AttentionConfig(block_grid=[2, 2], lepe=3, gate=True)
+
+
+def test_samples_of_one_mode_are_precise_and_recall_little() -> None:
+    torch.manual_seed(0)
+    near, far = torch.randn(60, 4), torch.randn(60, 4) + 100
+    values = score(ImageSet("one mode", "", 60, near + 0.01), ImageSet("two", "", 120, torch.cat([near, far]))).values
+    assert values["precision"] == 1
+    assert 0 < values["recall"] <= 0.5
+
+
+def test_random_features_are_a_function_of_their_seed() -> None:
+    from mhla_tasks.diffusion.features import RandomFeatures, _random_network
+
+    first, other = (fingerprint(RandomFeatures(seed).network()) for seed in (0, 1))
+    _random_network.cache_clear()
+    torch.manual_seed(5)
+    assert first == fingerprint(RandomFeatures(0).network()) != other

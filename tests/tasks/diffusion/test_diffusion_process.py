@@ -226,3 +226,56 @@ def test_options_that_do_not_go_together(call: Any, message: str) -> None:
 def test_a_class_that_the_network_does_not_know() -> None:
     with pytest.raises(ValueError, match="class 10 is not one of 0 to 9"):
         draw_samples(tiny_dit(), make_process(ProcessConfig()), SamplingConfig(), torch.tensor([10]), [0], 0)
+
+
+@pytest.mark.parametrize("steps", [10, 50, 250])
+def test_ddim_starts_at_the_highest_noise_and_strides_evenly(steps: int) -> None:
+    scheduler = make_process(ProcessConfig()).scheduler("ddim")
+    scheduler.set_timesteps(steps)
+    stride = 1000 // steps
+    assert scheduler.timesteps.tolist() == [999 - stride * number for number in range(steps)]
+
+
+def test_variances_are_those_of_dits_code() -> None:
+    """Learned, or else the large one (sigma_small=False)."""
+    for learned, wanted in ((True, "learned_range"), (False, "fixed_large")):
+        scheduler = make_process(ProcessConfig(learn_sigma=learned)).scheduler("ddpm")
+        assert scheduler.config.variance_type == wanted
+
+
+def test_under_guidance_the_variance_is_that_of_the_class() -> None:
+    from mhla_tasks.diffusion.sampling import _guided
+
+    class Known(Oracle):
+        def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+            return labels.float().view(-1, 1, 1, 1).expand(-1, 2, 4, 4)
+
+    network: Any = Known(ProcessConfig())
+    out = _guided(network, torch.zeros(2, 1, 4, 4), torch.zeros(2), torch.tensor([3, 7]), 2.0)
+    assert out[:, 0, 0, 0].tolist() == [10 + 2 * (3 - 10), 10 + 2 * (7 - 10)]
+    assert out[:, 1, 0, 0].tolist() == [3, 7]
+
+
+def test_eulers_steps_are_equal() -> None:
+    network: Any = Oracle(ProcessConfig(objective="flow"))
+    seen: list[float] = []
+    network.register_forward_pre_hook(lambda module, args: seen.append(float(args[1][0])))
+    process = make_process(ProcessConfig(objective="flow"))
+    draw_samples(network, process, SamplingConfig("euler", 4), torch.tensor([1]), [0], 0)
+    assert seen == pytest.approx([1000, 750, 500, 250], abs=1e-3)
+
+
+def test_sampling_times_are_shifted_as_in_training() -> None:
+    """3 s / (1 + 2 s) at s = 1, 3/4, 1/2, 1/4."""
+    network: Any = Oracle(ProcessConfig(objective="flow", shift=3.0))
+    seen: list[float] = []
+    network.register_forward_pre_hook(lambda module, args: seen.append(float(args[1][0])))
+    process = make_process(ProcessConfig(objective="flow", shift=3.0))
+    draw_samples(network, process, SamplingConfig("euler", 4), torch.tensor([1]), [0], 0)
+    assert seen == pytest.approx([1000, 900, 750, 500], abs=1e-2)
+
+
+def test_pixels_survive_the_way_to_signed_numbers_and_back() -> None:
+    pixels = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(to_pixels(pixels.float() / 127.5 - 1), pixels)
+    assert to_pixels(torch.tensor([-2.0, 2.0, 0.6 / 127.5 - 1])).tolist() == [0, 255, 1]

@@ -235,3 +235,19 @@ def test_grids_of_many_classes_are_in_order() -> None:
     assert figure.axes[0].images[0].get_array().shape == (3 * 71 - 1, 10 * 71 - 1, 3)  # type: ignore[union-attr]
     labelled = draw_grid(torch.zeros(20, 1, 8, 8, dtype=torch.uint8), 10, "title")
     assert [text.get_text() for text in labelled.axes[0].get_yticklabels()] == [str(label) for label in range(10)]
+
+
+def test_training_drops_labels() -> None:
+    from mhla_tasks.diffusion.process import ProcessConfig
+    from mhla_tasks.diffusion.sampling import SamplingConfig
+
+    made = ClassToImage(
+        AttentionConfig(block_grid=[2, 2]), 10, 8, 1, dim=16, depth=1, heads=2,
+        process=ProcessConfig("flow", label_dropout=0.5), sampling=SamplingConfig("euler"),
+    )  # fmt: skip
+    made.log_loss = lambda loss, count: loss  # type: ignore[method-assign]
+    seen: list[torch.Tensor] = []
+    made.network.register_forward_pre_hook(lambda module, args: seen.append(args[2]))
+    made.training_step({"image": torch.rand(200, 1, 8, 8), "label": torch.full((200,), 3)}, 0)
+    assert set(seen[0].tolist()) == {3, 10}
+    assert 60 < int((seen[0] == 10).sum()) < 140

@@ -248,3 +248,78 @@ def test_streams_refuse(sources: list[str], tokenizer: Any, tmp_path: Path) -> N
         HubText(where, path="json", data_files=sources[1], column="content").windows("validate")
     with pytest.raises(FileNotFoundError, match="cannot be had"):
         HubText(where, path="json", data_files=str(tmp_path / "none.jsonl")).windows("validate")
+
+
+def test_a_stream_says_where_documents_begin(tokenizer: Any) -> None:
+    """Also of those that begin on the last token of a window, which is the first of the next."""
+    batches = rows_of([RowPosition(row, 0) for row in range(4)], range(4), 40, tokenizer)
+    for row in range(4):
+        documents = [encode_document(tokenizer(text)["input_ids"], tokenizer) for text in (TEXTS * 99)[row::4]]
+        begins = np.cumsum([0, *map(len, documents)])
+        found = torch.cat([batch["starts"][row] for batch in batches]).nonzero()[:, 0].tolist()
+        assert found == [int(place) for place in begins if place < 40 * 32]
+        assert any(place % 32 == 0 for place in found[1:]) or row, "no document begins where a window does"
+
+
+def test_bytes_of_a_streamed_row_are_those_of_its_targets(tokenizer: Any) -> None:
+    table = token_bytes(tokenizer)
+    for batch in rows_of([RowPosition(row, 0) for row in range(4)], range(4), 12, tokenizer):
+        assert batch["bytes"].tolist() == [int(table[row[1:]].sum()) for row in batch["tokens"].numpy()]
+
+
+def test_one_sign_stands_between_documents_where_there_is_only_one() -> None:
+    from types import SimpleNamespace
+
+    same: Any = SimpleNamespace(bos_token_id=7, eos_token_id=7)
+    only_end: Any = SimpleNamespace(bos_token_id=None, eos_token_id=7)
+    assert encode_document([1, 2], same).tolist() == encode_document([1, 2], only_end).tolist() == [7, 1, 2]
+
+
+def test_documents_lie_between_their_special_tokens() -> None:
+    from types import SimpleNamespace
+
+    both: Any = SimpleNamespace(bos_token_id=5, eos_token_id=7)
+    no_end: Any = SimpleNamespace(bos_token_id=5, eos_token_id=None)
+    assert encode_document([1, 2], both).tolist() == [5, 1, 2, 7]
+    assert encode_document([1, 2], no_end).tolist() == [5, 1, 2]
+    with pytest.raises(ValueError, match="neither a bos nor an eos token"):
+        encode_document([1], SimpleNamespace(bos_token_id=None, eos_token_id=None))  # type: ignore[arg-type]
+
+
+def test_documents_held_out_are_not_trained_on_and_epochs_differ(
+    sources: list[str], tokenizer: Any, tmp_path: Path
+) -> None:
+    from itertools import islice
+
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = HubText(
+        str(tmp_path / "tokenizer"), path="json", data_files=sources[1], val_documents=3, shuffle_buffer=20, seed=1
+    )
+    texts = list(islice(data._documents(), 24))
+    assert sorted(texts[:12]) == sorted(texts[12:]) == sorted(TEXTS[13:25])
+    assert texts[:12] != texts[12:], "each epoch has another order"
+
+
+def test_bytes_of_sentencepiece_tokens() -> None:
+    """With byte fallback, a space is one sign of three bytes, and stands for one."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "</s>", "<0x41>", "▁river", "é", "▁▁"]
+    model = models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token="<unk>", eos_token="</s>")
+    assert token_bytes(fast).tolist() == [0, 0, 1, 6, 2, 2]
+
+
+def test_a_part_of_the_documents(sources: list[str], tokenizer: Any, tmp_path: Path) -> None:
+    runs = ShardRuns(ShardReader(write(tmp_path / "out", sources, tokenizer, skip=2, limit=5)))
+    found = np.concatenate([runs.read(run, 0, length)[0] for run, length in enumerate(runs.lengths)])
+    wanted = [encode_document(tokenizer(text)["input_ids"], tokenizer) for text in TEXTS[2:7]]
+    assert found.tolist() == np.concatenate(wanted).tolist()
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(0, 0), (64, 0), (65, 1), (128, 1), (129, 2)])
+def test_windows_are_whole_at_the_end_of_the_text(length: int, wanted: int) -> None:
+    runs = ArrayRuns(np.zeros(length, dtype=np.int64), np.arange(min(length, 1)), "text")
+    windows = TokenWindows(runs, 64, np.ones(1, dtype=np.int64), separate_documents=False)
+    assert [len(windows[index]["tokens"]) for index in range(len(windows))] == [65] * wanted

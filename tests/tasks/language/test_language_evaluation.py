@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,3 +195,14 @@ def test_tasks_that_are_not_there(task_data: Path, tmp_path: Path, monkeypatch: 
         pass
     with pytest.raises(ValueError, match="tasks is empty"):
         LMEval([])
+
+
+def test_the_share_of_cut_prompts_is_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = MHLALM.__new__(MHLALM)
+    lm._world_size, lm.prompts, lm.prompts_cut = 2, Counter(trec=3, other=1), Counter(trec=0, other=0)
+
+    def gather(everyone: list[Any], mine: Any) -> None:
+        everyone[:] = [mine, ({"trec": 1}, {"trec": 1})]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    assert lm.cut_shares() == {"other": 0, "trec": 0.25}

@@ -210,3 +210,20 @@ def test_model_refuses() -> None:
         MHLAForCausalLM(MHLAConfig(dim=16, depth=2, heads=2, attention=[{"kind": "linear"}]))
     with pytest.raises(ValueError, match="its length must divide depth=2"):
         small_model(layer_kinds=["mhla", "mhla", "softmax"])
+
+
+@torch.no_grad()
+def test_the_loss_of_padded_rows_is_that_of_the_rows_alone() -> None:
+    network, ids = small_model().network, prompts()
+    alone = [network(ids[row : row + 1, :n], labels=ids[row : row + 1, :n]).loss for row, n in enumerate(LENGTHS)]
+    wanted = sum(float(loss) * (n - 1) for loss, n in zip(alone, LENGTHS, strict=True)) / sum(n - 1 for n in LENGTHS)
+    for side in ("left", "right"):
+        rows, mask = padded(ids, side)
+        assert float(network(rows, attention_mask=mask, labels=rows).loss) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_weights_start_with_the_deviation_asked_for() -> None:
+    for wanted in (0.2, 0.01):
+        network = small_model(initializer_range=wanted, tie_embeddings=False).network
+        for weight in (network.embedding.weight, network.head.weight, network.backbone.layers[0].mlp.fc1_g.weight):
+            assert float(weight.detach().std()) == pytest.approx(wanted, rel=0.1)

@@ -201,3 +201,18 @@ def test_training_refuses(stdlib: SimpleNamespace, tokenizer: Any, capsys: pytes
         small_model().continue_prompts(SENTENCES)
     with pytest.raises(ValueError, match="set temperature: 0"):
         GenerationOptions(beams=4)
+
+
+@torch.no_grad()
+def test_windows_that_fill_up_a_batch_are_not_scored() -> None:
+    """As the last batch is on several processes."""
+    model = small_model()
+    tokens = torch.randint(2, 320, (3, 33))
+    valid, size = torch.tensor([True, False, True]), torch.tensor([10, 20, 40])
+    model.validation_step({"tokens": tokens, "valid": valid, "bytes": size}, 0)
+    found = {name: float(model._sum("val", name).compute()) for name in ("nats", "tokens", "bytes", "samples")}
+    kept = tokens[valid]
+    logits = model(kept[:, :-1]).flatten(0, 1)
+    wanted = float(torch.nn.functional.cross_entropy(logits, kept[:, 1:].flatten(), reduction="sum"))
+    assert found.pop("nats") == pytest.approx(wanted, rel=1e-5)
+    assert found == {"tokens": 64, "bytes": 50, "samples": 2}

@@ -229,3 +229,11 @@ print(tokenizer.decode(tokenizer("The river")["input_ids"]))
     write = pipeline("text-generation", model=str(exported), trust_remote_code=True)
     text = write("The river", max_new_tokens=3, do_sample=False)[0]["generated_text"]
     assert text.startswith("The river")
+
+
+def test_positions_that_stand_still_begin_a_document() -> None:
+    """A document of one token, then another."""
+    model = small_model("softmax").network
+    packed = model(IDS, position_ids=torch.tensor([[0, *range(19)]])).logits
+    alone = torch.cat([model(IDS[:, :1]).logits, model(IDS[:, 1:]).logits], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)

@@ -519,3 +519,40 @@ def test_the_reader_meets_every_clip_once(videos: list[bytes], tmp_path: Path) -
     loader = ResumableLoader(ShardClips(ShardReader([shard]), **SIZE), 4, train=False, seed=0)
     seen = [text for batch in loader for text, counts in zip(batch["caption"], batch["valid"], strict=True) if counts]
     assert seen == [str(number) for number in range(6)]
+
+
+def test_without_chance_a_clip_is_the_middle_of_its_video(ramp: bytes, tmp_path: Path) -> None:
+    shard = make_shard(tmp_path / "s.tar", [{"mp4": ramp, "txt": b"a ramp"}])
+    clip = ShardClips(ShardReader([shard]), 4, 16, 24)[0]["video"]
+    shown = [round(level / 10) for level in brightness(to_frames(clip[None])[0])]
+    assert shown == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, -1])
+def test_videos_of_phones_are_turned_upright(turns: int) -> None:
+    """A frame says by how many degrees against the clock it is to be turned."""
+    from types import SimpleNamespace
+
+    from mhla_tasks.video.clips import _pixels
+
+    upright = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    stored = np.rot90(upright, -turns)
+    frame = SimpleNamespace(to_ndarray=lambda format: stored, rotation=90 * turns)
+    assert torch.equal(_pixels(frame, None), torch.from_numpy(upright).permute(2, 0, 1))
+
+
+def test_held_out_digits_start_at_different_places() -> None:
+    held_out = MovingDigitSamples(False, 4, 24, 24)
+    frames = torch.stack([held_out[index]["video"][0, 0] for index in range(0, 80, 4)])  # all of one direction
+    assert len({tuple((frame > -1).nonzero().min(0).values.tolist()) for frame in frames}) > 8
+
+
+def test_the_length_of_captions_is_the_shards(tmp_path: Path) -> None:
+    make_shard(tmp_path / "train-00000.tar", [{"txt": b"a"}])
+    place, found = str(tmp_path / "train-00000.tar"), []
+    for content in (None, {"text_length": 6}, {"text_length": "six"}):
+        if content is not None:
+            (tmp_path / "train-manifest.json").write_text(json.dumps(content))
+        found.append(VideoLatentShards(place, place).text_length)
+    assert found == [512, 6, 512]
+    assert VideoLatentShards(place, place, text_length=9).text_length == 9

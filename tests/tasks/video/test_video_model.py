@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -314,3 +315,20 @@ def test_wrong_distillation() -> None:
         DistillationConfig(layer_steps=5)
     with pytest.raises(ValueError, match="must not be negative"):
         DistillationConfig("teacher", velocity_weight=-1)
+
+
+def test_layers_count_alike_whatever_the_size_of_their_outputs(original: WanTransformer3DModel, tmp_path: Path) -> None:
+    """Ten times the output projection in teacher and student makes no layer count more."""
+    given = inputs()
+    losses = []
+    for factor in (1, 10):
+        source = copy.deepcopy(original)
+        with torch.no_grad():
+            for parameter in source.blocks[-1].attn1.to_out.parameters():  # nothing of a later layer hangs on it
+                parameter.mul_(factor)
+        source.save_pretrained(tmp_path / str(factor))
+        student = build_transformer(TINY, AttentionConfig(kind="linear", normalize=False), ["keep", "keep", "linear"])
+        load_weights(student, str(tmp_path / str(factor)))
+        losses.append(Teacher(TINY, str(tmp_path / str(factor))).layer_loss(student, *given).item())
+    assert losses[0] > 0
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -509,3 +509,28 @@ def test_options_survive_a_checkpoint(whole: Path) -> None:
         AttentionConfig(block_grid=[1, 1, 1], normalize=False), TINY, train="lora", lora=LoraOptions(rank=3)
     )
     assert other.hparams["lora"] == {"rank": 3, "alpha": 64, "dropout": 0.0}
+
+
+def test_training_drops_the_share_of_captions_asked_for() -> None:
+    made = module(text=TextConfig(length=4))
+    made.log_loss = lambda loss, count: loss  # type: ignore[method-assign]
+    made._empty = torch.full((1, 4, 16), 9.0)
+    seen: list[torch.Tensor] = []
+    made.network.register_forward_pre_hook(
+        lambda network, args: seen.append(args[2]) if args[2].shape[1] == 4 else None
+    )
+    batch = {"latent": torch.randn(300, 4, 1, 2, 2), "text": torch.zeros(300, 4, 16)}
+    made.training_step(batch, 0)
+    assert 0.04 < float((seen[0] == 9).all(-1).all(-1).float().mean()) < 0.18
+
+
+def test_guidance_leads_away_from_the_negative_prompt() -> None:
+    """All the way from the prompt itself is nowhere: the clip without guidance."""
+    made = module(text=TextConfig(length=4))
+    sizes: dict[str, Any] = {"sampler": "euler", "steps": 2, "frames": 3, "height": 4, "width": 6}
+    clips = {}
+    for guidance, negative in ((1.0, ""), (4.0, "a two"), (4.0, "")):
+        made.sampling = SamplingConfig(guidance=guidance, negative_prompt=negative, **sizes)
+        clips[guidance, negative] = made.draw(["a two"], [0], 1).int()
+    assert (clips[4.0, "a two"] - clips[1.0, ""]).abs().max() <= 1
+    assert (clips[4.0, ""] - clips[1.0, ""]).abs().max() > 1
