@@ -202,3 +202,17 @@ def test_export_leaves_the_number_of_tokens_open(form: str, kind: str) -> None:
         for n in (2, 17, 64, 1000):
             q, k, v = (torch.rand(1, n, 2, 8) for _ in range(3))
             torch.testing.assert_close(exported(q, k, v, mixing), network(q, k, v, mixing), rtol=1e-4, atol=1e-5)
+
+
+def test_wrong_bounds_are_refused_in_a_compiled_graph_too() -> None:
+    q, k, v, mixing = (x.detach().cpu() for x in problem(blocks=5))  # a failed check ends a CUDA device for good
+    options: dict[str, Any] = {"block_size": 4, "causal": True, "backend": "torch"}
+
+    def layer(bounds: Tensor) -> Tensor:
+        return mhla_attention(q, k, v, mixing, cu_seqlens=bounds, **options)
+
+    compiled = torch.compile(layer, backend="aot_eager")
+    assert compiled(torch.tensor([0, 7, 20])).shape == v.shape
+    for wrong in ([0, 25, 20], [0, 7, 19], [1, 7, 20]):
+        with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to N"):
+            compiled(torch.tensor(wrong))

@@ -325,3 +325,24 @@ def test_a_state_can_be_trained_through(kind: str) -> None:
     got = torch.autograd.grad(torch.cat(parts, 1), (q, k, v, *learned), cotangent)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_two_ways_on_do_not_share_spare_room() -> None:
+    """A donated state has room for more blocks, which a step that was not given it must not write to."""
+    q, k, v = tokens(1, 12)
+    mixing = make_mixing("dense", 2, 6)
+    want = mhla_attention(q, k, v, mixing, block_size=2, causal=True)
+
+    def step(t: int, state: MHLAState, donate: bool, sign: int = 1) -> tuple[Tensor, MHLAState]:
+        return mhla_step(q[:, t], k[:, t], sign * v[:, t], mixing, state, block_size=2, donate_state=donate)
+
+    _, state = mhla_prefill(q[:, :4], k[:, :4], v[:, :4], mixing, block_size=2)
+    for t in (4, 5, 6):
+        _, state = step(t, state, True)
+    _, child = step(7, state, False)
+    _, child = step(8, child, True)
+    for t in (7, 8):
+        _, state = step(t, state, True, -1)
+    for t in (9, 10):
+        out, child = step(t, child, True)
+        torch.testing.assert_close(out, want[:, t])

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lightning_mhla import MHLA, AttentionConfig, Backbone, Block, BlockLayout
 from lightning_mhla.attention import Attention, build_attention, layout_for
+from lightning_mhla.positions import rotary_angles
 
 KINDS = ("mhla", "linear", "softmax")
 GRIDS = {"1d": ((12,), [3]), "2d": ((5, 7), [2, 3]), "3d": ((3, 4, 4), [1, 2, 2])}
@@ -232,3 +233,39 @@ def test_layers_refuse() -> None:
         MHLA(16, 2, layout)(torch.randn(1, 9, 16))
     with pytest.raises(ValueError, match="norm='batch'"):
         Block(16, 2, layout, AttentionConfig(block_grid=[2, 2]), norm="batch")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_keys_serve_neighbouring_query_heads(kind: str) -> None:
+    """As a layer does that has each key and value head written out for its two queries."""
+    layout = BlockLayout((8,), (2,))
+    grouped = build_attention(config(kind, [2]), 16, 4, layout, key_value_heads=2, bias=False)
+    whole = build_attention(config(kind, [2]), 16, 4, layout, bias=False)
+    q, k, v = grouped.qkv.weight.detach().split(grouped.sections)
+    pairs = [x.unflatten(0, (2, 4)).repeat_interleave(2, 0).flatten(0, 1) for x in (k, v)]
+    whole.load_state_dict({**grouped.state_dict(), "qkv.weight": torch.cat([q, *pairs])})
+    x = torch.randn(2, 8, 16)
+    torch.testing.assert_close(grouped(x), whole(x))
+
+
+def test_causal_linear_attention_forgets_nothing() -> None:
+    """Over many more tokens than it works on at once."""
+    layer = build_attention(AttentionConfig(kind="linear"), 16, 2, BlockLayout((300,), (1,)), causal=True)
+    q, k, v = layer._project(torch.randn(1, 300, 16))
+    weights = torch.einsum("bihd,bjhd->bhij", q.relu() + 1e-6, k.relu() + 1e-6).tril()
+    want = torch.einsum("bhij,bjhd->bihd", weights / (weights.sum(-1, keepdim=True) + 1e-6), v)
+    torch.testing.assert_close(layer.attend(q, k, v, None), want, rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_angles_are_those_of_the_paper() -> None:
+    """Pair i turns by position * base^(-2 i / D)."""
+    turned = rotary_angles(torch.tensor([0, 3, 7]), 6, 1000.0)
+    angles = torch.tensor([0.0, 3.0, 7.0])[:, None] * torch.tensor([1.0, 0.1, 0.01])
+    torch.testing.assert_close(turned.cos, angles.cos())
+    torch.testing.assert_close(turned.sin, angles.sin())
+
+
+def test_drop_path_rises_from_zero_to_what_is_asked() -> None:
+    model = Backbone(16, 5, 2, (4, 4), config("mhla", [2, 2]), drop_path=0.4)
+    assert [block.drop_path.drop_prob for block in model.blocks] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+    assert Backbone(16, 1, 2, (4, 4), config("mhla", [2, 2]), drop_path=0.4).blocks[0].drop_path.drop_prob == 0

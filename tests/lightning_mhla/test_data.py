@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import tarfile
 import threading
@@ -377,3 +378,48 @@ def test_folder_of_images(tmp_path: Path) -> None:
     source = FolderImages(tmp_path, pil_to_tensor)
     assert [path.name for path in source.paths] == ["1.jpg", "2.JPG"]
     assert source[1]["image"].shape == (3, 12, 12)
+
+
+def test_a_sample_is_augmented_otherwise_in_every_epoch() -> None:
+    def noise(epoch: int) -> dict[int, float]:
+        (batch,) = ResumableLoader(Noise(8), 8, train=True, seed=7, progress=lambda: Progress(epoch))
+        return dict(zip(batch["index"].tolist(), batch["noise"].sum(1).tolist(), strict=True))
+
+    first, second, again = noise(0), noise(1), noise(0)
+    assert first == again
+    assert all(first[index] != second[index] for index in range(8))
+
+
+def test_samples_are_shuffled_inside_a_window() -> None:
+    order = epoch_order([100] * 20, seed=0, epoch=0, window=2)
+    assert (np.diff(order) == 1).mean() < 0.1, "samples of a shard follow each other"
+    first = order[:200]
+    assert len({int(index) // 100 for index in first[:50]}) == 2, "the shards of a window are not mixed"
+
+
+def test_a_cut_download_is_not_kept(server: str, shards: list[Path], tmp_path: Path) -> None:
+    whole = shards[0].read_bytes()
+    shards[0].write_bytes(whole[:2000])
+    with pytest.raises(ValueError, match=r"cut short|not a whole tar"):
+        find_shards(f"{server}/train-0000.tar", tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    shards[0].write_bytes(whole)
+    assert find_shards(f"{server}/train-0000.tar", tmp_path / "cache")[0].read_bytes() == whole
+
+
+def test_a_rewritten_shard_of_the_same_size_is_scanned_again(tmp_path: Path) -> None:
+    path = add_to_tar(tmp_path / "a.tar", [{"jpg": b"picture", "cls": b"3"}])
+    size = path.stat().st_size
+    assert ShardReader([path]).read(0, "cls") == b"3"
+    written = path.stat().st_mtime_ns
+    add_to_tar(path, [{"cls": b"4", "jpg": b"picture"}])  # the other way round
+    os.utime(path, ns=(written, written + 10**9))  # clocks of file systems are coarse
+    assert path.stat().st_size == size
+    assert ShardReader([path]).read(0, "cls") == b"4"
+
+
+def test_shards_of_as_many_other_samples_are_not_mixed(shards: list[Path]) -> None:
+    shards[2].unlink()
+    with pytest.raises(ValueError, match="holds shards of another list of samples"):
+        write_shards(range(1, 11), members, shards[0].parent, "train", per_shard=4)
+    assert write_shards(range(10), members, shards[0].parent, "train", per_shard=4) == shards

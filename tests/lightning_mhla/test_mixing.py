@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -161,3 +162,38 @@ def test_exponential_coefficients_refuse(change: dict[str, object], message: str
     layout = BlockLayout((4, 4), (2, 2), prefix_tokens=change.pop("prefix", 0))
     with pytest.raises(ValueError, match=message):
         ExponentialCoefficients(layout, **change)
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (2, 5), (2, 3, 4)], ids=str)
+def test_every_row_of_the_locality_start_follows_the_paper(grid: tuple[int, ...]) -> None:
+    mixing = locality_mixing(BlockLayout(grid, grid))
+    places = list(product(*(range(count) for count in grid)))
+    for row, place in enumerate(places):
+        distance = torch.tensor([math.dist(place, other) for other in places])
+        want = 1 - distance / distance.max()
+        torch.testing.assert_close(mixing[row], want / want.sum())
+
+
+def test_exponential_coefficients_keep_their_reach_over_other_blocks() -> None:
+    """Twice as many blocks along an axis are half as far apart, so that decays halve."""
+    mixing = ExponentialCoefficients(BlockLayout((8, 8), (4, 2)), terms=3)
+    want = mixing.decay.detach() * torch.tensor([0.5, 1.0])
+    torch.testing.assert_close(mixing((8, 2)).decay.detach(), want)
+    mixing.resize((8, 2))
+    torch.testing.assert_close(mixing.decay.detach(), want)
+
+
+def test_locality_on_an_oblong_grid() -> None:
+    """On a square one rows and columns could be exchanged unseen."""
+    mixing = locality_mixing(BlockLayout((2, 6), (2, 3)))
+    distance = torch.tensor([math.dist((0, 0), (i, j)) for i in range(2) for j in range(3)])
+    want = 1 - distance / distance.max()
+    torch.testing.assert_close(mixing[0], want / want.sum())
+
+
+def test_positions_and_biases_do_not_decay() -> None:
+    model = nn.Linear(8, 8)
+    model.position = nn.Parameter(torch.zeros(1, 4, 8))
+    groups = parameter_groups(nn.ModuleDict({"stem": model}), OptimizerConfig(weight_decay=0.1))
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    assert [decay[id(p)] for p in (model.weight, model.bias, model.position)] == [0.1, 0.0, 0.0]

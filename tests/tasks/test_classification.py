@@ -381,3 +381,33 @@ def test_zeros_are_put_around_the_image_evenly() -> None:
     model(images)
     assert torch.equal(seen[0][:, :, 2:30, 2:30], images)
     assert seen[0].sum().item() == pytest.approx(images.sum().item(), rel=1e-5)
+
+
+def test_warm_up_epochs_count_optimiser_steps() -> None:
+    trainer = Trainer(max_epochs=2, accumulate_grad_batches=2, limit_val_batches=0, **QUIET)
+    model = classifier(optimizer=OptimizerConfig(warmup_epochs=1))
+    trainer.fit(model, datamodule=Digits(batch_size=143))  # ten batches of 1,437 digits, so five steps
+    assert trainer.lr_scheduler_configs[0].scheduler.lr_lambdas[0].warmup == 5
+
+
+def test_the_average_takes_each_step_once_under_accumulation() -> None:
+    from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
+
+    trainer = Trainer(max_steps=3, accumulate_grad_batches=2, limit_val_batches=0, **QUIET)
+    trainer.fit(classifier(ema_decay=0.9), datamodule=Digits(batch_size=120))
+    (average,) = [each for each in trainer.callbacks if isinstance(each, ExponentialMovingAverage)]
+    assert average._steps == trainer.global_step == 3
+
+
+def test_every_step_draws_numbers_of_its_own() -> None:
+    class Draw(Callback):
+        def __init__(self) -> None:
+            self.drawn: list[float] = []
+
+        def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: torch.Tensor) -> None:
+            self.drawn.append(float(torch.rand(())))
+
+    draw = Draw()
+    trainer = Trainer(max_epochs=2, callbacks=[draw], limit_val_batches=0, **QUIET)
+    trainer.fit(classifier(), datamodule=Digits(batch_size=256))
+    assert len(set(draw.drawn)) == len(draw.drawn) == 10

@@ -344,3 +344,11 @@ def test_options_that_a_kind_does_not_use_are_named_once(caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, "lightning_mhla"):
         Backbone(16, 3, 2, (4, 4), config)
     assert caplog.text.count("attention kind softmax does not use block_grid, mixing_terms") == 1
+
+
+def test_options_are_compared_as_plain_values() -> None:
+    from lightning_mhla.hyperparameters import plain
+
+    ours = plain({"optimizer": OptimizerConfig(betas=(0.9, 0.99)), "attention": AttentionConfig(block_grid=[2, 2])})
+    assert ours["optimizer.betas"] == plain({"optimizer": {"betas": [0.9, 0.99]}})["optimizer.betas"] == [0.9, 0.99]
+    assert ours["attention.block_grid"] == plain({"attention": {"block_grid": (2, 2)}})["attention.block_grid"]

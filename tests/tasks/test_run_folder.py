@@ -227,3 +227,26 @@ def test_a_requeued_job_waits_for_the_lock(tmp_path: Path, monkeypatch: pytest.M
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Recovery(**options)
+
+
+def test_a_signal_between_two_halves_of_a_step_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_config(tmp_path, accumulate_grad_batches=2, max_steps=6)
+    main(["fit", "--config", str(config), f"--run_dir={tmp_path / 'whole'}"])
+    before = signal.getsignal(signal.SIGUSR1)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 1)  # its first half comes first
+        with pytest.raises(RunStopped):
+            main(["fit", "--config", str(config), f"--run_dir={tmp_path / 'run'}"])
+    signal.signal(signal.SIGUSR1, before)
+    main(["fit", f"--run_dir={tmp_path / 'run'}"])
+    ours, theirs = last(tmp_path / "run"), last(tmp_path / "whole")
+    keys = ("state_dict", "current_model_state", "optimizer_states", "global_step")
+    assert not [place for key in keys for place in differences(theirs[key], ours[key], key)]
+
+
+def test_the_tables_of_all_starts_are_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for start in ("first", "second", "third"):
+        (tmp_path / "metrics.csv").write_text(start)
+        folder.keep("metrics.csv")
+    assert [(tmp_path / f"metrics-{n}.csv").read_text() for n in (1, 2, 3)] == ["first", "second", "third"]

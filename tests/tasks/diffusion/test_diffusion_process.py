@@ -14,6 +14,8 @@ from scipy.stats import norm
 from tiny import tiny_dit
 from torch import Tensor, nn
 
+from lightning_mhla.flow import draw_flow_times
+
 ALL_SAMPLERS = [
     *((ProcessConfig(learn_sigma=False), sampler) for sampler in ("ddpm", "ddim", "dpm-solver++")),
     (ProcessConfig(learn_sigma=True), "ddpm"),
@@ -279,3 +281,13 @@ def test_pixels_survive_the_way_to_signed_numbers_and_back() -> None:
     pixels = torch.arange(256, dtype=torch.uint8)
     assert torch.equal(to_pixels(pixels.float() / 127.5 - 1), pixels)
     assert to_pixels(torch.tensor([-2.0, 2.0, 0.6 / 127.5 - 1])).tolist() == [0, 255, 1]
+
+
+def test_training_times_are_shifted_towards_noise() -> None:
+    def times(shift: float) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(0)
+        return draw_flow_times("uniform", shift, 1000, draw, torch.device("cpu"))
+
+    share = times(1.0) / 1000
+    assert 0.45 < float(share.mean()) < 0.55
+    torch.testing.assert_close(times(3.0), 3000 * share / (1 + 2 * share))
