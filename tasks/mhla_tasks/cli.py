@@ -253,6 +253,9 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
             rank[part] = max(said, default=-1)
         if name == "context" and min(rank.values()) >= 0 and values["data"] < values["model"]:
             continue  # shorter samples will do
+        if max(rank.values()) < 0:  # a checkpoint remembers the model, or both are defaults
+            parts["data"][name] = values["model"]
+            continue
         if rank["model"] == rank["data"]:
             raise ValueError(
                 f"model.init_args.{name}={values['model']} and data.init_args.{name}={values['data']} must be equal; "
