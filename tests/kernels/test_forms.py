@@ -525,3 +525,26 @@ def test_outputs_are_contiguous_whatever_the_inputs(implementation: str) -> None
         with small_tiles():
             out = attend(implementation, q, k, v, torch.rand(3, 3), **options)
         assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("terms", [0, 3], ids=["dense", "exponential"])
+def test_packed_documents_keep_to_themselves(implementation: str, terms: int) -> None:
+    """Values and gradients; the last block of each document is short, and there are more documents than one tile holds."""
+    bounds = [0, 20, 33, 34, 61]
+    q, k, v = torch.rand(1, 61, 2, 5), torch.rand(1, 61, 2, 5), torch.randn(1, 61, 2, 3)
+    mixing = [torch.rand(2, terms) + 0.1, torch.rand(2, terms) * 0.2] if terms else [torch.rand(2, 4, 4) + 0.1]
+    starts, cotangent = packed_starts(bounds, 8), torch.randn(1, 61, 2, 3)
+    check: dict[str, Any] = {"causal": True, "normalize": False}
+    expected, expected_grads = gradients(
+        partial(definition, starts=starts, relu=False, **check), (q, k, v, *mixing), cotangent
+    )
+    with small_tiles():
+        got, grads = gradients(
+            lambda *x: attend(implementation, *x, block_size=8, cu_seqlens=bounds, **check),
+            (q, k, v, *mixing),
+            cotangent,
+        )
+    assert relative_error("output", got, expected) < 1e-5
+    for name, a, b in zip(("q", "k", "v", "mixing", "decay"), grads, expected_grads, strict=False):
+        assert relative_error(f"gradient of {name}", a, b) < 1e-5
