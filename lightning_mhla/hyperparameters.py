@@ -43,5 +43,5 @@ class LoggedApart(HyperparametersMixin):
 
     @property
     def hparams_initial(self) -> Any:
-        """What loggers get."""
+        """Hyperparameters for loggers, with their prefix."""
         return {f"{self.logged_as}/{name}": value for name, value in super().hparams_initial.items() if name[0] != "_"}

@@ -105,7 +105,7 @@ class TrainingModule(LoggedApart, LightningModule):
         return [StepSeed(), *average, *(guard() for guard in guards if guard not in given)]
 
     def prediction_callbacks(self) -> list[Callback]:
-        """What writes predictions."""
+        """Callbacks that write predictions."""
         return []
 
     def configure_model(self) -> None:

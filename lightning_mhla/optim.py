@@ -185,7 +185,7 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int)
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run asks of its optimiser, before a checkpoint brings what an earlier start asked.
+    """Optimiser options of the present start, before a checkpoint restores those of an earlier one.
 
     Attributes:
         groups: options of each parameter group.

@@ -89,7 +89,7 @@ def read_pretrained(path: str | Path) -> Pretrained:
 
 @dataclass
 class Report:
-    """What became of each tensor, by name."""
+    """Outcome for each tensor, by name."""
 
     taken: list[str] = field(default_factory=list)
     resized: list[str] = field(default_factory=list)

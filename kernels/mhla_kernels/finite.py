@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 LARGEST = torch.finfo(torch.float32).max * 2.0**-20
-"""What stands for a float32 sum that overflowed; a million of them can be added up."""
+"""Replacement for a float32 sum that overflowed; a million of them can be added up."""
 
 
 def finite_(sums: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ def _check(
 def _check_state(state: MHLAState, q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: Problem) -> None:
     if state.spent:
         raise ValueError(
-            "the state was donated to an earlier step, which has changed it; go on with the state that this step returned, "
+            "the state was donated to an earlier step, which has changed it; continue with the state that this step returned, "
             "or step with donate_state=False"
         )
     kind = kind_of(q, v, mixing, block_size)

@@ -267,7 +267,7 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """What a source says of a class's arguments; short forms (``--data.batch_size=8``) included."""
+    """Arguments of a class that a source gives; short forms (``--data.batch_size=8``) included."""
     options = _mapping(value)
     return {**options, **_mapping(options.get("init_args"))}
 
