@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -22,6 +23,8 @@ from mhla_tasks.language.config import MHLAConfig, default_attention, plain_atte
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.prompts import ContinuationFile
 from mhla_tasks.language.tokenizer import fingerprint, left_padded, pack_tokenizer, pad_token, unpack_tokenizer
+
+log = logging.getLogger(__name__)
 
 Stage = Literal["val", "test"]
 
@@ -137,6 +140,11 @@ class LanguageModel(TrainingModule):
             )
         )
         self.network.backbone.checkpointing = checkpointing
+        size = self.network.backbone.layout.block_size or 0
+        if size > context:
+            log.warning(
+                "block_size=%d is above context=%d: a sample is one block, and mixing does nothing", size, context
+            )
         self.tokenizer: Any = None
         self._tokenizer_files: dict[str, str] = {}
         names = [f"{stage}_{name}" for stage in ("val", "test") for name in SUMS]

@@ -216,3 +216,11 @@ def test_windows_that_fill_up_a_batch_are_not_scored() -> None:
     wanted = float(torch.nn.functional.cross_entropy(logits, kept[:, 1:].flatten(), reduction="sum"))
     assert found.pop("nats") == pytest.approx(wanted, rel=1e-5)
     assert found == {"tokens": 64, "bytes": 50, "samples": 2}
+
+
+def test_a_block_longer_than_the_context_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "mhla_tasks"):
+        small_model(context=8)
+        assert "is above context" not in caplog.text
+        small_model(context=7)
+    assert "block_size=8 is above context=7: a sample is one block" in caplog.text
