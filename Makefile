@@ -22,7 +22,7 @@ demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, s
 	$(BIN)/lightning fit --config configs/classification/digits.yaml
 
 test: .venv/test-installed  ## install, run all tests (no GPU, no network beyond the package index)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: lint  ## lint, and the tests that start no process of their own: for the minutes between two edits
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not processes and not slow"

@@ -27,12 +27,21 @@ SLOW = ("test_forms", "test_causality", "test_ops", "test_benchmarks", "test_hos
 """Test files that take long without starting any: interpreted kernels, compilers, fuzzing, lm-eval."""
 
 
+LONGEST = (
+    "test_configs", "test_benchmarks", "test_video_training", "test_slurm", "test_kills", "test_sharding",
+    "test_distributed", "test_forms", "test_causality", "test_diffusion_training", "test_diffusion_metrics",
+    "test_language_evaluation", "test_resume_options", "test_guards", "test_language_transformers", "test_run_folder",
+)  # fmt: skip
+"""Test files that take a minute or so, begun first: no worker is left with one at the end."""
+
+
 @cache
 def _starts_processes(path: Path) -> bool:
     return any(word in path.read_text() for word in STARTS_PROCESSES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
         if _starts_processes(item.path):
             item.add_marker(pytest.mark.processes)
