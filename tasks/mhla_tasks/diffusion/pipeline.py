@@ -29,7 +29,7 @@ class DiTPipeline(DiffusionPipeline):
         scheduler: of the process that it was trained on; another one of diffusers may take its place.
         vae: decodes latents; None where the network denoises pixels.
         steps: evaluations of the network for a sample, unless the call says otherwise.
-        guidance: scale of classifier-free guidance, likewise; 1 for none.
+        guidance: default scale of classifier-free guidance; 1 for none.
         guidable: whether the network was trained without labels too, which guidance needs.
 
     A scheduler other than DDPM takes the mean alone: make it with ``variance_type=None``.

@@ -160,7 +160,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: ``[B, columns]``, 0 for padding on either side; with a state, of the columns that it has seen too.
             position_ids: ``[B, N]``, what rotary turns by; None counts the real tokens of each row. In one row without
                 padding and state, positions that start again begin a document of its own (as ``cu_seqlens``).
-            past_key_values: a state that goes on with these tokens, and is changed in place.
+            past_key_values: the state to continue from; these tokens change it in place.
             inputs_embeds: ``[B, N, dim]`` in place of ``input_ids``.
             labels: ``[B, N]`` int64, aligned with the tokens; those of the next token count, ``-100`` is left out.
             use_cache: give the state after these tokens back.
