@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,10 +17,37 @@ import webdataset as wds
 from rich.progress import track
 from torch import Tensor
 
+from lightning_mhla.data.source import BrokenSampleError
 from lightning_mhla.files import write_whole
 from lightning_mhla.untrusted import read_json
 
+log = logging.getLogger(__name__)
+
 Item = TypeVar("Item")
+
+
+class Skipped:
+    """Counts the samples that a command leaves out because they are broken, with a warning for each.
+
+    Args:
+        limit: how many it leaves out before it stops.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.count = limit, 0
+
+    def add(self, error: BrokenSampleError) -> None:
+        """Count one.
+
+        Raises:
+            BrokenSampleError: when there are more than the limit.
+        """
+        log.warning("skipped: %s", error)
+        self.count += 1
+        if self.count > self.limit:
+            raise BrokenSampleError(
+                f"broken samples: {self.count}, more than --max-skipped {self.limit}; the warnings above name them"
+            ) from error
 
 
 def write_shards(
@@ -27,6 +56,7 @@ def write_shards(
     folder: Path,
     prefix: str,
     per_shard: int,
+    max_skipped: int = 0,
 ) -> list[Path]:
     """Write ``items`` in order as ``folder/prefix-0000.tar`` and so on.
 
@@ -34,27 +64,41 @@ def write_shards(
 
     Args:
         items: what to write; sample i gets the key ``i`` in eight digits.
-        encode: the members of one item, extension to bytes or a number.
+        encode: the members of one item, extension to bytes or a number; called in several threads.
         folder: made if missing.
         prefix: of the file names.
-        per_shard: samples in a shard; the last may hold fewer.
+        per_shard: samples in a shard; the last may hold fewer, and so may one with broken items.
+        max_skipped: items that are left out, with a warning each, where ``encode`` raises a BrokenSampleError.
 
     Returns:
         Paths of all shards.
 
     Raises:
+        BrokenSampleError: when more items are broken than ``max_skipped``.
         ValueError: when the folder holds shards of another list of items, which would be mixed with these.
     """
     digest = hashlib.sha256(repr(list(items)).encode()).hexdigest()
     check_manifest(folder / f"{prefix}-manifest.json", {"samples": len(items), "per_shard": per_shard, "items": digest})
     starts = range(0, len(items), per_shard)
     paths = [folder / f"{prefix}-{number:04d}.tar" for number in range(len(starts))]
-    for start, path in track(list(zip(starts, paths, strict=True)), f"writing {prefix} shards"):
-        if path.exists():
-            continue
-        with shard_writer(path) as writer:
-            for number in range(start, min(start + per_shard, len(items))):
-                writer.write({"__key__": f"{number:08d}", **encode(items[number])})
+    skipped = Skipped(max_skipped)
+
+    def attempt(item: Item) -> dict[str, Any] | BrokenSampleError:
+        try:
+            return encode(item)
+        except BrokenSampleError as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        for start, path in track(list(zip(starts, paths, strict=True)), f"writing {prefix} shards"):
+            if path.exists():
+                continue
+            with shard_writer(path) as writer:
+                for number, members in enumerate(pool.map(attempt, items[start : start + per_shard]), start):
+                    if isinstance(members, BrokenSampleError):
+                        skipped.add(members)
+                    else:
+                        writer.write({"__key__": f"{number:08d}", **members})
     return paths
 
 

@@ -264,13 +264,18 @@ class CaptionedClips:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """``video`` ``[3, F, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
-        text = self._caption(index)
+        text = self.caption(index)
         place = float(torch.rand(())) if self.anywhere else 0.5
         data = self.member(index, (VIDEO,))[1]
         clip = read_clip(data, self.describe(index), self.frames, self.fps, place, (self.height, self.width))
         return {"video": to_signed(clip), "caption": text, "index": index}
 
-    def _caption(self, index: int) -> str:
+    def caption(self, index: int) -> str:
+        """The caption of a video.
+
+        Raises:
+            BrokenSampleError: if it has none.
+        """
         extension, data = self.member(index, (TEXT, JSON))
         where = f"{self.describe(index)}: .{extension}"
         if len(data) > LONGEST_CAPTION:

@@ -5,7 +5,7 @@
 
 The source is WebDataset shards of NNN.mp4 with NNN.txt (or NNN.json), or a folder of such files. The middle of every video
 is encoded by Wan's VAE and its caption by UMT5, both in float16. Videos that cannot be read, are too short or lack a
-caption are passed over, with a warning each, up to a limit. A shard gets its name when it is complete, so calling again
+caption are skipped, with a warning each, up to a limit. A shard gets its name when it is complete, so calling again
 after a stop goes on where it was, with any number of processes: those of torchrun or srun share the shards, and each takes
 the GPU of its local rank.
 """
@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,11 @@ from rich.logging import RichHandler
 from rich.progress import track
 
 from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, find_shards
-from lightning_mhla.data.write import array_bytes, check_manifest, shard_writer
+from lightning_mhla.data.write import Skipped, array_bytes, check_manifest, shard_writer
 from lightning_mhla.processes import process_place
 from mhla_tasks.video.codec import ClipCodec
 from mhla_tasks.video.data import EMBEDDING, LATENT, ClipFolder, ShardClips, empty_caption_file
 from mhla_tasks.video.text import CaptionEncoder, TextConfig, make_encoder
-
-log = logging.getLogger(__name__)
 
 
 def encode_clips(
@@ -58,11 +55,11 @@ def encode_clips(
         prefix: of the file names.
         per_shard: videos for a shard; it holds fewer where some are broken.
         device: where.
-        max_skipped: broken videos that this process passes over before it stops.
+        max_skipped: broken videos that this process skips before it stops.
         share: which shards.
 
     Returns:
-        Paths of all shards, of every process, and how many videos this one passed over.
+        Paths of all shards, of every process, and how many videos this one skipped.
 
     Raises:
         ValueError: when the folder holds shards of other clips, or made otherwise.
@@ -79,19 +76,16 @@ def encode_clips(
         aside.write_bytes(array_bytes(captions.tokens("", device).half()))
         aside.replace(empty)
     mine = list(zip(starts, paths, strict=True))[share[0] :: share[1]]
-    skipped = 0
+    skipped = Skipped(max_skipped)
     for start, path in track(mine, f"encoding {prefix} shards", disable=share[0] > 0):
         if path.exists():
             continue
         with shard_writer(path) as writer:
-            for index, sample in _readable(source, range(start, min(start + per_shard, len(source)))):
-                if sample is None:
-                    skipped += 1
-                    if skipped > max_skipped:
-                        raise BrokenSampleError(
-                            f"{skipped} videos could not be used, more than --max-skipped {max_skipped}; the warnings above "
-                            "name them"
-                        )
+            for index in range(start, min(start + per_shard, len(source))):
+                try:
+                    sample = source[index]
+                except BrokenSampleError as error:
+                    skipped.add(error)
                     continue
                 latent = codec.encode(sample["video"][None].to(device))[0].half()
                 tokens = captions.tokens(sample["caption"], device).half()
@@ -101,17 +95,7 @@ def encode_clips(
                     "txt": sample["caption"].encode(),
                 }
                 writer.write({"__key__": f"{index:08d}", **members})
-    return paths, skipped
-
-
-def _readable(source: SampleSource, indices: range) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Samples by index, None for those that are broken."""
-    for index in indices:
-        try:
-            yield index, source[index]
-        except BrokenSampleError as error:
-            log.warning("passed over: %s", error)
-            yield index, None
+    return paths, skipped.count
 
 
 def open_source(name: str, **options: Any) -> tuple[SampleSource, str]:
@@ -152,7 +136,7 @@ def main() -> None:
     parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
     parser.add_argument("--per-shard", type=int, default=100, help="videos for a shard (default: 100)")
     parser.add_argument(
-        "--max-skipped", type=int, default=100, help="broken videos that a process passes over (default: 100)"
+        "--max-skipped", type=int, default=100, help="broken videos that a process skips before it stops (default: 100)"
     )
     parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
     args = parser.parse_args()
@@ -190,8 +174,8 @@ def main() -> None:
     except (FileNotFoundError, ValueError, BrokenSampleError) as error:
         sys.exit(f"error: {error}")
     share = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
-    passed = f"; {skipped} videos passed over" if skipped else ""
-    Console(soft_wrap=True).print(f"{len(source)} videos in {len(paths)} shards{share}: {paths[0]} ..{passed}")
+    left_out = f"; {skipped} videos skipped" if skipped else ""
+    Console(soft_wrap=True).print(f"{len(source)} videos in {len(paths)} shards{share}: {paths[0]} ..{left_out}")
 
 
 if __name__ == "__main__":

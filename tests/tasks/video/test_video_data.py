@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline
-from mhla_tasks.video import encode
+from mhla_tasks.video import encode, shards
 from mhla_tasks.video.clips import cover, read_clip, to_frames, to_signed, write_clip
 from mhla_tasks.video.codec import ClipCodec
 from mhla_tasks.video.data import (
@@ -308,6 +308,58 @@ def test_shards_of_videos(videos: list[bytes], tmp_path: Path) -> None:
     assert other[1]["caption"] == "a wolf"
 
 
+def test_the_command_makes_shards_of_a_folder(
+    videos: list[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every good video with its own caption, byte for byte; a truncated one and one without a caption are named."""
+    source = tmp_path / "clips"
+    for number, video in enumerate(videos):
+        place = source / f"part{number % 2}/{number}.mp4"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(video)
+        text = f"caption {number}"
+        if number % 2:
+            place.with_suffix(".txt").write_text(text)
+        else:
+            place.with_suffix(".json").write_text(json.dumps({"said": text}))
+    (source / "mute.mp4").write_bytes(videos[0])
+    (source / "cut.mp4").write_bytes(in_front(videos[1], tmp_path / "stream.mp4")[:-200])
+    (source / "cut.txt").write_text("cut at its end")
+    command = ["shards", str(source), str(tmp_path / "out"), "--per-shard", "3", "--caption-key", "said"]
+    monkeypatch.setattr(sys, "argv", command)
+    shards.main()
+    assert " ".join(capsys.readouterr().out.split()).endswith("; 2 videos skipped")
+    assert f"skipped: {source}/mute.mp4 has no .txt or .json beside it" in caplog.text
+    assert f"skipped: {source}/cut.mp4: the video" in caplog.text
+    clips = ShardClips(ShardReader(sorted((tmp_path / "out").glob("*.tar"))), **SIZE, caption_key="said")
+    assert {clips.caption(index): clips.member(index, ("mp4",))[1] for index in range(len(clips))} == {
+        f"caption {number}": video for number, video in enumerate(videos)
+    }
+    assert [clips.caption(index) for index in range(6)] != sorted(clips.caption(index) for index in range(6))
+    data = VideoShards(
+        str(tmp_path / "out"), str(tmp_path / "out"), **SIZE, batch_size=2, num_workers=0, caption_key="said"
+    )
+    assert next(iter(data.val_dataloader()))["video"].shape == (2, 3, 5, 16, 24)
+    monkeypatch.setattr(sys, "argv", [*command[:2], str(tmp_path / "none"), "--max-skipped", "1"])
+    with pytest.raises(SystemExit, match="error: broken samples: 2, more than --max-skipped 1"):
+        shards.main()
+
+
+def in_front(video: bytes, place: Path) -> bytes:
+    """The same video with its table of frames before them, as for streaming: it can be opened when its end is missing."""
+    with av.open(io.BytesIO(video)) as given, av.open(str(place), "w", options={"movflags": "faststart"}) as out:
+        copy = out.add_stream_from_template(given.streams.video[0])
+        for packet in given.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = copy
+                out.mux(packet)
+    return place.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("members", "message"),
     [
@@ -459,7 +511,7 @@ def test_encode_goes_on_where_it_was_stopped(
 def test_encode_refuses_to_mix_and_to_pass_over_too_much(
     folder: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit, match="1 videos could not be used, more than --max-skipped 0"):
+    with pytest.raises(SystemExit, match="broken samples: 1, more than --max-skipped 0"):
         encode_command(monkeypatch, folder, tmp_path / "few", pipeline, "--max-skipped", "0")
     encode_command(monkeypatch, folder, tmp_path / "latents", pipeline)
     with pytest.raises(SystemExit, match=r"made otherwise \(train-manifest\.json: frames\)"):
