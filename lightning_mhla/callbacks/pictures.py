@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,24 @@ def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
     return tiles.permute(0, 2, 1, 3).reshape(high * (high + 1), wide * (wide + 1))[:-1, :-1]
 
 
+def numbered_layers(model: nn.Module) -> dict[str, Attention]:
+    """The attention layers of a model, by the number that their names in it give.
+
+    ``blocks.5.attn1`` is layer 5, also where other layers, softmax attention of diffusers for example, are left out;
+    ``stages.1.blocks.0`` is layer 1.0. Names without numbers count from 0.
+    """
+    named = {name: each for name, each in model.named_modules() if isinstance(each, Attention)}
+    numbers = [".".join(part for part in name.split(".") if part.isdigit()) for name in named]
+    unique = all(numbers) and len(set(numbers)) == len(numbers)
+    return dict(zip(numbers if unique else map(str, range(len(named))), named.values(), strict=True))
+
+
 class AttentionPictures(Callback):
     """Draws mixing coefficients and attention maps of a sample, and logs rank and entropy of the attention matrix.
 
     Runs on the first validation batch, under the weights that validation uses. Pictures go to ``pictures/`` in the log
-    folder and to TensorBoard; ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` to every logger.
+    folder and to TensorBoard; ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` to every logger, i as
+    :func:`numbered_layers` counts.
 
     Args:
         every_n_epochs: epochs between two pictures, which the first validation after them draws.
@@ -63,8 +77,8 @@ class AttentionPictures(Callback):
         self.every_n_epochs, self.sample, self.max_tokens = every_n_epochs, sample, max_tokens
         self._period = 0
         self._hooks: list[RemovableHandle] = []
-        self._weights: list[Tensor] = []
-        self._mixing: list[Tensor] = []
+        self._weights: dict[str, Tensor] = {}
+        self._mixing: dict[str, Tensor] = {}
         self._layout: BlockLayout | None = None
         self._folder = Path()
 
@@ -86,13 +100,16 @@ class AttentionPictures(Callback):
         ):
             return
         self._period = period
-        layers = [module for module in pl_module.modules() if isinstance(module, Attention)]
-        if layers and layers[0].layout.num_tokens <= self.max_tokens:
-            self._weights, self._mixing = [], []
-            self._hooks = [layer.register_forward_pre_hook(self._capture, with_kwargs=True) for layer in layers]
+        layers = numbered_layers(pl_module)
+        if layers and next(iter(layers.values())).layout.num_tokens <= self.max_tokens:
+            self._weights, self._mixing = {}, {}
+            self._hooks = [
+                layer.register_forward_pre_hook(partial(self._capture, number), with_kwargs=True)
+                for number, layer in layers.items()
+            ]
 
     @torch.no_grad()
-    def _capture(self, layer: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _capture(self, number: str, layer: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0][self.sample : self.sample + 1]
         mask = args[1] if len(args) > 1 else kwargs.get("key_mask")
         given = {name: kwargs[name] for name in ("rotary", "projections") if layer.qkv is None}
@@ -101,11 +118,11 @@ class AttentionPictures(Callback):
             inverse = layer.layout.inverse.to(weights.device)
             weights = weights.index_select(1, inverse).index_select(2, inverse)
         self._layout = layer.layout
-        self._weights.append(weights.float().cpu())
+        self._weights[number] = weights.float().cpu()
         if isinstance(layer, MHLA):
             mixing = layer.mixing.matrix().detach().float().cpu().clone()
             hidden = torch.ones(mixing.shape[-2:], dtype=torch.bool).triu(1)
-            self._mixing.append(mixing.masked_fill(hidden, float("nan")) if layer.causal else mixing)
+            self._mixing[number] = mixing.masked_fill(hidden, float("nan")) if layer.causal else mixing
 
     def on_validation_batch_end(
         self,
@@ -122,16 +139,21 @@ class AttentionPictures(Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for index, weights in enumerate(self._weights):
-            pl_module.log(f"attention/rank_layer{index}", attention_rank(weights), on_epoch=True, batch_size=1)
-            pl_module.log(f"attention/entropy_layer{index}", attention_entropy(weights), on_epoch=True, batch_size=1)
-        if trainer.is_global_zero and self._layout is not None:
-            image = batch["image"][self.sample].float().cpu() if isinstance(batch, dict) and "image" in batch else None
-            sequence = len(self._layout.grid) == 1
-            figure = draw_matrices(self._weights) if sequence else draw_attention(self._weights, self._layout, image)
-            self._keep(trainer, "attention", figure)
+        for number, weights in self._weights.items():
+            pl_module.log(f"attention/rank_layer{number}", attention_rank(weights), on_epoch=True, batch_size=1)
+            pl_module.log(f"attention/entropy_layer{number}", attention_entropy(weights), on_epoch=True, batch_size=1)
+        if trainer.is_global_zero and self._layout is not None and self._weights:
+            self._keep(trainer, "attention", self._draw(batch, self._layout))
             if self._mixing:
                 self._keep(trainer, "mixing", draw_mixing(self._mixing, self._layout))
+
+    def _draw(self, batch: Any, layout: BlockLayout) -> Figure:
+        if len(layout.grid) == 1:
+            return draw_matrices(self._weights)
+        given = [batch[name] for name in ("image", "video", "latent") if isinstance(batch, dict) and name in batch]
+        sample = given[0][self.sample].float().cpu() if given else None
+        draw = draw_attention if len(layout.grid) == 2 else draw_frames
+        return draw(self._weights, layout, sample)
 
     def _keep(self, trainer: Trainer, name: str, figure: Figure) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -141,20 +163,19 @@ class AttentionPictures(Callback):
                 logger.experiment.add_figure(name, figure, trainer.global_step)
 
 
-def draw_mixing(mixing: list[Tensor], layout: BlockLayout) -> Figure:
-    """One panel for each layer; matrices per head are shown as their mean (MHLA paper, figure 4b)."""
+def draw_mixing(mixing: dict[str, Tensor], layout: BlockLayout) -> Figure:
+    """One panel for each layer, by number; matrices per head are shown as their mean (MHLA paper, figure 4b)."""
     columns = min(4, len(mixing))
     rows = -(-len(mixing) // columns)
     figure = Figure(figsize=(3.2 * columns, 3.3 * rows + 0.5), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     first = int(layout.prefix_tokens > 0)
-    for index, axis in enumerate(axes):
-        if index >= len(mixing):
-            axis.remove()
-            continue
-        matrix = mixing[index].mean(0) if mixing[index].dim() == 3 else mixing[index]
+    for axis in axes[len(mixing) :]:
+        axis.remove()
+    for axis, (number, matrix) in zip(axes, mixing.items(), strict=False):
+        matrix = matrix.mean(0) if matrix.dim() == 3 else matrix
         shown = axis.imshow(fold_mixing(matrix[first:, first:], layout), cmap="viridis", vmin=0)
-        axis.set(title=f"layer {index}", xticks=[], yticks=[])
+        axis.set(title=f"layer {number}", xticks=[], yticks=[])
         figure.colorbar(shown, ax=axis, shrink=0.8)
     folded = len(layout.block_grid) == 2
     what = "tile (i, j) = row of query block (i, j), folded to the block grid" if folded else "row = query block"
@@ -162,13 +183,13 @@ def draw_mixing(mixing: list[Tensor], layout: BlockLayout) -> Figure:
     return figure
 
 
-def draw_matrices(weights: list[Tensor], least: float = 1e-5) -> Figure:
+def draw_matrices(weights: dict[str, Tensor], least: float = 1e-5) -> Figure:
     """The whole attention matrix of every layer, for sequences: share of each query's weight on each key.
 
     Shares are of absolute weights, mean over heads, on a logarithmic scale; weights of exactly 0 are left white.
 
     Args:
-        weights: ``[H, N, N]`` of each layer.
+        weights: ``[H, N, N]`` of each layer, by number.
         least: share at the lower end of the scale.
     """
     columns = min(4, len(weights))
@@ -176,49 +197,87 @@ def draw_matrices(weights: list[Tensor], least: float = 1e-5) -> Figure:
     figure = Figure(figsize=(3.2 * columns + 0.6, 3.2 * rows + 0.5), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     scale = LogNorm(least, 1)
-    for index, axis in enumerate(axes):
-        if index >= len(weights):
-            axis.remove()
-            continue
-        size = weights[index].float().abs()
+    for axis in axes[len(weights) :]:
+        axis.remove()
+    for index, (axis, (number, matrix)) in enumerate(zip(axes, weights.items(), strict=False)):
+        size = matrix.float().abs()
         share = (size / size.sum(-1, keepdim=True).clamp(min=1e-12)).mean(0)
         shown = torch.where(share > 0, share.clamp(min=least), float("nan"))
         picture = axis.imshow(shown, cmap="magma", norm=scale)
-        axis.set(title=f"layer {index}", xlabel="key", ylabel="query" if index % columns == 0 else "")
+        axis.set(title=f"layer {number}", xlabel="key", ylabel="query" if index % columns == 0 else "")
     figure.colorbar(picture, ax=axes[: len(weights)], shrink=0.7, label="share of the query's weight")
     return figure
 
 
-def draw_attention(weights: list[Tensor], layout: BlockLayout, image: Tensor | None, queries: int = 4) -> Figure:
+def draw_attention(weights: dict[str, Tensor], layout: BlockLayout, image: Tensor | None, queries: int = 4) -> Figure:
     """Maps of some queries (columns) in every layer (rows), mean over heads, beside the image if there is one.
 
     Args:
-        weights: ``[H, N, N]`` of each layer, tokens in raster order, prefix first.
-        layout: the token grid, of two axes or three (of which the first frame is shown).
-        image: ``[channels, height, width]``, any scale.
+        weights: ``[H, N, N]`` of each layer, by number; tokens in raster order, prefix first.
+        layout: the token grid, of two axes.
+        image: ``[channels, height, width]``, any scale; of other than three channels their mean is shown.
         queries: number of query tokens, spread over the grid.
     """
-    prefix, plane = layout.prefix_tokens, layout.grid[-2:]
+    prefix, plane = layout.prefix_tokens, layout.grid
     tokens = plane[0] * plane[1]
     places = [(2 * i + 1) * tokens // (2 * queries) for i in range(queries)]
     places = [min(p - p % plane[1] + (2 * i + 1) * plane[1] // (2 * queries), tokens - 1) for i, p in enumerate(places)]
     shift = int(image is not None)
     figure = Figure(figsize=(1.7 * (queries + shift), 1.75 * len(weights) + 0.6), layout="constrained")
     axes = figure.subplots(len(weights), queries + shift, squeeze=False)
-    for row, layer in enumerate(weights):
-        maps = layer.mean(0)[prefix : prefix + tokens, prefix : prefix + tokens]
+    for row, (number, layer) in enumerate(weights.items()):
+        maps = layer.mean(0)[prefix:, prefix:]
         if image is not None:
-            low, high = image.min(), image.max()
-            shown = ((image - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0)
-            axes[row, 0].imshow(shown.squeeze(-1), cmap="gray")
-            axes[row, 0].set_ylabel(f"layer {row}")
+            axes[row, 0].imshow(_to_shown(image), cmap="gray")
+        axes[row, 0].set_ylabel(f"layer {number}")
         for column, place in enumerate(places):
             axis = axes[row, column + shift]
             axis.imshow(maps[place].view(plane), cmap="magma", vmin=min(0.0, float(maps[place].min())))
             axis.plot(place % plane[1], place // plane[1], "c+", markersize=7)
-            if not shift and not column:
-                axis.set_ylabel(f"layer {row}")
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
     figure.suptitle("attention of the query at +, mean over heads", fontsize=10)
     return figure
+
+
+def draw_frames(weights: dict[str, Tensor], layout: BlockLayout, clip: Tensor | None, frames: int = 5) -> Figure:
+    """Where the query in the middle of a clip looks: its map in some frames (columns) for every layer (rows), mean over heads.
+
+    Args:
+        weights: ``[H, N, N]`` of each layer, by number; tokens in raster order, prefix first.
+        layout: the token grid of frames, rows and columns.
+        clip: ``[channels, frames, height, width]``, shown above the maps; it may have more frames than the grid.
+        frames: columns at most, spread evenly over the clip; the query lies in the middle one.
+    """
+    prefix, (length, high, wide) = layout.prefix_tokens, layout.grid
+    chosen = torch.linspace(0, length - 1, min(frames, length)).round().int().tolist()
+    middle, place = chosen[len(chosen) // 2], (high // 2, wide // 2)
+    above = int(clip is not None)
+    figure = Figure(figsize=(1.6 * len(chosen) + 0.4, 1.65 * (len(weights) + above) + 0.7), layout="constrained")
+    axes = figure.subplots(len(weights) + above, len(chosen), squeeze=False)
+    for column, frame in enumerate(chosen):
+        axes[0, column].set_title(f"frame {frame}", fontsize=9)
+        if clip is not None:
+            at = round(frame * (clip.shape[1] - 1) / max(length - 1, 1))
+            axes[0, column].imshow(_to_shown(clip[:, at]), cmap="gray")
+    for row, (number, layer) in enumerate(weights.items(), above):
+        axes[row, 0].set_ylabel(f"layer {number}")
+        query = prefix + (middle * high + place[0]) * wide + place[1]
+        maps = layer.mean(0)[query, prefix:].view(length, high, wide)
+        for column, frame in enumerate(chosen):
+            axes[row, column].imshow(
+                maps[frame], cmap="magma", vmin=min(0.0, float(maps.min())), vmax=float(maps.max())
+            )
+            if frame == middle:
+                axes[row, column].plot(place[1], place[0], "c+", markersize=7)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    figure.suptitle("attention of the query at +, mean over heads, one scale for each layer", fontsize=10)
+    return figure
+
+
+def _to_shown(image: Tensor) -> Tensor:
+    """``[channels, height, width]`` of any scale as matplotlib shows it: colours ``[height, width, 3]``, or grey."""
+    low, high = image.min(), image.max()
+    scaled = (image - low) / (high - low).clamp(min=1e-6)
+    return scaled.permute(1, 2, 0) if len(image) == 3 else scaled.mean(0)

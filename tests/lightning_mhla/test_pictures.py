@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from mhla_kernels import attention_matrix
+from torch import nn
 
-from lightning_mhla import BlockLayout
+from lightning_mhla import MHLA, AttentionConfig, BlockLayout
 from lightning_mhla.callbacks.pictures import (
     attention_entropy,
     attention_rank,
     draw_attention,
+    draw_frames,
     draw_matrices,
     draw_mixing,
     fold_mixing,
+    numbered_layers,
 )
 
 
@@ -46,15 +50,44 @@ def test_a_row_is_folded_back_to_the_grid() -> None:
 
 def test_every_layer_gets_a_panel() -> None:
     layout = BlockLayout((4, 4), (2, 2), prefix_tokens=1)
-    figure = draw_mixing([torch.rand(5, 5), torch.rand(3, 5, 5)], layout)
-    assert [axis.get_title() for axis in figure.axes if axis.get_title()] == ["layer 0", "layer 1"]
-    figure = draw_attention([torch.rand(2, 17, 17)] * 3, layout, torch.rand(3, 8, 8), queries=4)
-    assert len(figure.axes) == 3 * 5
+    figure = draw_mixing({"0": torch.rand(5, 5), "3": torch.rand(3, 5, 5)}, layout)
+    assert [axis.get_title() for axis in figure.axes if axis.get_title()] == ["layer 0", "layer 3"]
+    for channels in (1, 3, 4):
+        weights = {number: torch.rand(2, 17, 17) for number in ("1", "2", "5")}
+        figure = draw_attention(weights, layout, torch.rand(channels, 8, 8), queries=4)
+        assert len(figure.axes) == 3 * 5
+        assert [axis.get_ylabel() for axis in figure.axes if axis.get_ylabel()] == ["layer 1", "layer 2", "layer 5"]
+
+
+@pytest.mark.parametrize(("length", "shown"), [(1, [0]), (5, [0, 1, 2, 3, 4]), (9, [0, 2, 4, 6, 8])])
+def test_attention_in_a_clip_is_drawn_by_frame(length: int, shown: list[int]) -> None:
+    """The query's own map is in its frame: a matrix whose entries are the keys' numbers shows which key is where."""
+    layout = BlockLayout((length, 3, 4), (1, 1, 1))
+    weights = torch.arange(float(layout.num_tokens)).expand(2, layout.num_tokens, -1)
+    clip = torch.arange(4.0 * length).view(1, -1, 1, 1).expand(1, -1, 6, 8)  # four frames for one of the grid
+    figure = draw_frames({"1": weights}, layout, clip)
+    axes = figure.axes
+    assert [axis.get_title() for axis in axes[: len(shown)]] == [f"frame {frame}" for frame in shown]
+    for column, frame in enumerate(shown):
+        below = axes[len(shown) + column]
+        assert below.images[0].get_array().tolist() == weights[0, 0].view(length, 3, 4)[frame].tolist()
+        assert bool(below.lines) == (frame == length // 2)
+    assert axes[len(shown)].get_ylabel() == "layer 1"
+
+
+def test_layers_have_the_numbers_of_the_model() -> None:
+    config = AttentionConfig(block_grid=(1, 1))
+    layout = BlockLayout((4, 4), (1, 1))
+    ours = [MHLA(8, 2, layout, config) for _ in range(2)]
+    blocks = nn.ModuleList([nn.ModuleDict({"attn": each}) for each in (nn.Identity(), ours[0], nn.Identity(), ours[1])])
+    assert list(numbered_layers(nn.ModuleDict({"blocks": blocks}))) == ["1", "3"]
+    twice = nn.ModuleList([nn.ModuleDict({"first": ours[0], "second": ours[1]})])
+    assert list(numbered_layers(twice)) == ["0", "1"], "names that do not tell them apart"
 
 
 def test_sequences_are_drawn_as_whole_matrices() -> None:
     weights = torch.randn(2, 9, 9).tril()  # signed, as rotary makes them
-    figure = draw_matrices([weights] * 5)
+    figure = draw_matrices({str(index): weights for index in range(5)})
     panels = [axis for axis in figure.axes if axis.get_title()]
     assert [axis.get_title() for axis in panels] == [f"layer {index}" for index in range(5)]
     shown = torch.from_numpy(panels[0].images[0].get_array().filled(float("nan")))

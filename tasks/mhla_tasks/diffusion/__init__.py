@@ -1,6 +1,6 @@
 """Class-to-image diffusion: DiT with mhla, linear or softmax attention."""
 
-from mhla_tasks.diffusion.callbacks import GenerationMetrics
+from mhla_tasks.diffusion.callbacks import GenerationMetrics, SampleGrid
 from mhla_tasks.diffusion.data import DigitImages, ImageShards, LatentShards
 from mhla_tasks.diffusion.features import DigitFeatures, FeatureNetwork, InceptionFeatures, RandomFeatures
 from mhla_tasks.diffusion.model import DiT
@@ -19,4 +19,5 @@ __all__ = [
     "InceptionFeatures",
     "LatentShards",
     "RandomFeatures",
+    "SampleGrid",
 ]

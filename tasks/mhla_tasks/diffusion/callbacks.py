@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,104 @@ GRID = 10
 """Rows and columns of a picture of samples."""
 
 
-class GenerationMetrics(PeriodicEvaluation):
+class SampleGrid(PeriodicEvaluation):
+    """Draws a grid of samples, balanced over the classes, from the weights that validation uses; it needs no features.
+
+    The grid goes to ``pictures/`` in the log folder and to TensorBoard. Sample i has label i modulo the number of classes
+    and noise of its own, so any number of processes draws the same.
+
+    Args:
+        samples: number of samples; at most a hundred are shown.
+        sampling: how samples are drawn; null for the model's own.
+        every_n_steps: optimiser steps between two grids; null for none on the way.
+        at_end: whether the last weights draw one.
+        batch_size: samples that each process draws together.
+        seed: of the noise.
+        name: of the pictures; two callbacks need two names.
+    """
+
+    def __init__(
+        self,
+        samples: int = GRID * GRID,
+        sampling: SamplingConfig | None = None,
+        every_n_steps: int | None = 10_000,
+        at_end: bool = True,
+        batch_size: int = 64,
+        seed: int = 0,
+        name: str = "samples",
+    ) -> None:
+        super().__init__(every_n_steps, at_end)
+        if samples < 1 or batch_size < 1:
+            raise ValueError(f"samples={samples} and batch_size={batch_size} must be at least 1")
+        self.samples, self.sampling = samples, sampling
+        self.batch_size, self.seed, self.name = batch_size, seed, name
+
+    @property
+    def state_key(self) -> str:
+        """Under which the checkpoint keeps this callback."""
+        return f"{type(self).__qualname__}{{{self.name}}}"
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out now, not hours later, whether samples can be drawn: VAE and sampler.
+
+        Raises:
+            ValueError: for what does not fit together.
+            FileNotFoundError: for what is not there.
+        """
+        module = self._checked(pl_module)
+        module.check_drawable()
+        check_sampling(module.process, self._sampling(module))
+
+    @torch.no_grad()
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw on every process, write on the first."""
+        module, shown = self._checked(pl_module), []
+        with self._drawing(trainer, module):
+            for tickets, pixels in self._rounds(trainer, module):
+                shown.append(_gathered(module, tickets, pixels)[0].cpu())
+        folder = run_folder(trainer)
+        if trainer.is_global_zero:
+            self._show(trainer, module, folder, torch.cat(shown)[: GRID * GRID])
+        trainer.strategy.barrier()
+
+    @contextmanager
+    def _drawing(self, trainer: Trainer, module: ClassToImage) -> Iterator[None]:
+        """The weights that validation uses, its precision, and random numbers of training left alone."""
+        with (
+            kept_random_state(),
+            evaluation_weights(trainer, module),
+            trainer.precision_plugin.forward_context(),
+        ):
+            yield
+
+    def _rounds(self, trainer: Trainer, module: ClassToImage) -> Iterator[tuple[list[Ticket], Tensor]]:
+        """What this process draws in each round, and its pixels ``[b, C, S, S]``."""
+        rank, world = process_share(trainer)
+        rounds = list(evaluation_batches(self.samples, self.batch_size * world, rank, world))
+        for tickets in track(rounds, f"drawing {self.samples} samples", disable=not trainer.is_global_zero):
+            indices = torch.tensor([ticket.index for ticket in tickets], device=module.device)
+            labels = indices % module.network.num_classes
+            yield tickets, module.draw(labels, indices.tolist(), self.seed, self._sampling(module))
+
+    def _show(self, trainer: Trainer, module: ClassToImage, folder: Path, grid: Tensor) -> None:
+        step, guidance = trainer.global_step, self._sampling(module).guidance
+        figure = draw_grid(grid, module.network.num_classes, f"step {step:,}, guidance {guidance:g}")
+        (folder / "pictures").mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / "pictures" / f"{self.name}-step{step:07d}.png", dpi=110)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure(self.name, figure, step)
+
+    def _sampling(self, module: ClassToImage) -> SamplingConfig:
+        return self.sampling or module.sampling
+
+    def _checked(self, module: LightningModule) -> ClassToImage:
+        if not isinstance(module, ClassToImage):
+            raise ValueError(f"{type(self).__name__} draws from a ClassToImage, not from a {type(module).__name__}")
+        return module
+
+
+class GenerationMetrics(SampleGrid):
     """Draws samples, balanced over the classes, from the weights that validation uses, and scores them.
 
     Logs ``NAME/fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as features and
@@ -71,19 +169,11 @@ class GenerationMetrics(PeriodicEvaluation):
         seed: int = 0,
         name: str = "generation",
     ) -> None:
-        super().__init__(every_n_steps, at_end)
-        if samples < 1 or batch_size < 1:
-            raise ValueError(f"samples={samples} and batch_size={batch_size} must be at least 1")
-        self.samples, self.reference, self.sampling = samples, reference, sampling
+        super().__init__(samples, sampling, every_n_steps, at_end, batch_size, seed, name)
+        self.reference = reference
         self.features = features if features is not None else InceptionFeatures()
-        self.batch_size, self.seed, self.name = batch_size, seed, name
         self.rows: list[dict[str, Any]] = []
         self._reference: ImageSet | None = None
-
-    @property
-    def state_key(self) -> str:
-        """Under which the checkpoint keeps this callback."""
-        return f"{type(self).__qualname__}{{{self.name}}}"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find out now, not hours later, whether samples can be drawn and compared: VAE, features, reference, sampler.
@@ -92,10 +182,8 @@ class GenerationMetrics(PeriodicEvaluation):
             ValueError: for what does not fit together.
             FileNotFoundError: for what is not there.
         """
-        module = _checked(pl_module)
-        module.check_drawable()
-        check_sampling(module.process, self._sampling(module))
-        self._find_reference(trainer, module)
+        super().on_fit_start(trainer, pl_module)
+        self._find_reference(trainer, self._checked(pl_module))
 
     def state_dict(self) -> dict[str, Any]:
         """Also the rows so far."""
@@ -109,13 +197,9 @@ class GenerationMetrics(PeriodicEvaluation):
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw and score, on every process; log and draw on the first."""
-        module = _checked(pl_module)
+        module = self._checked(pl_module)
         self._find_reference(trainer, module)
-        with (
-            kept_random_state(),
-            evaluation_weights(trainer, module),
-            trainer.precision_plugin.forward_context(),
-        ):
+        with self._drawing(trainer, module):
             generated, grid, right = self._draw(trainer, module)
         folder = run_folder(trainer)
         if trainer.is_global_zero:
@@ -128,22 +212,21 @@ class GenerationMetrics(PeriodicEvaluation):
 
     def _draw(self, trainer: Trainer, module: ClassToImage) -> tuple[ImageSet, Tensor, float | None]:
         """All samples' features in order, pixels of the first ones, and the share that shows its class."""
-        rank, world = process_share(trainer)
-        network, device = self.features.network().to(module.device), module.device
-        classes, wanted = module.network.num_classes, GRID * GRID
-        rounds = list(evaluation_batches(self.samples, self.batch_size * world, rank, world))
+        network, classes, wanted = self.features.network().to(module.device), module.network.num_classes, GRID * GRID
         parts: list[Features] = []
         shown: list[Tensor] = []
         right = 0
-        for tickets in track(rounds, f"drawing {self.samples} samples", disable=not trainer.is_global_zero):
-            indices = torch.tensor([ticket.index for ticket in tickets], device=device)
-            pixels = module.draw(indices % classes, indices.tolist(), self.seed, self._sampling(module))
-            part, pixels, order = _gathered(module, tickets, extract(self.features, network, pixels), pixels)
+        for tickets, pixels in self._rounds(trainer, module):
+            features = extract(self.features, network, pixels)
+            present = [each for each in features if each is not None]
+            pixels, order, *columns = _gathered(module, tickets, pixels, *present)
+            gathered = iter(each.cpu() for each in columns)
+            part = Features(*(None if each is None else next(gathered) for each in features))  # type: ignore[arg-type]
             parts.append(part)
             if sum(map(len, shown)) < wanted:
                 shown.append(pixels.cpu())
             if self.features.names_labels and part.logits is not None:
-                right += int((part.logits.argmax(1) == order % classes).sum())
+                right += int((part.logits.argmax(1) == order.cpu() % classes).sum())
         network.cpu()
         generated = assemble("the samples", "", parts)
         share = right / self.samples if self.features.names_labels else None
@@ -187,9 +270,6 @@ class GenerationMetrics(PeriodicEvaluation):
                 "they are of different feature networks"
             )
 
-    def _sampling(self, module: ClassToImage) -> SamplingConfig:
-        return self.sampling or module.sampling
-
     def _keep(self, trainer: Trainer, module: ClassToImage, folder: Path, scores: Scores, grid: Tensor) -> None:
         assert self._reference is not None
         sampling, step = self._sampling(module), trainer.global_step
@@ -215,12 +295,7 @@ class GenerationMetrics(PeriodicEvaluation):
         self.rows = [*(each for each in self.rows if each["step"] < step), row]
         write_whole(folder / f"{self.name}.jsonl", "".join(json.dumps(each) + "\n" for each in self.rows))
         self.log_values(trainer, self.name, scores.values)
-        figure = draw_grid(grid, module.network.num_classes, f"step {step:,}, guidance {sampling.guidance:g}")
-        (folder / "pictures").mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / "pictures" / f"{self.name}-step{step:07d}.png", dpi=110)
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_figure(self.name, figure, step)
+        self._show(trainer, module, folder, grid)
         depends = f"{self.samples:,} samples, {row['sampler']} {sampling.steps} steps, guidance {sampling.guidance:g}"
         table = Table("metric", "value", title=f"{self.name}, step {step}: {depends}", caption="\n".join(scores.marks))
         for key, value in scores.values.items():
@@ -228,16 +303,8 @@ class GenerationMetrics(PeriodicEvaluation):
         Console().print(table)
 
 
-def _checked(module: LightningModule) -> ClassToImage:
-    if not isinstance(module, ClassToImage):
-        raise ValueError(f"GenerationMetrics draws from a {ClassToImage.__name__}, not from a {type(module).__name__}")
-    return module
-
-
-def _gathered(
-    module: ClassToImage, tickets: list[Ticket], features: Features, pixels: Tensor
-) -> tuple[Features, Tensor, Tensor]:
-    """Features, pixels and indices of one round over all processes, in order of the index, each sample once."""
+def _gathered(module: ClassToImage, tickets: list[Ticket], pixels: Tensor, *columns: Tensor) -> list[Tensor]:
+    """Pixels, indices and further columns of one round over all processes, in order of the index, each sample once."""
     valid = torch.tensor([ticket.valid for ticket in tickets], device=module.device)
     indices = torch.tensor([ticket.index for ticket in tickets], device=module.device)
 
@@ -247,8 +314,7 @@ def _gathered(
 
     kept = everyone(valid).nonzero()[:, 0]
     kept = kept[everyone(indices)[kept].argsort()]
-    columns = [None if each is None else everyone(each)[kept].cpu() for each in features]
-    return Features(columns[0], *columns[1:]), everyone(pixels)[kept], everyone(indices)[kept].cpu()  # type: ignore[arg-type]
+    return [everyone(each)[kept] for each in (pixels, indices, *columns)]
 
 
 def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:

@@ -12,13 +12,14 @@ from lightning_mhla.callbacks.folder import run_folder
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.strategies import shards_weights
 from mhla_tasks.video.module import VideoDiffusion
-from mhla_tasks.video.strips import draw_strips
+from mhla_tasks.video.strips import draw_strips, write_animation
 
 
 class ClipPictures(PeriodicEvaluation):
-    """Draws clips for a few prompts, from the weights that validation uses, as strips of frames.
+    """Draws clips for a few prompts, from the weights that validation uses, as strips of frames and as an animation.
 
-    Pictures go to ``pictures/`` in the log folder and to TensorBoard. The noise of a clip is always the same.
+    ``clips-step*.png`` and ``.gif`` go to ``pictures/`` in the log folder, the strips also to TensorBoard. The noise of a
+    clip is always the same.
 
     Args:
         prompts: a clip is drawn for each.
@@ -75,6 +76,7 @@ class ClipPictures(PeriodicEvaluation):
             figure = draw_strips(list(zip(self.prompts, clips.cpu(), strict=True)), self.frames)
             folder.mkdir(parents=True, exist_ok=True)
             figure.savefig(folder / f"clips-step{step:07d}.png", dpi=110)
+            write_animation(folder / f"clips-step{step:07d}.gif", clips, module.sampling.fps)
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
                     logger.experiment.add_figure("clips", figure, step)

@@ -1,15 +1,20 @@
-"""Clips as pictures: a strip of frames for each."""
+"""Clips as pictures: a strip of frames for each, or an animation of all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
 GAP = 96
 """Grey between frames."""
+
+SMALLEST = 96
+"""Pixels of an animation's clip that can be made out: smaller clips are enlarged."""
 
 FRAME, LETTER = 0.9, 0.075
 """Inches of a frame and of a letter."""
@@ -47,6 +52,27 @@ def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str
     for spine in axis.spines.values():
         spine.set_visible(False)
     return figure
+
+
+def write_animation(path: Path, clips: Tensor, fps: float) -> None:
+    """Write clips side by side, in rows of four at most, as an animated GIF that plays again and again.
+
+    Args:
+        path: of the file.
+        clips: ``[B, F, C, H, W]`` uint8, one or three channels.
+        fps: frames a second; browsers show fifty at most.
+    """
+    count, frames, _, height, width = clips.shape
+    scale = max(1, -(-SMALLEST // max(height, width)))
+    large = clips.expand(-1, -1, 3, -1, -1).repeat_interleave(scale, -1).repeat_interleave(scale, -2).cpu()
+    high, wide = height * scale + 2, width * scale + 2
+    columns = min(4, count)
+    canvas = torch.full((frames, 3, -(-count // columns) * high - 2, columns * wide - 2), GAP, dtype=torch.uint8)
+    for number, clip in enumerate(large):
+        top, left = number // columns * high, number % columns * wide
+        canvas[:, :, top : top + high - 2, left : left + wide - 2] = clip
+    first, *rest = (Image.fromarray(frame.numpy()) for frame in canvas.permute(0, 2, 3, 1))
+    first.save(path, save_all=True, append_images=rest, duration=max(20, round(1000 / fps)), loop=0)
 
 
 def _short(caption: str, limit: int = 44) -> str:

@@ -50,6 +50,20 @@ def test_resume_is_bitwise_exact(whole: Path, tmp_path: Path, step: int) -> None
     assert drawn[0] == drawn[1]
 
 
+def test_samples_that_fill_up_a_batch_do_not_count(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ClassToImage.load_from_checkpoint(whole / "checkpoints/step=8.ckpt", weights_only=True).eval()
+    monkeypatch.setattr(module, "log", lambda *_, **__: None)
+    samples = {"image": torch.rand(3, 1, 8, 8), "label": torch.tensor([1, 2, 3]), "index": torch.arange(3)}
+    losses = []
+    for rows in ([0, 1, 2], [0, 2]):
+        module.val_loss.reset(), module.val_samples.reset()
+        batch = {name: values[rows] for name, values in samples.items()}
+        module.validation_step({**batch, "valid": torch.tensor([row != 1 for row in rows])}, 0)
+        losses.append(float(module.val_loss.compute()))
+        assert module.val_samples.compute() == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_validation_is_the_same_each_time_and_counts_every_sample(whole: Path) -> None:
     checkpoint = str(whole / "checkpoints/step=8.ckpt")
     values = []

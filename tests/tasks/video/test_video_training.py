@@ -21,8 +21,10 @@ from mhla_tasks.video.distillation import DistillationConfig
 from mhla_tasks.video.model import LoraOptions
 from mhla_tasks.video.module import FlowConfig
 from mhla_tasks.video.sampling import SamplingConfig, latent_shape
+from mhla_tasks.video.strips import write_animation
 from mhla_tasks.video.text import TextConfig
 from peft import PeftModel
+from PIL import Image
 from processes import run_cli
 from wan import PAPER, ROOT, TINY, digits_config, tiny_wan, video_file
 
@@ -57,9 +59,37 @@ def test_resume_is_bitwise_exact(whole: Path, tmp_path: Path, step: int) -> None
         assert all(torch.equal(value, two[key][name]) for name, value in one[key].items()), key
 
 
-def test_strips_are_drawn(whole: Path) -> None:
-    drawn = sorted(path.name for path in (whole / "log/pictures").glob("*.png"))
-    assert drawn == [f"clips-step{step:07d}.png" for step in (2, 4, 6, 8)]
+def test_strips_and_animations_are_drawn(whole: Path) -> None:
+    drawn = sorted(path.name for path in (whole / "log/pictures").iterdir())
+    assert drawn == [f"clips-step{step:07d}.{kind}" for step in (2, 4, 6, 8) for kind in ("gif", "png")]
+
+
+def test_an_animation_shows_every_frame_of_every_clip(tmp_path: Path) -> None:
+    """Five grey clips of three frames, in rows of four, small ones enlarged."""
+    shades = torch.arange(15, dtype=torch.uint8).view(5, 3, 1, 1, 1) * 16
+    write_animation(tmp_path / "clips.gif", shades.expand(5, 3, 1, 10, 14), fps=5)
+    with Image.open(tmp_path / "clips.gif") as image:
+        assert (image.n_frames, image.info["duration"], image.info["loop"]) == (3, 200, 0)
+        assert image.size == (4 * 100 - 2, 2 * 72 - 2)
+        for frame in range(3):
+            image.seek(frame)
+            pixels = image.convert("L")
+            found = [pixels.getpixel((100 * (clip % 4) + 40, 72 * (clip // 4) + 40)) for clip in range(5)]
+            assert found == [pytest.approx(int(shades[clip, frame]), abs=4) for clip in range(5)]
+
+
+def test_clips_that_fill_up_a_batch_do_not_count(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = VideoDiffusion.load_from_checkpoint(whole / "checkpoints/step=8.ckpt", weights_only=True).eval()
+    monkeypatch.setattr(made, "log", lambda *_, **__: None)
+    clips = {"video": torch.rand(3, 1, 3, 10, 14), "caption": ["a one", "a two", "a six"], "index": torch.arange(3)}
+    losses = []
+    for rows in ([0, 1, 2], [0, 2]):
+        batch = {name: [v[row] for row in rows] if isinstance(v, list) else v[rows] for name, v in clips.items()}
+        made.val_loss.reset(), made.val_samples.reset()
+        made.validation_step({**batch, "valid": torch.tensor([row != 1 for row in rows])}, 0)
+        losses.append(float(made.val_loss.compute()))
+        assert made.val_samples.compute() == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(
