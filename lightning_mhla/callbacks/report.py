@@ -32,10 +32,12 @@ class RunReport(Callback):
         lines.append(("training time", f"{time.monotonic() - self._start:.0f} s, {trainer.global_step} steps"))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                kept = {"best checkpoint": callback.best_model_path, "last checkpoint": callback.last_model_path}
+                best = callback.best_model_path if callback.monitor else ""  # else it is the newest
+                kept = {"best checkpoint": best, "last checkpoint": callback.last_model_path}
                 lines += [(name, _short(path)) for name, path in kept.items() if path]
         lines.append(("log folder", _short(folder)))
-        pictures = [*checkpoints.glob("*.png"), *sorted((folder / "pictures").glob("*.png"))]
+        drawn = sorted(path for path in (folder / "pictures").glob("*") if path.suffix in (".png", ".gif"))
+        pictures = [*checkpoints.glob("*.png"), *drawn]
         lines += [("picture", _short(picture)) for picture in pictures]
         console = Console(soft_wrap=True, highlight=False)
         console.rule("result")

@@ -171,6 +171,13 @@ def known_tasks() -> set[str]:
     return set(TaskManager().all_tasks)
 
 
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_no_experiment_judges_weights_by_an_older_validation(path: Path) -> None:
+    for callback in yaml.safe_load(path.read_text())["trainer"]["callbacks"]:
+        options = callback.get("init_args", {})
+        assert not (options.get("monitor", "").startswith("val/") and "every_n_train_steps" in options)
+
+
 @pytest.mark.parametrize("path", EVALUATIONS, ids=lambda path: path.stem)
 def test_evaluations_add_themselves_to_a_language_model(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     experiment = str(ROOT / "configs/language/stdlib.yaml")
