@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning import Callback, LightningModule
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
@@ -31,6 +32,30 @@ from lightning_mhla.strategies import LIVE, SEQUENCE, load_weights, shards_weigh
 log = logging.getLogger(__name__)
 
 
+def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
+    """Refuse a batch without the keys that a domain's steps read; count every sample where ``valid`` is not there.
+
+    Args:
+        batch: of any data module; changed in place.
+        keys: as of :attr:`TrainingModule.train_batch`.
+        part: of the data, for the message.
+
+    Raises:
+        ValueError: naming what is missing.
+    """
+    given = batch.keys() if isinstance(batch, dict) else ()
+    missing = [key for key in keys if not any(name in given for name in key.split("|"))]
+    if missing or not isinstance(batch, dict):
+        wanted = ", ".join(key.replace("|", " or ") for key in keys)
+        found = f"has only {', '.join(map(str, given))}" if given else f"is a {type(batch).__name__}"
+        raise ValueError(
+            f"a {part} batch must be a dict with {wanted}; this one {found}. docs/data.md shows data modules of one's own"
+        )
+    if part != "training" and "valid" not in batch:
+        sizes = [(len(value), getattr(value, "device", None)) for value in batch.values() if hasattr(value, "__len__")]
+        batch["valid"] = torch.ones(sizes[0][0], dtype=torch.bool, device=sizes[0][1])
+
+
 class TrainingModule(LoggedApart, LightningModule):
     """A network and how it is trained; a domain sets ``self.network`` and implements the steps.
 
@@ -46,6 +71,12 @@ class TrainingModule(LoggedApart, LightningModule):
     """Hyperparameters that data of the same name must share."""
     shares_sequences: ClassVar[bool] = False
     """Whether its steps know :attr:`sequence_group`."""
+    train_batch: ClassVar[tuple[str, ...]] = ()
+    """Keys that a training batch must have; ``a|b`` for one of two."""
+    evaluation_batch: ClassVar[tuple[str, ...]] = ()
+    """Likewise for validation and test; ``valid`` need not be there."""
+    predict_batch: ClassVar[tuple[str, ...]] = ()
+    """Likewise for predict."""
     output_names: tuple[str, ...] = ("head",)
     """How names of parameters behind the last layer begin, for layer decay."""
 
@@ -159,11 +190,39 @@ class TrainingModule(LoggedApart, LightningModule):
 
     def on_train_start(self) -> None:
         """Obey the optimiser options of this start where a checkpoint brought those of an earlier one."""
+        for callback in self.trainer.checkpoint_callbacks:
+            if (
+                isinstance(callback, ModelCheckpoint)
+                and callback._every_n_train_steps
+                and str(callback.monitor).startswith("val/")
+            ):
+                log.warning(
+                    "ModelCheckpoint saves every %d steps, before the validation of the same step, and so judges weights "
+                    "by %s of the validation before; leave every_n_train_steps out to save after each validation",
+                    callback._every_n_train_steps,
+                    callback.monitor,
+                )
         schedules: Any = self.lr_schedulers()
         optimizers: Any = self.optimizers(use_pl_optimizer=False)
         if self._asked is not None and self.trainer.global_step and isinstance(schedules, LambdaLR):
             for change in take_over(optimizers, schedules, self._asked, self.trainer.global_step):
                 log.info("resumed with another optimiser: %s", change)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """See :func:`check_batch`."""
+        check_batch(batch, self.train_batch, "training")
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """See :func:`check_batch`."""
+        check_batch(batch, self.evaluation_batch, "validation")
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """See :func:`check_batch`."""
+        check_batch(batch, self.evaluation_batch, "test")
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """See :func:`check_batch`."""
+        check_batch(batch, self.predict_batch, "prediction")
 
     def _layer_names(self) -> Iterable[Iterable[str]]:
         if self.optimizer_config.layer_decay == 1:

@@ -132,7 +132,8 @@ class SuiteCLI(LightningCLI):
     def instantiate_trainer(self, **options: Any) -> Trainer:
         """See LightningCLI; with a progress bar that knows runs without a number of epochs."""
         given = self._get(self.config_init, "trainer")
-        bars = [each for each in given.callbacks or [] if isinstance(each, ProgressBar)]
+        callbacks = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
+        bars = [each for each in callbacks if isinstance(each, ProgressBar)]
         if not bars and given.enable_progress_bar in (None, True) and not given.barebones:
             self.trainer_defaults = {**self.trainer_defaults, "callbacks": [EpochBar()]}
         return super().instantiate_trainer(**options)

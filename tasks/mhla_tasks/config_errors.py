@@ -154,12 +154,15 @@ def _check_trainer(origin: str, values: dict[str, Any], valid: set[str]) -> str 
 def _check_class(
     origin: str, path: str, value: Any, classes: dict[str, type], modules: Sequence[str] = ()
 ) -> str | None:
-    """Check one ``{class_path, init_args}``; ``classes`` remembers the class of a path from weaker sources."""
+    """Check one ``{class_path, init_args}`` or class path; ``classes`` remembers the class from weaker sources."""
+    if isinstance(value, str):
+        value = {"class_path": value}
     if not isinstance(value, dict):
         return None
     if "class_path" in value:
         class_path = str(value["class_path"])
         if "." not in class_path and not modules:
+            classes.pop(path, None)  # the parser looks for a class of this name
             return None
         found = _resolve(class_path, modules)
         if isinstance(found, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,6 +23,8 @@ _allowed = list(PACKAGES)
 def allow_imports(sources: Sequence[Source]) -> None:
     """Let configurations name classes of :data:`PACKAGES`, of those that ``--allow`` names, and what was typed itself.
 
+    Such packages are found in the working folder too.
+
     Raises:
         ValueError: when a file allows packages that the command line does not.
     """
@@ -32,6 +35,8 @@ def allow_imports(sources: Sequence[Source]) -> None:
             raise ValueError(f"{source.origin}: allow is for the command line: --allow={','.join(sorted(foreign))}")
     paths = {text for source in typed for text in _strings(source.values) if re.fullmatch(r"\w+(\.\w+)+", text)}
     _allowed[:] = [*PACKAGES, *sorted(given | paths)]
+    if given | paths and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # where one's own module lies; last, so that it hides no package
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(_allowed))
 
 

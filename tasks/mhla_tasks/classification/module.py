@@ -71,6 +71,10 @@ class ImageClassifier(TrainingModule):
     network: VisionTransformer
     agrees_with_data = ("image_size", "num_classes", "channels")
 
+    train_batch = ("image", "label")
+    evaluation_batch = ("image", "label")
+    predict_batch = ("image", "index")
+
     def __init__(
         self,
         attention: AttentionConfig,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
@@ -16,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class PredictionTable(Callback):
-    """Writes ``predictions.csv`` into the log folder: path, predicted class, and the probability of every class.
+    """Writes ``predictions.csv`` into the log folder: path (or index), predicted class, and the probability of every class.
 
     Rows are in the order of the images, each image once, on any number of processes. Images that cannot be decoded have a row
     without a class.
@@ -39,14 +38,15 @@ class PredictionTable(Callback):
             return
         loader = trainer.predict_dataloaders
         assert loader is not None
-        paths: list[Path] = loader.source.paths
-        names: list[str] = pl_module.class_names  # type: ignore[assignment]
+        source = getattr(loader, "source", None)
         probabilities = dict(rows)
+        images: dict[int, Any] = dict(enumerate(getattr(source, "paths", ()))) or {i: i for i in sorted(probabilities)}
+        names: list[str] = pl_module.class_names  # type: ignore[assignment]
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="") as stream:
             writer = csv.writer(stream)
             writer.writerow(["path", "predicted", *names])
-            for index, image in enumerate(paths):
+            for index, image in images.items():
                 probability = probabilities.get(index)
                 if probability is None:
                     writer.writerow([image, "", *("" for _ in names)])
@@ -54,5 +54,5 @@ class PredictionTable(Callback):
                 best = names[max(range(len(probability)), key=probability.__getitem__)]
                 writer.writerow([image, best, *(f"{p:.6f}" for p in probability)])
         log.info("%d predictions written to %s", len(rows), path)
-        if len(rows) < len(paths):
-            log.warning("%d images could not be decoded, see above; their rows are empty", len(paths) - len(rows))
+        if len(rows) < len(images):
+            log.warning("%d images could not be decoded, see above; their rows are empty", len(images) - len(rows))

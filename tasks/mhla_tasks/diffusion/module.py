@@ -57,6 +57,10 @@ class ClassToImage(TrainingModule):
 
     agrees_with_data = ("num_classes",)
 
+    train_batch = ("latent|image", "label")
+    evaluation_batch = ("latent|image", "label", "index")
+    predict_batch = ("label", "index", "seed")
+
     def __init__(
         self,
         attention: AttentionConfig,

@@ -94,6 +94,10 @@ class LanguageModel(TrainingModule):
     network: MHLAForCausalLM
     shares_sequences = True
 
+    train_batch = ("tokens",)
+    evaluation_batch = ("tokens", "bytes")
+    predict_batch = ("prompt", "index")
+
     def __init__(
         self,
         attention: AttentionConfig = default_attention(),  # noqa: B008  an immutable choice of options

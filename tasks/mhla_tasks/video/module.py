@@ -79,6 +79,10 @@ class VideoDiffusion(TrainingModule):
 
     output_names = ("proj_out", "scale_shift_table")
 
+    train_batch = ("latent|video", "text|caption")
+    evaluation_batch = ("latent|video", "text|caption", "index")
+    predict_batch = ("caption", "file", "index", "seed")
+
     def __init__(
         self,
         attention: AttentionConfig,

@@ -1,0 +1,117 @@
+"""The data modules of docs/data.md train by the commands that stand below them; batches that lack something are rejected."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningDataModule, LightningModule, Trainer
+from mhla_tasks.classification import ImageClassifier
+from mhla_tasks.diffusion import ClassToImage
+from mhla_tasks.language import LanguageModel
+from mhla_tasks.video import VideoDiffusion
+from processes import fork_server
+from torch.utils.data import DataLoader
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.module import check_batch
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/data.md").read_text()
+BLOCKS = re.findall(r"```(python|yaml|sh)\n(.*?)```", PAGE, flags=re.DOTALL)
+COMMANDS = [code for kind, code in BLOCKS if kind == "sh"]
+SHORT = ["--trainer.max_steps=3", "--trainer.check_val_every_n_epoch=null", "--trainer.val_check_interval=2"]
+SHORT += ["--trainer.limit_val_batches=2", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+SMALL = {  # of each command, in the order of the page
+    "stripes": ["--model.init_args.depth=1"],
+    "blobs": ["--model.init_args.depth=1", "--model.init_args.sampling.steps=2"],
+    "lines": ["--model.init_args.depth=1", "--trainer.callbacks=lightning_mhla.callbacks.RunReport"],
+    "fades": ["--model.init_args.transformer.num_layers=1", "--model.init_args.sampling.steps=2"],
+}
+
+
+@pytest.mark.parametrize(("command", "module"), zip(COMMANDS, SMALL, strict=True), ids=list(SMALL))
+def test_the_examples_train(command: str, module: str, tmp_path: Path) -> None:
+    for kind, code in BLOCKS:
+        name = re.match(r'"""(\w+\.py):|# (\w+\.yaml)\n', code)
+        if kind != "sh":
+            assert name is not None, code[:80]
+            (tmp_path / (name[1] or name[2])).write_text(code)
+    for name in ("configs", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    _, *words = shlex.split(command.replace("\\\n", " "))
+    status, said = fork_server().run(*words, *SHORT, *SMALL[module], folder=tmp_path)
+    assert status == 0, said[-4000:]
+    assert "val/" in said
+    drawn = sorted(path.name for path in tmp_path.rglob("pictures/*"))
+    if module == "blobs":
+        assert drawn == ["samples-step0000003.png"]
+    if module == "fades":
+        assert drawn[-2:] == ["clips-step0000003.gif", "clips-step0000003.png"]
+
+
+DOMAINS: dict[type[LightningModule], dict[str, set[str]]] = {
+    each: {
+        "train": set(each.train_batch), "evaluation": set(each.evaluation_batch), "predict": set(each.predict_batch)
+    }
+    for each in (ImageClassifier, ClassToImage, LanguageModel, VideoDiffusion)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("domain", DOMAINS, ids=lambda domain: domain.__name__)
+def test_the_page_lists_what_is_checked(domain: type[LightningModule]) -> None:
+    (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| `{domain.__name__}`")]
+    training, evaluation, predict = ({*re.findall(r"`(\w+)`", cell)} for cell in row.split("|")[2:5])
+    for part, said in {"train": training, "evaluation": training | evaluation, "predict": predict}.items():
+        for key in DOMAINS[domain][part]:
+            assert set(key.split("|")) <= said, f"{part}: {key}"
+
+
+class Plain(LightningDataModule):
+    """Batches of a plain DataLoader."""
+
+    def __init__(self, *leave_out: str) -> None:
+        super().__init__()
+        self.leave_out = leave_out
+
+    def loader(self) -> DataLoader[Any]:
+        samples = [{"image": torch.rand(1, 8, 8), "label": index % 3, "index": index} for index in range(10)]
+        return DataLoader(
+            [{k: v for k, v in each.items() if k not in self.leave_out} for each in samples], batch_size=4
+        )  # type: ignore[arg-type]
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
+
+
+def fitted(data: Plain) -> Trainer:
+    attention = AttentionConfig(block_grid=[2, 2])
+    model = ImageClassifier(attention, num_classes=3, image_size=8, channels=1, patch_size=2, dim=8, depth=1, heads=1)
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=1, enable_model_summary=False, num_sanity_val_steps=0, **quiet)
+    trainer.fit(model, datamodule=data)
+    return trainer
+
+
+def test_every_sample_of_a_plain_loader_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = Plain()
+    trainer = fitted(data)
+    assert trainer.callback_metrics["val/samples"] == 10
+    trainer.predict(trainer.model, datamodule=data)  # type: ignore[arg-type]
+    rows = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["path", *map(str, range(10))]
+
+
+def test_a_batch_without_a_key_is_rejected() -> None:
+    with pytest.raises(
+        ValueError, match="a training batch must be a dict with image, label; this one has only image, index"
+    ):
+        fitted(Plain("label"))
+    with pytest.raises(
+        ValueError, match="a training batch must be a dict with latent or image, label; this one is a list"
+    ):
+        check_batch([torch.rand(2, 1, 8, 8), torch.zeros(2)], ClassToImage.train_batch, "training")
