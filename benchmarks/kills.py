@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import yaml
@@ -81,7 +82,21 @@ def write_config(domain: Domain, folder: Path) -> Path:
     return folder / "config.yaml"
 
 
-def start(config: Path, run: Path) -> subprocess.Popen[bytes]:
+class Process(Protocol):
+    """What is needed of a :class:`subprocess.Popen` that leads a process group."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+        ...
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        ...
+
+
+def start(config: Path, run: Path) -> Process:
     """The command that trains, and goes on."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "output.txt").open("ab") as output:
@@ -91,7 +106,7 @@ def start(config: Path, run: Path) -> subprocess.Popen[bytes]:
         )  # fmt: skip
 
 
-def wait_to_kill(process: subprocess.Popen[bytes], run: Path, rng: random.Random, spread: float) -> str | None:
+def wait_to_kill(process: Process, run: Path, rng: random.Random, spread: float) -> str | None:
     """Wait for a random moment: of start-up, of training, or the next writing of a checkpoint; None if the run ended."""
     kind = rng.choices(["starting", "training", "writing"], [0.2, 0.4, 0.4])[0]
     until = time.monotonic() + rng.uniform(0.5, 8)
@@ -111,7 +126,7 @@ def wait_to_kill(process: subprocess.Popen[bytes], run: Path, rng: random.Random
     return kind
 
 
-def _logs(table: Path, process: subprocess.Popen[bytes]) -> bool:
+def _logs(table: Path, process: Process) -> bool:
     """Whether this start of the run, not one before it, has logged a step."""
     try:
         begun = Path(f"/proc/{process.pid}").stat().st_mtime
@@ -120,15 +135,22 @@ def _logs(table: Path, process: subprocess.Popen[bytes]) -> bool:
         return False
 
 
-def train_killed(config: Path, run: Path, kills: int, rng: random.Random, spread: float) -> list[str]:
+def train_killed(
+    config: Path,
+    run: Path,
+    kills: int,
+    rng: random.Random,
+    spread: float,
+    start: Callable[[Path, Path], Process] = start,
+) -> list[str]:
     """Train to the end through so many kills; which they were."""
     done: list[str] = []
     while True:
         process = start(config, run)
         kind = wait_to_kill(process, run, rng, spread) if len(done) < kills else None
         if kind is None:
-            if process.wait() != 0:
-                raise SystemExit(f"error: {run}: the run ended with status {process.returncode}, see output.txt")
+            if status := process.wait():
+                raise SystemExit(f"error: {run}: the run ended with status {status}, see output.txt")
             return done
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

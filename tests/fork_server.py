@@ -1,14 +1,17 @@
-"""Commands of this suite in processes of their own that need no start-up: forked from one that has imported everything.
+"""Python programs of this suite in processes of their own that need no start-up: forked from one that has the libraries.
 
-The parent reads one JSON object a line, ``{"module", "arguments", "folder", "output", "environment", "kill_at"}``, forks a child
-for it, and answers with the child's exit status (``-9`` where it was killed). ``kill_at`` is an optimiser step after which
-the child kills itself with SIGKILL, before anything of the next one; ``kill_after_save`` one whose first checkpoint from then
-on is the last thing that the child does.
+The parent has imported what the product imports, and nothing of the product: a program that starts here is as new to it as
+one in a fresh interpreter. It reads one JSON object a line, forks a child for it, and answers with its number or with its
+exit status (``-9`` where it was killed). ``kill_at`` is an optimiser step after which the child kills itself with SIGKILL,
+before anything of the next one; ``kill_after_save`` one whose first checkpoint from then on is the last thing that it does.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -17,21 +20,42 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
-PRELOADED = (
-    "mhla_tasks.cli",
-    "mhla_tasks.classification",
-    "mhla_tasks.diffusion.callbacks",
-    "mhla_tasks.language.evaluation",
-    "mhla_tasks.video",
-    "lightning.pytorch.loggers",
-    "lightning.pytorch.callbacks",
-    "transformers.models.auto",
-    "timm.data",
-    "peft",
-)
+ROOT = Path(__file__).parents[1]
+FLOORS = {"mhla_kernels": ROOT / "kernels", "lightning_mhla": ROOT, "mhla_tasks": ROOT / "tasks"}
+LIBRARIES = ("lightning.pytorch.loggers", "lightning.pytorch.callbacks", "transformers.models.auto", "peft")
+"""Beside those that the product names: what configurations and tests name."""
+
+
+class Child:
+    """A process that was started and not waited for, with the methods of :class:`subprocess.Popen` that tests need."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server, self.pid = server, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._server._ask({"pid": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float = 300) -> int:
+        """Its exit status, once it has ended."""
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            assert time.monotonic() < until, f"process {self.pid} has not ended after {timeout} s"
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL, to it and its children."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
@@ -54,29 +78,50 @@ class ForkServer:
         *arguments: str,
         module: str = "mhla_tasks.cli",
         folder: Path | None = None,
+        output: Path | None = None,
         kill_at: int | None = None,
         kill_after_save: int | None = None,
         processes: int = 1,
         **environment: str,
     ) -> tuple[int, str]:
-        """Exit status of ``python -m module arguments`` in ``folder``, and what it printed.
+        """Exit status of ``python -m module arguments`` in ``folder``, and what it printed (to ``output``, if that is given).
 
         Several ``processes`` are started as torchrun starts them; the status is that of the first one that failed.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        output = Path(folder or ".").resolve() / f".output-{os.getpid()}"
+        place = output or Path(folder or ".").resolve() / f".output-{os.getpid()}"
+        place.write_bytes(b"")
         asked = {
-            "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(output),
+            "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(place),
             "environment": environment, "kill_at": kill_at, "kill_after_save": kill_after_save, "processes": processes,
         }  # fmt: skip
+        status = self._ask(asked)
+        text = place.read_text(errors="replace")
+        if output is None:
+            place.unlink()
+        return status, text
+
+    def program(self, code: str, *arguments: str | Path, **options: Any) -> tuple[int, str]:
+        """Likewise for ``python -c code arguments``."""
+        return self.run(code, *map(str, arguments), module="-c", **options)
+
+    def start(
+        self, *arguments: str, module: str, output: Path, folder: Path | None = None, **environment: str
+    ) -> Child:
+        """``python -m module arguments`` (or ``-c``, as :meth:`program`), which goes on by itself; ``output`` grows."""
+        asked = {
+            "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(output),
+            "environment": environment, "kill_at": None, "kill_after_save": None, "processes": 0,
+        }  # fmt: skip
+        output.touch()
+        return Child(self, self._ask(asked))
+
+    def _ask(self, asked: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with self._lock:
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
-            status = int(self._process.stdout.readline())
-        text = output.read_text(errors="replace")
-        output.unlink()
-        return status, text
+            return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         """End the parent."""
@@ -120,7 +165,6 @@ def _child(asked: dict[str, Any]) -> None:
     os.chdir(asked["folder"])
     os.environ.update(asked["environment"])
     sys.path[:0] = [os.environ["PATH_OF_TESTS"]] if "PATH_OF_TESTS" in os.environ else []
-    sys.argv = [asked["module"], *asked["arguments"]]
     import torch
 
     torch.set_num_threads(1)
@@ -128,10 +172,18 @@ def _child(asked: dict[str, Any]) -> None:
         _kill_after(asked["kill_at"])
     if asked["kill_after_save"] is not None:
         _kill_after_save(asked["kill_after_save"])
-    sys.modules.pop(asked["module"], None)
+    sys.path[:0] = [str(Path.cwd())]
+    module, arguments = asked["module"], asked["arguments"]
     status = 1
     try:
-        runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+        if module == "-c":
+            sys.argv = ["-c", *arguments[1:]]
+            code = compile(arguments[0], "<program>", "exec")
+            exec(code, {"__name__": "__main__"})
+        else:
+            sys.argv = [module, *arguments]
+            sys.modules.pop(module, None)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -150,7 +202,7 @@ def _child(asked: dict[str, Any]) -> None:
 
 def _places(processes: int) -> list[dict[str, str]]:
     """What torchrun tells each of so many processes; nothing to one."""
-    if processes == 1:
+    if processes <= 1:
         return [{}]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -166,31 +218,65 @@ def _start(asked: dict[str, Any], place: dict[str, str]) -> int:
     child = os.fork()
     if child == 0:
         _child({**asked, "environment": {**asked["environment"], **place}})
+    if not asked["processes"]:
+        os.setpgid(child, child)  # so that it can be killed with its own children
     return child
+
+
+def preload() -> None:
+    """Import every library that a module of the product names, and no module of it."""
+    for package, folder in FLOORS.items():
+        for path in sorted((folder / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+                modules = names if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+                for module in modules if names else ():
+                    if module.split(".")[0] not in FLOORS:
+                        with contextlib.suppress(ImportError, AttributeError):
+                            library = importlib.import_module(module)
+                            _ = [getattr(library, name) for name in names if isinstance(node, ast.ImportFrom)]
+    for module in LIBRARIES:
+        importlib.import_module(module)
 
 
 def main() -> None:
     """The parent."""
-    import importlib
-
-    for name in PRELOADED:
-        importlib.import_module(name)
+    preload()
+    gc.freeze()  # or every child copies the pages that its collector touches
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    ended: dict[int, int] = {}
+
+    def status_of(child: int, options: int = 0) -> int | None:
+        while child not in ended:
+            found, status = os.waitpid(-1, options)
+            if not found:
+                return None
+            ended[found] = os.waitstatus_to_exitcode(status)
+        return ended[child]
+
     for line in sys.stdin:
         asked = json.loads(line)
-        Path(asked["output"]).write_bytes(b"")
-        children = [_start(asked, place) for place in _places(asked["processes"])]
-        statuses = [0]
-        while children:
-            child, status = os.wait()
-            children.remove(child)
-            statuses.append(os.waitstatus_to_exitcode(status))
-            if statuses[-1]:
-                for other in children:  # they would wait for it
-                    os.kill(other, signal.SIGTERM)
-        answers.write(f"{next((status for status in statuses if status), 0)}\n")
+        if "pid" in asked:
+            answer = status_of(asked["pid"], os.WNOHANG)
+        else:
+            children = [_start(asked, place) for place in _places(asked["processes"])]
+            answer = _first_failure(children, ended) if asked["processes"] else children[0]
+        answers.write(f"{json.dumps(answer)}\n")
         answers.flush()
+
+
+def _first_failure(children: list[int], ended: dict[int, int]) -> int:
+    """Wait for all; the status of the first that fails, at which the others are told to end, or 0."""
+    failed = 0
+    while set(children) - set(ended):
+        child, status = os.wait()
+        ended[child] = os.waitstatus_to_exitcode(status)
+        if child in children and ended[child]:
+            failed = failed or ended[child]
+            for other in set(children) - set(ended):  # they would wait for it
+                os.kill(other, signal.SIGTERM)
+    return failed
 
 
 if __name__ == "__main__":

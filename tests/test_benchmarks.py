@@ -11,10 +11,25 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import ForkServer
 from mhla_kernels import mhla_attention
 
 from benchmarks import attention, context, diffusion, generation, language, models, peers, runs, video, wan
 from benchmarks.shapes import MODELS, Rates, Shape, least_cost
+
+
+@pytest.fixture
+def forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of reports start without start-up."""
+
+    def run(command: list[str], check: bool, cwd: Path) -> None:
+        assert command[:2] == [sys.executable, "cli.py"]
+        kept = {name: os.environ[name] for name in ("XDG_CACHE_HOME",) if name in os.environ}
+        status, text = server.run(*command[2:], folder=cwd, **kept)
+        assert check
+        assert status == 0, text[-4000:]
+
+    monkeypatch.setattr(runs.subprocess, "run", run)
 
 
 def test_the_baseline_loop_computes_the_operator() -> None:
@@ -86,7 +101,7 @@ def test_generation_is_measured_and_drawn(
 
 
 def test_the_report_of_language_models_goes_on_and_is_read_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    forked: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
     small += ["--model.init_args.depth=1", "--trainer.enable_progress_bar=false"]
@@ -123,7 +138,7 @@ def test_the_report_of_language_models_goes_on_and_is_read_by_the_next(
 
 
 def test_the_report_of_diffusion_models_reads_what_was_logged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    forked: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = [
         "--trainer.max_steps=2",
@@ -167,7 +182,7 @@ def test_models_are_measured_once(
 
 
 def test_the_report_of_video_models_trains_looks_and_draws(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    forked: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--trainer.max_steps=2", "--trainer.val_check_interval=1", "--trainer.limit_val_batches=1"]
     small += ["--model.init_args.transformer.num_layers=3", "--model.init_args.transformer.ffn_dim=16"]

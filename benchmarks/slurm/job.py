@@ -140,20 +140,25 @@ class Job:
         return path.read_text() if path.exists() else ""
 
     def curve(self) -> dict[int, str]:
-        """The training loss of every step, to the last digit.
-
-        Raises:
-            AssertionError: when two starts logged different losses for one step.
-        """
-        found: dict[int, str] = {}
-        for path in sorted(self.run.glob("metrics*.csv")):
-            for step, loss in _losses(path):
-                assert found.setdefault(step, loss) == loss, f"step {step} came twice, with {found[step]} and {loss}"
-        return found
+        """See :func:`curve`."""
+        return curve(self.run)
 
     def repeated(self) -> int:
         """Steps that were done more than once."""
         return sum(len(_losses(path)) for path in self.run.glob("metrics*.csv")) - len(self.curve())
+
+
+def curve(run: Path) -> dict[int, str]:
+    """The training loss of every step of a run's folder, to the last digit.
+
+    Raises:
+        AssertionError: when two starts logged different losses for one step.
+    """
+    found: dict[int, str] = {}
+    for path in sorted(run.glob("metrics*.csv")):
+        for step, loss in _losses(path):
+            assert found.setdefault(step, loss) == loss, f"step {step} came twice, with {found[step]} and {loss}"
+    return found
 
 
 def _losses(path: Path) -> list[tuple[int, str]]:

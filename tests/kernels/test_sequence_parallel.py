@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from fork_server import ForkServer
 from mhla_kernels import ExponentialMixing, mhla_attention
 from mhla_kernels.sequence_parallel import mhla_sequence_parallel, share_blocks, share_tokens, traffic
 from torch import Tensor, nn
@@ -185,15 +184,12 @@ def work(rank: int, world: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize("world", [2, 4])
-def test_processes_together_give_what_one_gives(tmp_path: Path, world: int) -> None:
-    mp.spawn(work, (world, free_port(), str(tmp_path)), world)
+def test_processes_together_give_what_one_gives(server: ForkServer, tmp_path: Path, world: int) -> None:
+    program = "import os, sys; from test_sequence_parallel import work; n = os.environ\n"
+    program += "work(int(n['RANK']), int(n['WORLD_SIZE']), int(n['MASTER_PORT']), sys.argv[1])"
+    status, said = server.program(program, tmp_path, processes=world, PATH_OF_TESTS=str(Path(__file__).parent))
+    assert status == 0, said[-4000:]
     for rank in range(world):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert found["double"] <= 1e-10, "values or gradients"

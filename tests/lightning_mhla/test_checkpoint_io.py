@@ -9,9 +9,6 @@ import os
 import pickle
 import re
 import resource
-import signal
-import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -21,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fork_server import ForkServer
 from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,7 +50,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["a.ckpt"], "nothing is left beside it"
 
 
-def test_a_process_that_is_killed_while_writing_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_while_writing_leaves_the_old_one(server: ForkServer, tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     before = path.read_bytes()
     script = (
@@ -61,11 +59,11 @@ def test_a_process_that_is_killed_while_writing_leaves_the_old_one(tmp_path: Pat
         "while True: WholeCheckpointIO().save_checkpoint(content, Path(sys.argv[1]) / 'b.ckpt')"
     )
     for _ in range(2):
-        process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=Path(__file__).parents[2])
+        process = server.start(script, str(tmp_path), module="-c", output=tmp_path / "said.txt")
         until = time.monotonic() + 60
-        while not list(tmp_path.glob("b.ckpt.*.part")) and time.monotonic() < until:
+        while not list(tmp_path.glob(f"b.ckpt.*.{process.pid}.part")) and time.monotonic() < until:
             time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
         assert path.read_bytes() == before
         whole = tmp_path / "b.ckpt"

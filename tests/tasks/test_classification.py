@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer
+from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer, shards
 from mhla_tasks.classification.data import AugmentConfig
 from mhla_tasks.classification.module import MixupConfig
 from mhla_tasks.classification.shards import images_to_shards
 from PIL import Image
+from processes import fork_server
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.callbacks import LearningCurves
@@ -60,9 +61,10 @@ def photo_folder(folder: Path, classes: int = 2, each: int = 6) -> Path:
 
 def test_the_command_makes_shards_that_hold_every_image(tmp_path: Path) -> None:
     source = photo_folder(tmp_path / "photos")
-    command = [sys.executable, "-m", "mhla_tasks.classification.shards", str(source), str(tmp_path / "shards")]
-    done = subprocess.run([*command, "--per-shard", "5"], capture_output=True, text=True, check=True)
-    assert "12 images in 3 shards" in " ".join(done.stdout.split())
+    command = partial(fork_server().run, module="mhla_tasks.classification.shards")
+    status, said = command(str(source), str(tmp_path / "shards"), "--per-shard", "5")
+    assert status == 0
+    assert "12 images in 3 shards" in " ".join(said.split())
     assert (tmp_path / "shards/train-classes.txt").read_text() == "class0\nclass1\n"
     reader = ShardReader(sorted((tmp_path / "shards").glob("*.tar")))
     found = set()
@@ -71,9 +73,30 @@ def test_the_command_makes_shards_that_hold_every_image(tmp_path: Path) -> None:
         found.add((int(reader.read(index, "cls")), reader.read(index, extension)))
     want = {(label, path.read_bytes()) for label in range(2) for path in (source / f"class{label}").iterdir()}
     assert found == want
-    failed = subprocess.run([*command[:-2], "absent", "x"], capture_output=True, text=True, check=False)
-    assert failed.returncode == 1
-    assert failed.stderr == "error: absent must hold one folder of images for each class\n"
+    assert command("absent", "x") == (1, "error: absent must hold one folder of images for each class\n")
+
+
+def test_the_command_leaves_out_what_is_no_whole_image(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = photo_folder(tmp_path / "photos")
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(source / "class0/cut.jpg")
+    (source / "class0/cut.jpg").write_bytes((source / "class0/cut.jpg").read_bytes()[:-400])
+    (source / "class1/none.png").write_bytes(b"no image")
+    command = ["shards", str(source), str(tmp_path / "shards"), "--per-shard", "5"]
+    monkeypatch.setattr(sys, "argv", command)
+    shards.main()
+    assert "12 images in 3 shards" in (printed := " ".join(capsys.readouterr().out.split()))
+    assert printed.endswith("; 2 images skipped")
+    assert all(f"skipped: {source}/{name}: the image" in caplog.text for name in ("class0/cut.jpg", "class1/none.png"))
+    assert len(ShardReader(sorted((tmp_path / "shards").glob("*.tar")))) == 12
+    monkeypatch.setattr(sys, "argv", [*command[:2], str(tmp_path / "other"), "--max-skipped", "1"])
+    with pytest.raises(SystemExit, match="broken samples: 2, more than --max-skipped 1"):
+        shards.main()
 
 
 def test_a_model_learns_from_shards(tmp_path: Path) -> None:
@@ -102,11 +125,8 @@ def test_a_model_learns_from_shards(tmp_path: Path) -> None:
 def test_skipped_images_are_counted_in_the_log(tmp_path: Path) -> None:
     photos = photo_folder(tmp_path / "photos")
     (photos / "class1" / "3.png").write_bytes(b"no image")
-    images_to_shards(photos, tmp_path / "train", "train", per_shard=5, seed=0)
-    images_to_shards(photo_folder(tmp_path / "good"), tmp_path / "val", "val", per_shard=5, seed=0)
-    data = ImageNetShards(
-        str(tmp_path / "train"), str(tmp_path / "val"), batch_size=4, num_workers=0, image_size=32, num_classes=2
-    )
+    good = photo_folder(tmp_path / "good")
+    data = ImageNetShards(str(photos), str(good), batch_size=4, num_workers=0, image_size=32, num_classes=2)
     trainer = Trainer(max_epochs=2, **QUIET)
     trainer.fit(classifier(num_classes=2, image_size=32, channels=3, patch_size=8), datamodule=data)
     assert trainer.callback_metrics["data/skipped"] == 2

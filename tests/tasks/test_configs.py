@@ -6,11 +6,12 @@ Inception's weights), which become small local ones of the same kind.
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
+import re
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import numpy as np
 import pytest
 import torch
@@ -27,6 +28,7 @@ from lightning_mhla.checkpoint_io import read_header, resolve_checkpoint
 ROOT = Path(__file__).parents[2]
 MODELS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name not in ("eval", "trainer"))
 OVERLAYS = sorted((ROOT / "configs/trainer").glob("*.yaml"))
+EVALUATIONS = sorted((ROOT / "configs/eval").glob("*.yaml"))
 EXPORTS: dict[str, list[Path]] = {}
 """Folders that the tests below have exported, by domain."""
 
@@ -211,17 +213,14 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("domain", LOADERS)
-def test_all_exports_load_in_a_new_process(domain: str, tmp_path: Path) -> None:
+def test_all_exports_load_in_a_new_process(domain: str, server: ForkServer, tmp_path: Path) -> None:
     """After the tests above, which export."""
     folders = [str(folder) for folder in EXPORTS.get(domain, [])]
     if not folders:
         pytest.skip("nothing was exported: run the whole file")
     program = f"import sys\n{LOADERS[domain]}\nfor folder in sys.argv[1:]:\n    assert load(folder) is not None\n"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, *folders],
-        capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    status, said = server.program(program, *folders, folder=tmp_path)
+    assert status == 0, said[-3000:]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=named)
@@ -238,6 +237,77 @@ def test_a_shipped_overlay_on_one_process(overlay: Path, world: Path, server: Fo
     status, text = server.run(*fit, folder=tmp_path, **environment)
     assert status == 0, text[-4000:]
     assert read_header(resolve_checkpoint(tmp_path / "run"))["global_step"] == 4
+
+
+ARC = ("ARC-Easy", "ARC-Challenge")
+
+
+def task_rows() -> dict[str, dict[str, dict[str, Any]]]:
+    """A row for every subset of every data set that the overlays of configs/eval ask for, as the hub lays them out."""
+    tasks = Path(lm_eval.__file__).parent / "tasks"
+
+    def subsets(pattern: str) -> list[str]:
+        found = [re.search(r"^.?dataset_name.?: (.*)", path.read_text(), re.MULTILINE) for path in tasks.glob(pattern)]
+        return sorted({match[1].strip("\"' ") for match in found if match})
+
+    four = {"text": ["red", "green", "blue", "white"], "label": ["A", "B", "C", "D"]}
+    subject = {"question": "Which bone is it?", "subject": "bones", "choices": four["text"], "answer": 2}
+    letter = {
+        "question": "who wrote it?", "input": "who wrote it?", "context": "Maria wrote it. " * 40, "answers": ["Paragraph 3, 段落3"],
+        "length": 60, "dataset": "any", "language": "en", "all_classes": ["Maria"], "_id": "0",
+    }  # fmt: skip
+    return {
+        "cais/mmlu": dict.fromkeys(subsets("mmlu/default/mmlu_*.yaml"), subject),
+        "Xnhyacinth/LongBench": dict.fromkeys(subsets("longbench/*.yaml"), letter),
+        "EleutherAI/wikitext_document_level": {
+            "wikitext-2-raw-v1": {"page": " = River = \n\n It runs through the town . "}
+        },
+        "EleutherAI/lambada_openai": {"default": {"text": "the old river runs through the town"}},
+        "baber/piqa": {"default": {"goal": "cross it", "sol1": "a bridge", "sol2": "a song", "label": 0}},
+        "allenai/winogrande": {
+            "winogrande_xl": {"sentence": "The _ runs.", "option1": "river", "option2": "town", "answer": "1"}
+        },
+        "allenai/ai2_arc": {name: {"question": "Which?", "choices": four, "answerKey": "B"} for name in ARC},
+        "allenai/openbookqa": {"main": {"question_stem": "It is", "choices": four, "answerKey": "B"}},
+        "aps/super_glue": {"boolq": {"passage": "It runs.", "question": "does it run", "label": 1}},
+    }
+
+
+@pytest.fixture(scope="module")
+def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tasks")
+    for name, subsets in task_rows().items():
+        lines = ["---", "configs:"]
+        for subset, row in subsets.items():
+            (root / name).mkdir(parents=True, exist_ok=True)
+            (root / name / f"{subset}.jsonl").write_text(5 * (json.dumps(row) + "\n"))
+            lines += [f"- config_name: {subset}", "  data_files:"]
+            for split in ("train", "validation", "test", "dev"):
+                lines += [f"  - split: {split}", f"    path: {subset}.jsonl"]
+        (root / name / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return root
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("overlay", EVALUATIONS, ids=named)
+def test_a_shipped_evaluation_scores_all_its_tasks(
+    overlay: Path, world: Path, task_data: Path, server: ForkServer, tmp_path: Path
+) -> None:
+    """Its own list of tasks, one document of each."""
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(shrunk(ROOT / "configs/language/stdlib.yaml", world)))
+    evaluation = yaml.safe_load(overlay.read_text())
+    (callback,) = evaluation["trainer"]["callbacks+"]
+    options = callback["init_args"]
+    options |= {"limit": 1, "data_dir": str(task_data), "max_length": 600}
+    (tmp_path / "evaluation.yaml").write_text(yaml.safe_dump(evaluation))
+    fit = ("fit", "--config", "model.yaml", "--config", "evaluation.yaml", "--run_dir=run")
+    status, text = server.run(*fit, folder=tmp_path, XDG_CACHE_HOME=str(world / "cache"), HF_HUB_OFFLINE="1")
+    assert status == 0, text[-4000:]
+    (file,) = (tmp_path / "run/lm_eval").glob("step*.json")
+    scored = {name.partition("/")[0] for name in json.loads(file.read_text())["scores"]}
+    assert set(options["tasks"]) <= scored
+    if overlay.stem == "mmlu":
+        assert len([task for task in scored if task.startswith("mmlu_")]) >= 57
 
 
 def test_augmentation_of_the_imagenet_recipe_takes_every_image() -> None:

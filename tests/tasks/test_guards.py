@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
 from mhla_tasks.classification import Digits
+from processes import fork_server
 from test_resume import small_classifier
 
 from lightning_mhla.callbacks import FiniteWatch, Forecast
@@ -130,7 +128,7 @@ class Wait(Callback):
             subprocess.Popen(["sh", "-c", waiting])
             os.kill(os.getpid(), signal.SIGSTOP)
 
-LOG = Path(__file__).with_name("log.txt")
+LOG = Path("log.txt").resolve()
 
 def slow_reading():
     while not {"slow_reading", "holds the others up"} <= set(re.findall("slow_reading|holds the others up", LOG.read_text())):
@@ -145,22 +143,11 @@ print("done", flush=True)
 
 
 def on_two_processes(tmp_path: Path, program: str) -> str:
-    """What a program printed, run by torchrun."""
-    script = tmp_path / "train.py"
-    script.write_text(program)
-    roots = [str(Path(__file__).parents[2] / each) for each in ("", "kernels", "tasks", "tests/tasks")]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"}
-    log = tmp_path / "log.txt"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            [sys.executable, *launcher, str(script)], stdout=stream, stderr=stream, env=variables
-        )
-        try:
-            assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
-        finally:
-            process.kill()
-    return log.read_text()
+    """What a program printed, run as torchrun does."""
+    options = {"folder": tmp_path, "output": tmp_path / "log.txt", "processes": 2}
+    status, said = fork_server().program(program, **options, PATH_OF_TESTS=str(Path(__file__).parent))
+    assert status == 0, said[-3000:]
+    return said
 
 
 def test_a_process_that_stands_still_is_named(tmp_path: Path) -> None:

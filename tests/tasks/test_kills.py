@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fork_server import Child
+from processes import fork_server
 from test_run_folder import write_config
 
-from benchmarks.kills import compare, start, train_killed
+from benchmarks.kills import compare, train_killed
+
+
+def start(config: Path, run: Path) -> Child:
+    run.mkdir(exist_ok=True)
+    options = {"module": "mhla_tasks.cli", "output": run / "output.txt"}
+    return fork_server().start("fit", "--config", str(config), "--run_dir", str(run), **options)
 
 
 @pytest.mark.timeout(280)
@@ -21,8 +29,8 @@ def test_kills_lose_nothing(tmp_path: Path) -> None:
     ]
     content["trainer"]["callbacks"][1]["init_args"] = {"every_n_steps": 2}
     config.write_text(yaml.safe_dump(content))
-    assert start(config, tmp_path / "whole").wait(timeout=120) == 0
-    kills = train_killed(config, tmp_path / "killed", 3, random.Random(1), spread=0.4)
+    assert start(config, tmp_path / "whole").wait() == 0
+    kills = train_killed(config, tmp_path / "killed", 3, random.Random(1), 0.4, start)
     assert "writing" in kills
     found = compare(tmp_path / "whole", tmp_path / "killed")
     assert found["steps"] == 60

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import torch
 import yaml
 from mhla_tasks.cli import main
+from processes import fork_server
 
 from benchmarks.kills import differences
 from lightning_mhla.callbacks import Recovery
@@ -167,15 +166,19 @@ def test_evaluation_takes_the_newest(whole: Path) -> None:
     assert (whole / "config.yaml").read_text() == config
 
 
+def wait_for_word(place: Path) -> None:
+    until = time.monotonic() + 60
+    while not place.read_text():
+        assert time.monotonic() < until, "the process has not taken the folder"
+        time.sleep(0.01)
+
+
 def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = "import sys, time; from pathlib import Path; from lightning_mhla.runs import RunFolder\n"
     script += "folder = RunFolder(Path(sys.argv[1])); print('taken', flush=True); time.sleep(60)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "run")], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    process = fork_server().start(script, str(tmp_path / "run"), module="-c", output=tmp_path / "said.txt")
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "taken\n"
+        wait_for_word(tmp_path / "said.txt")
         with pytest.raises(SystemExit):
             main(["fit", "--config", str(write_config(tmp_path)), f"--run_dir={tmp_path / 'run'}"])
         assert f"is in use by process {process.pid} on" in capsys.readouterr().err
@@ -203,11 +206,8 @@ def test_what_a_killed_process_left_is_tidied(tmp_path: Path) -> None:
 def test_a_requeued_job_waits_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys, time; from pathlib import Path; from lightning_mhla.runs import RunFolder\n"
     script += "folder = RunFolder(Path(sys.argv[1])); print('taken', flush=True); time.sleep(60)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
+    process = fork_server().start(script, str(tmp_path), module="-c", output=tmp_path / "said.txt")
+    wait_for_word(tmp_path / "said.txt")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     threading.Timer(1.5, process.kill).start()
     begun = time.monotonic()
@@ -250,3 +250,22 @@ def test_the_tables_of_all_starts_are_kept(tmp_path: Path) -> None:
         (tmp_path / "metrics.csv").write_text(start)
         folder.keep("metrics.csv")
     assert [(tmp_path / f"metrics-{n}.csv").read_text() for n in (1, 2, 3)] == ["first", "second", "third"]
+
+
+def test_the_best_checkpoint_counts_the_last_validation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loss falls all the way; saving every so many steps would judge the weights by the validation before."""
+    report = {"class_path": "lightning_mhla.callbacks.RunReport"}
+    steps: dict[str, Any] = {"max_steps": 6, "val_check_interval": 2, "check_val_every_n_epoch": None}
+    checkpoint: dict[str, Any] = {"monitor": "val/loss", "filename": "step{step}-loss{val/loss:.4f}"}
+    checkpoint |= {"auto_insert_metric_name": False}
+    for name, every in (("after", {}), ("before", {"every_n_train_steps": 2})):
+        best = {"class_path": "ModelCheckpoint", "init_args": checkpoint | every}
+        config = write_config(tmp_path / name, **steps, callbacks=[best, report])
+        main(["fit", "--config", str(config), f"--run_dir={tmp_path / name / 'run'}"])
+    said = capsys.readouterr().out
+    values = {step: float(value) for name, step, value in losses(tmp_path / "after/run") if name == "val/loss"}
+    assert min(values, key=lambda step: values[step]) == max(values)
+    assert f"best checkpoint    {tmp_path}/after/run/checkpoints/step6-loss{min(values.values()):.4f}.ckpt" in said
+    assert "ModelCheckpoint saves every 2 steps, before the validation of the same step" in caplog.text

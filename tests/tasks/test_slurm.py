@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import run_cli
 
 from benchmarks.slurm.cluster import Cluster
 from benchmarks.slurm.installation import SlurmUnavailable, find_or_unpack
-from benchmarks.slurm.job import Job
+from benchmarks.slurm.job import ROOT, Job, curve, write_config
 from lightning_mhla.data.shards import default_cache
 
 STEPS = 300
@@ -26,8 +27,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.mark.timeout(300)
 def test_a_signal_and_a_killed_rank_lose_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    undisturbed = Job(cluster, tmp_path / "undisturbed", STEPS)
-    assert undisturbed.finish()["JobState"] == "COMPLETED", undisturbed.output()[-3000:]
+    two = ["--config", str(ROOT / "configs/trainer/ddp.yaml"), "--trainer.devices=2"]
+    run_cli(
+        "fit",
+        "--config",
+        str(write_config(tmp_path / "undisturbed", STEPS)),
+        *two,
+        f"--run_dir={tmp_path / 'undisturbed/run'}",
+    )
+    undisturbed = curve(tmp_path / "undisturbed/run")
     job = Job(cluster, tmp_path / "disturbed", STEPS)
     job.wait_for_start(1, steps=30)
     cluster.signal(job.number, "USR1")
@@ -37,5 +45,5 @@ def test_a_signal_and_a_killed_rank_lose_nothing(cluster: Cluster, tmp_path: Pat
     cluster.kill_rank(job.number, 1)
     assert job.finish()["JobState"] == "COMPLETED", job.output()[-3000:]
     assert job.starts() == 3
-    assert job.curve() == undisturbed.curve()
+    assert job.curve() == undisturbed, "two nodes, stopped twice, against two processes left alone"
     assert sorted(job.curve()) == list(range(STEPS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from mhla_tasks.diffusion.features import Features, fingerprint
 from mhla_tasks.diffusion.fidelity import ImageSet, Moments, frechet_distance, moments, read_set, score
 from mhla_tasks.diffusion.sampling import SamplingConfig
 from PIL import Image
-from processes import run_cli
+from processes import fork_server, run_cli
 from scipy import linalg
 from tiny import ROOT, digits_config
 from torch import Tensor, nn
@@ -66,16 +65,15 @@ def test_metrics_are_those_of_torch_fidelitys_command(
 ) -> None:
     options = ["--isc", "--fid", "--kid", "--prc", "--kid-subset-size", "14", "--json", "--silent", "--no-cache"]
     command = [
-        str(Path(sys.executable).with_name("fidelity")),
         *options,
         "--cpu",
         "--feature-extractor",
         "inception-v3-compat",
     ]
     command += ["--input1", folders[0], "--input2", folders[1], "--feature-extractor-weights-path", str(weights)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    want = json.loads(done.stdout)
+    status, said = fork_server().run(*command, module="torch_fidelity.fidelity")
+    assert status == 0, said[-2000:]
+    want = json.loads(said[said.index("{") :])
     monkeypatch.setattr(
         sys, "argv", ["score", *folders, "--weights", str(weights), "--json", "--device", "cpu", "--batch-size", "8"]
     )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from mhla_tasks.diffusion import ClassToImage, DiTPipeline
 from mhla_tasks.diffusion.convert import load_pretrained
 from mhla_tasks.diffusion.process import ProcessConfig
 from mhla_tasks.diffusion.sampling import SamplingConfig
+from processes import fork_server
 
 from lightning_mhla import AttentionConfig
 
@@ -69,11 +67,8 @@ def test_a_new_process_draws_what_the_module_draws(tmp_path: Path) -> None:
         module = make_module(case, tmp_path / str(number))
         wanted.append(module.draw(torch.tensor([3, 7]), [0, 1], 11, case["sampling"]))
         DiTPipeline.of_module(module).save_pretrained(folders[-1])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, *map(str, folders)],
-        capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    status, said = fork_server().program(PROGRAM, *folders)
+    assert status == 0, said[-2000:]
     for name, folder, want in zip(CASES, folders, wanted, strict=True):
         found = torch.load(folder / "images.pt", weights_only=True)
         assert (found.int() - want.cpu().int()).abs().max() <= 1, name  # another number of threads

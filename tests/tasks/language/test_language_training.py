@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from mhla_tasks.language import PythonSource
 from mhla_tasks.language.checkpoint import load_checkpoint
 from mhla_tasks.language.module import GenerationOptions
 from mhla_tasks.language.tokenizer import pack_tokenizer, train_tokenizer, unpack_tokenizer
+from processes import fork_server
 from small import SENTENCES, small_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -115,10 +115,11 @@ def test_prompts_are_continued_in_their_order(stdlib: SimpleNamespace, tmp_path:
 
 
 def test_text_streams_to_the_terminal(stdlib: SimpleNamespace) -> None:
-    command = [sys.executable, "-m", "mhla_tasks.language.generate", str(stdlib.last), "import"]
-    done = subprocess.run([*command, "--max-new-tokens", "8"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("import")
-    assert len(done.stdout) > len("import\n")
+    options = [str(stdlib.last), "import", "--max-new-tokens", "8"]
+    status, said = fork_server().run(*options, module="mhla_tasks.language.generate")
+    assert status == 0
+    assert "\nimport" in f"\n{said}"
+    assert len(said) > len("import\n")
 
 
 @torch.no_grad()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mhla_tasks.language import MHLAForCausalLM
+from processes import fork_server
 from small import KINDS, small_model
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, pipeline
@@ -23,17 +21,9 @@ IDS = torch.arange(20)[None] + 3
 def in_a_new_process(program: str, *arguments: Path, **environment: str) -> str:
     """Run a program that has imported nothing of this package; what it printed."""
     preamble = "import sys, torch, transformers; transformers.logging.set_verbosity_error()\n"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", preamble + program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
+    status, said = fork_server().program(preamble + program, *arguments, **environment)
+    assert status == 0, said[-4000:]
+    return said
 
 
 LOAD = """

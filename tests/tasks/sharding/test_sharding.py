@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +26,6 @@ def run(folder: Path, cache: Path, processes: int, *options: str) -> Path:
     )  # fmt: skip
     assert status == 0, text[-4000:]
     return folder
-
-
-def start(command: list[str]) -> str:
-    """A Python program in processes of its own; what it printed."""
-    roots = [str(ROOT / each) for each in ("", "kernels", "tasks")]
-    roots.append(str(WORKER.parent))
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(roots)}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=280, env=variables, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +150,8 @@ fit("short", build("language", cache)[0], PythonSource(context=16, **sizes))
 
 
 def test_what_cannot_share_sequences_says_so(tmp_path: Path) -> None:
-    program = tmp_path / "refused.py"
-    program.write_text(REFUSED)
-    said = start(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program), str(tmp_path)])
+    status, said = fork_server().program(REFUSED, tmp_path, processes=2, PATH_OF_TESTS=str(WORKER.parent))
+    assert status == 0, said[-4000:]
     assert said.count("three: sequence_parallel_size=3 does not divide the 2 processes\n") == 2
     assert said.count("domain: ImageClassifier does not share sequences; leave sequence_parallel_size at 1\n") == 2
     assert said.count("packed: documents that are packed (separate_documents: true) cannot be spread") == 2
