@@ -33,6 +33,7 @@ if not torch.cuda.is_available():
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*arguments, **options)
 
+    interpreter._get_np_dtype = cache(interpreter._get_np_dtype)
     _run_kernel = interpreter.GridExecutor.__call__
     interpreter.GridExecutor.__call__ = run_kernel
     interpreter.InterpretedFunction.__call__ = call_helper
@@ -83,6 +84,19 @@ def _poisoned_memory() -> Iterator[None]:
 def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """XDG_CACHE_HOME of this run of the suite: its workers tokenise the standard library once for each vocabulary."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache-home"
+
+
+@pytest.fixture(scope="session")
+def cache_dir(cache_home: Path) -> Path:
+    """``cache_dir`` of data modules in this run of the suite."""
+    return cache_home / "lightning-mhla"
 
 
 @pytest.fixture(scope="session")

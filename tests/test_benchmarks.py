@@ -101,11 +101,12 @@ def test_generation_is_measured_and_drawn(
 
 
 def test_the_report_of_language_models_goes_on_and_is_read_by_the_next(
-    forked: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    forked: None, cache_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
     small += ["--model.init_args.depth=1", "--trainer.enable_progress_bar=false"]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    small += ["--model.init_args.vocab_size=300", "--data.init_args.vocab_size=300"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
 
     def report(*options: str) -> list[dict[str, object]]:
         places = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]

@@ -169,12 +169,12 @@ def named(path: Path) -> str:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", sorted(MODELS, key=lambda path: "finetune" in path.stem), ids=named)
 def test_a_shipped_configuration_from_fit_to_export(
-    path: Path, world: Path, server: ForkServer, tmp_path: Path
+    path: Path, world: Path, server: ForkServer, cache_home: Path, tmp_path: Path
 ) -> None:
     domain = path.parent.name
     config = tmp_path / path.name
     config.write_text(yaml.safe_dump(shrunk(path, world)))
-    cache = {"XDG_CACHE_HOME": str(world / "cache"), "HF_HUB_OFFLINE": "1"}
+    cache = {"XDG_CACHE_HOME": str(cache_home), "HF_HUB_OFFLINE": "1"}
 
     def run(*arguments: str, **options: Any) -> tuple[int, str]:
         return server.run(*arguments, folder=tmp_path, **options, **cache)
@@ -291,7 +291,7 @@ def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("overlay", EVALUATIONS, ids=named)
 def test_a_shipped_evaluation_scores_all_its_tasks(
-    overlay: Path, world: Path, task_data: Path, server: ForkServer, tmp_path: Path
+    overlay: Path, world: Path, task_data: Path, server: ForkServer, cache_home: Path, tmp_path: Path
 ) -> None:
     """Its own list of tasks, one document of each."""
     (tmp_path / "model.yaml").write_text(yaml.safe_dump(shrunk(ROOT / "configs/language/stdlib.yaml", world)))
@@ -301,7 +301,7 @@ def test_a_shipped_evaluation_scores_all_its_tasks(
     options |= {"limit": 1, "data_dir": str(task_data), "max_length": 600}
     (tmp_path / "evaluation.yaml").write_text(yaml.safe_dump(evaluation))
     fit = ("fit", "--config", "model.yaml", "--config", "evaluation.yaml", "--run_dir=run")
-    status, text = server.run(*fit, folder=tmp_path, XDG_CACHE_HOME=str(world / "cache"), HF_HUB_OFFLINE="1")
+    status, text = server.run(*fit, folder=tmp_path, XDG_CACHE_HOME=str(cache_home), HF_HUB_OFFLINE="1")
     assert status == 0, text[-4000:]
     (file,) = (tmp_path / "run/lm_eval").glob("step*.json")
     scored = {name.partition("/")[0] for name in json.loads(file.read_text())["scores"]}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
+import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -92,8 +94,13 @@ def _prepare(texts: dict[Path, str], vocab_size: int, folder: Path) -> None:
     for stage, documents in stages.items():
         tokens, arrays[f"{stage}_starts"] = encode_documents(documents, tokenizer)
         arrays[f"{stage}_tokens"] = tokens.astype(np.uint16)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(folder)
-    aside = folder / f"tokens.{os.getpid()}.part.npz"
-    np.savez(aside, **arrays)
-    aside.replace(folder / "tokens.npz")
+    aside = folder.with_name(f"{folder.name}.{platform.node()}.{os.getpid()}.part")
+    aside.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(aside)
+    np.savez(aside / "tokens.npz", **arrays)
+    if not (folder / "tokens.npz").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # cut short by an earlier version
+    try:
+        aside.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(aside)

@@ -46,8 +46,8 @@ def small_config(task_data: Path, cache: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
-def test_two_processes_score_as_one_does(task_data: Path, tmp_path: Path) -> None:
-    config = small_config(task_data, tmp_path / "cache")
+def test_two_processes_score_as_one_does(task_data: Path, cache_dir: Path, tmp_path: Path) -> None:
+    config = small_config(task_data, cache_dir)
     one = fit(tmp_path / "one", config)
     ddp = ("--config", str(ROOT / "configs/trainer/ddp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2")
     two = fit(tmp_path / "two", config, *ddp)
@@ -59,8 +59,8 @@ def test_two_processes_score_as_one_does(task_data: Path, tmp_path: Path) -> Non
     assert one["scores"]["longbench_trec/prompts_cut"] == 0.5
 
 
-def test_sharded_weights_refuse_the_callback(task_data: Path, tmp_path: Path) -> None:
+def test_sharded_weights_refuse_the_callback(task_data: Path, cache_dir: Path, tmp_path: Path) -> None:
     """That they train is tested in tests/tasks/sharding."""
     fsdp = ("--config", str(ROOT / "configs/trainer/fsdp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2")
     with pytest.raises(AssertionError, match="LMEval needs whole weights on every process"):
-        fit(tmp_path / "refused", small_config(task_data, tmp_path / "cache"), *fsdp)
+        fit(tmp_path / "refused", small_config(task_data, cache_dir), *fsdp)

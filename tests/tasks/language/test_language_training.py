@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def stdlib(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def stdlib(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The shipped configuration made small, run for six steps."""
     folder = tmp_path_factory.mktemp("stdlib")
     config = yaml.safe_load((ROOT / "configs/language/stdlib.yaml").read_text())
@@ -36,7 +36,7 @@ def stdlib(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         "context": 64,
         "vocab_size": 512,
         "batch_size": 4,
-        "cache_dir": str(folder / "cache"),
+        "cache_dir": str(cache_dir),
     }
     config["trainer"] |= {
         "max_steps": 6, "val_check_interval": 3, "limit_val_batches": 3, "log_every_n_steps": 1,
@@ -74,10 +74,10 @@ def test_a_run_logs_what_a_person_looks_for(stdlib: SimpleNamespace) -> None:
     assert (stdlib.run / "checkpoints/learning_curves.png").exists()
 
 
-def test_bits_per_byte_are_those_of_the_text(stdlib: SimpleNamespace) -> None:
+def test_bits_per_byte_are_those_of_the_text(stdlib: SimpleNamespace, cache_dir: Path) -> None:
     """Against a computation from the text itself, under the averaged weights that validation uses."""
     model = load_checkpoint(stdlib.last)
-    data = PythonSource(context=64, vocab_size=512, batch_size=4, cache_dir=str(stdlib.folder / "cache"))
+    data = PythonSource(context=64, vocab_size=512, batch_size=4, cache_dir=str(cache_dir))
     windows = [data.windows("validate")[i]["tokens"] for i in range(12)]
     nats = size = 0.0
     for window in windows:

@@ -29,14 +29,13 @@ def run(folder: Path, cache: Path, processes: int, *options: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One process without sharding, and two with."""
     folder = tmp_path_factory.mktemp("sharding")
-    cache = folder / "cache"
     return {
-        "cache": cache,
-        "alone": run(folder / "alone", cache, 0, "--domains", *DOMAINS, "hybrid"),
-        "two": run(folder / "two", cache, 2),
+        "cache": cache_dir,
+        "alone": run(folder / "alone", cache_dir, 0, "--domains", *DOMAINS, "hybrid"),
+        "two": run(folder / "two", cache_dir, 2),
     }
 
 
@@ -149,8 +148,8 @@ fit("short", build("language", cache)[0], PythonSource(context=16, **sizes))
 """
 
 
-def test_what_cannot_share_sequences_says_so(tmp_path: Path) -> None:
-    status, said = fork_server().program(REFUSED, tmp_path, processes=2, PATH_OF_TESTS=str(WORKER.parent))
+def test_what_cannot_share_sequences_says_so(cache_dir: Path) -> None:
+    status, said = fork_server().program(REFUSED, cache_dir, processes=2, PATH_OF_TESTS=str(WORKER.parent))
     assert status == 0, said[-4000:]
     assert said.count("three: sequence_parallel_size=3 does not divide the 2 processes\n") == 2
     assert said.count("domain: ImageClassifier does not share sequences; leave sequence_parallel_size at 1\n") == 2
