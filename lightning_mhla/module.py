@@ -43,17 +43,17 @@ def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
     Raises:
         ValueError: naming what is missing.
     """
-    given = batch.keys() if isinstance(batch, dict) else ()
-    missing = [key for key in keys if not any(name in given for name in key.split("|"))]
-    if missing or not isinstance(batch, dict):
+    given = batch if isinstance(batch, dict) else {}
+    found = [next((name for name in key.split("|") if name in given), None) for key in keys]
+    if None in found or not isinstance(batch, dict):
         wanted = ", ".join(key.replace("|", " or ") for key in keys)
-        found = f"has only {', '.join(map(str, given))}" if given else f"is a {type(batch).__name__}"
+        has = f"has only {', '.join(map(str, given))}" if given else f"is a {type(batch).__name__} without keys"
         raise ValueError(
-            f"a {part} batch must be a dict with {wanted}; this one {found}. docs/data.md shows data modules of one's own"
+            f"a {part} batch must be a dict with {wanted}; this one {has}. docs/data.md shows data modules of one's own"
         )
     if part != "training" and "valid" not in batch:
-        sizes = [(len(value), getattr(value, "device", None)) for value in batch.values() if hasattr(value, "__len__")]
-        batch["valid"] = torch.ones(sizes[0][0], dtype=torch.bool, device=sizes[0][1])
+        devices = [value.device for value in batch.values() if isinstance(value, Tensor)]
+        batch["valid"] = torch.ones(len(batch[found[0]]), dtype=torch.bool, device=devices[0] if devices else None)
 
 
 class TrainingModule(LoggedApart, LightningModule):
@@ -192,13 +192,14 @@ class TrainingModule(LoggedApart, LightningModule):
         """Obey the optimiser options of this start where a checkpoint brought those of an earlier one."""
         for callback in self.trainer.checkpoint_callbacks:
             if (
-                isinstance(callback, ModelCheckpoint)
+                self.trainer.is_global_zero
+                and isinstance(callback, ModelCheckpoint)
                 and callback._every_n_train_steps
                 and str(callback.monitor).startswith("val/")
             ):
                 log.warning(
                     "ModelCheckpoint saves every %d steps, before the validation of the same step, and so judges weights "
-                    "by %s of the validation before; leave every_n_train_steps out to save after each validation",
+                    "by %s of the validation before; leave every_n_train_steps out to save after validations that are better",
                     callback._every_n_train_steps,
                     callback.monitor,
                 )

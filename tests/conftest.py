@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,12 @@ import torch
 from fork_server import ForkServer
 
 torch.set_num_threads(1)  # or the workers' threads fight for the cores; and sums are the same as in child processes
+if "HF_HOME" not in os.environ:  # the workers take it from the process that starts them
+    os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hugging-face-")
+    atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+if not torch.cuda.is_available() and find_spec("triton"):
     from triton.runtime import interpreter
 
     patched: set[Any] = set()
@@ -33,7 +41,6 @@ if not torch.cuda.is_available():
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*arguments, **options)
 
-    interpreter._get_np_dtype = cache(interpreter._get_np_dtype)
     _run_kernel = interpreter.GridExecutor.__call__
     interpreter.GridExecutor.__call__ = run_kernel
     interpreter.InterpretedFunction.__call__ = call_helper

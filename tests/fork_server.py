@@ -19,8 +19,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +64,20 @@ class ForkServer:
     """One parent process; commands run one after another."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "200"}
-        environment.pop("PL_GLOBAL_SEED", None)
+        self._lock = threading.Lock()
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "200"}
+        self._environment.pop("PL_GLOBAL_SEED", None)
+        self._open()
+
+    def _open(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=self._environment,
+            start_new_session=True,
         )
-        self._lock = threading.Lock()
 
     def run(
         self,
@@ -88,7 +94,7 @@ class ForkServer:
 
         Several ``processes`` are started as torchrun starts them; the status is that of the first one that failed.
         """
-        place = output or Path(folder or ".").resolve() / f".output-{os.getpid()}"
+        place = output or Path(tempfile.gettempdir()) / f"output-of-{self._process.pid}"
         place.write_bytes(b"")
         asked = {
             "module": module, "arguments": arguments, "folder": str(folder or Path.cwd()), "output": str(place),
@@ -119,13 +125,19 @@ class ForkServer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._lock:
-            self._process.stdin.write(json.dumps(asked) + "\n")
-            self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
+            try:
+                self._process.stdin.write(json.dumps(asked) + "\n")
+                self._process.stdin.flush()
+                return json.loads(self._process.stdout.readline())
+            except BaseException:  # the test's time is up: the next one gets a parent without an open question
+                self.close()
+                self._open()
+                raise
 
     def close(self) -> None:
-        """End the parent."""
-        self._process.kill()
+        """End the parent, and what it waits for."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
@@ -165,8 +177,10 @@ def _child(asked: dict[str, Any]) -> None:
     os.chdir(asked["folder"])
     os.environ.update(asked["environment"])
     sys.path[:0] = [os.environ["PATH_OF_TESTS"]] if "PATH_OF_TESTS" in os.environ else []
+    import numpy as np
     import torch
 
+    np.random.seed()
     torch.set_num_threads(1)
     if asked["kill_at"] is not None:
         _kill_after(asked["kill_at"])
@@ -178,8 +192,8 @@ def _child(asked: dict[str, Any]) -> None:
     try:
         if module == "-c":
             sys.argv = ["-c", *arguments[1:]]
-            code = compile(arguments[0], "<program>", "exec")
-            exec(code, {"__name__": "__main__"})
+            sys.modules["__main__"] = program = types.ModuleType("__main__")
+            exec(compile(arguments[0], "<program>", "exec"), program.__dict__)
         else:
             sys.argv = [module, *arguments]
             sys.modules.pop(module, None)
@@ -216,10 +230,11 @@ def _places(processes: int) -> list[dict[str, str]]:
 
 def _start(asked: dict[str, Any], place: dict[str, str]) -> int:
     child = os.fork()
+    if not asked["processes"]:
+        with contextlib.suppress(PermissionError):  # the other one of the two was faster
+            os.setpgid(child, child)  # so that it can be killed with its own children
     if child == 0:
         _child({**asked, "environment": {**asked["environment"], **place}})
-    if not asked["processes"]:
-        os.setpgid(child, child)  # so that it can be killed with its own children
     return child
 
 
@@ -261,6 +276,8 @@ def main() -> None:
             answer = status_of(asked["pid"], os.WNOHANG)
         else:
             children = [_start(asked, place) for place in _places(asked["processes"])]
+            for child in children:
+                ended.pop(child, None)  # an earlier process of this number
             answer = _first_failure(children, ended) if asked["processes"] else children[0]
         answers.write(f"{json.dumps(answer)}\n")
         answers.flush()

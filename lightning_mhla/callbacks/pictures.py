@@ -52,7 +52,7 @@ def numbered_layers(model: nn.Module) -> dict[str, Attention]:
     """The attention layers of a model, by the number that their names in it give.
 
     ``blocks.5.attn1`` is layer 5, also where other layers, softmax attention of diffusers for example, are left out;
-    ``stages.1.blocks.0`` is layer 1.0. Names without numbers count from 0.
+    ``stages.1.blocks.0`` is layer 1.0. Where the numbers do not tell all layers apart, they are counted from 0.
     """
     named = {name: each for name, each in model.named_modules() if isinstance(each, Attention)}
     numbers = [".".join(part for part in name.split(".") if part.isdigit()) for name in named]
@@ -70,7 +70,7 @@ class AttentionPictures(Callback):
     Args:
         every_n_epochs: epochs between two pictures, which the first validation after them draws.
         sample: index of the sample in the first validation batch.
-        max_tokens: longer inputs are passed over (an attention matrix is N x N).
+        max_tokens: longer inputs are left out (an attention matrix is N x N).
     """
 
     def __init__(self, every_n_epochs: int = 1, sample: int = 0, max_tokens: int = 1024) -> None:

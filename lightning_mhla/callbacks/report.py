@@ -32,8 +32,10 @@ class RunReport(Callback):
         lines.append(("training time", f"{time.monotonic() - self._start:.0f} s, {trainer.global_step} steps"))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                best = callback.best_model_path if callback.monitor else ""  # else it is the newest
-                kept = {"best checkpoint": best, "last checkpoint": callback.last_model_path}
+                best, last = callback.best_model_path, callback.last_model_path
+                if not callback.monitor:  # Lightning calls the newest the best
+                    best, last = "", last or best
+                kept = {"best checkpoint": best, "last checkpoint": last}
                 lines += [(name, _short(path)) for name, path in kept.items() if path]
         lines.append(("log folder", _short(folder)))
         drawn = sorted(path for path in (folder / "pictures").glob("*") if path.suffix in (".png", ".gif"))

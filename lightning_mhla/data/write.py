@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +24,9 @@ from lightning_mhla.untrusted import read_json
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
+
+AT_ONCE = 32
+"""Samples of a shard that threads prepare while others are written."""
 
 
 class Skipped:
@@ -57,6 +60,7 @@ def write_shards(
     prefix: str,
     per_shard: int,
     max_skipped: int = 0,
+    made_with: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Write ``items`` in order as ``folder/prefix-0000.tar`` and so on.
 
@@ -69,16 +73,19 @@ def write_shards(
         prefix: of the file names.
         per_shard: samples in a shard; the last may hold fewer, and so may one with broken items.
         max_skipped: items that are left out, with a warning each, where ``encode`` raises a BrokenSampleError.
+        made_with: options that the samples depend on.
 
     Returns:
         Paths of all shards.
 
     Raises:
-        BrokenSampleError: when more items are broken than ``max_skipped``.
-        ValueError: when the folder holds shards of another list of items, which would be mixed with these.
+        BrokenSampleError: when more items are broken than ``max_skipped``, or all of them.
+        ValueError: when the folder holds shards of another list of items, or made with other options, which would be
+            mixed with these.
     """
     digest = hashlib.sha256(repr(list(items)).encode()).hexdigest()
-    check_manifest(folder / f"{prefix}-manifest.json", {"samples": len(items), "per_shard": per_shard, "items": digest})
+    manifest = {"samples": len(items), "per_shard": per_shard, "items": digest, **(made_with or {})}
+    check_manifest(folder / f"{prefix}-manifest.json", manifest)
     starts = range(0, len(items), per_shard)
     paths = [folder / f"{prefix}-{number:04d}.tar" for number in range(len(starts))]
     skipped = Skipped(max_skipped)
@@ -93,12 +100,18 @@ def write_shards(
         for start, path in track(list(zip(starts, paths, strict=True)), f"writing {prefix} shards"):
             if path.exists():
                 continue
+            here = range(start, min(start + per_shard, len(items)))
             with shard_writer(path) as writer:
-                for number, members in enumerate(pool.map(attempt, items[start : start + per_shard]), start):
-                    if isinstance(members, BrokenSampleError):
-                        skipped.add(members)
-                    else:
-                        writer.write({"__key__": f"{number:08d}", **members})
+                for few in (here[i : i + AT_ONCE] for i in range(0, len(here), AT_ONCE)):
+                    for number, members in zip(few, pool.map(attempt, [items[i] for i in few]), strict=True):
+                        if isinstance(members, BrokenSampleError):
+                            skipped.add(members)
+                        else:
+                            writer.write({"__key__": f"{number:08d}", **members})
+    if skipped.count == len(items):
+        for path in paths:
+            path.unlink()
+        raise BrokenSampleError(f"none of the {len(items)} samples can be used; see the warnings above")
     return paths
 
 

@@ -156,6 +156,9 @@ def _check_class(
 ) -> str | None:
     """Check one ``{class_path, init_args}`` or class path; ``classes`` remembers the class from weaker sources."""
     if isinstance(value, str):
+        if Path(value).is_file():  # the parser reads the class and its options from there
+            classes.pop(path, None)
+            return None
         value = {"class_path": value}
     if not isinstance(value, dict):
         return None
@@ -175,7 +178,10 @@ def _check_class(
     parameters = inspect.signature(classes[path].__init__).parameters  # type: ignore[misc]
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return None
-    hints = typing.get_type_hints(classes[path].__init__)  # type: ignore[misc]
+    try:
+        hints = typing.get_type_hints(classes[path].__init__)  # type: ignore[misc]
+    except NameError:  # of a module that imports types for checkers alone
+        hints = {}
     valid = {name: hints.get(name) for name in parameters if name != "self"}
     return next(_unknown(origin, prefix, arguments, valid, classes[path].__name__), None)
 

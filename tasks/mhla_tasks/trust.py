@@ -23,7 +23,7 @@ _allowed = list(PACKAGES)
 def allow_imports(sources: Sequence[Source]) -> None:
     """Let configurations name classes of :data:`PACKAGES`, of those that ``--allow`` names, and what was typed itself.
 
-    Such packages are found in the working folder too.
+    Modules and packages of these names are found in the working folder too.
 
     Raises:
         ValueError: when a file allows packages that the command line does not.
@@ -35,8 +35,13 @@ def allow_imports(sources: Sequence[Source]) -> None:
             raise ValueError(f"{source.origin}: allow is for the command line: --allow={','.join(sorted(foreign))}")
     paths = {text for source in typed for text in _strings(source.values) if re.fullmatch(r"\w+(\.\w+)+", text)}
     _allowed[:] = [*PACKAGES, *sorted(given | paths)]
-    if given | paths and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # where one's own module lies; last, so that it hides no package
+    folder = Path.cwd()
+    own = {name.split(".")[0] for name in given | paths}
+    if (
+        any((folder / f"{name}.py").is_file() or (folder / name).is_dir() for name in own)
+        and str(folder) not in sys.path
+    ):
+        sys.path.append(str(folder))  # last, so that it hides no package
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(_allowed))
 
 

@@ -62,7 +62,9 @@ def test_a_process_that_is_killed_while_writing_leaves_the_old_one(server: ForkS
         process = server.start(script, str(tmp_path), module="-c", output=tmp_path / "said.txt")
         until = time.monotonic() + 60
         while not list(tmp_path.glob(f"b.ckpt.*.{process.pid}.part")) and time.monotonic() < until:
+            assert process.poll() is None
             time.sleep(0.001)
+        assert time.monotonic() < until, "it has not written"
         process.kill()
         process.wait()
         assert path.read_bytes() == before

@@ -61,17 +61,19 @@ def test_every_layer_gets_a_panel() -> None:
 
 @pytest.mark.parametrize(("length", "shown"), [(1, [0]), (5, [0, 1, 2, 3, 4]), (9, [0, 2, 4, 6, 8])])
 def test_attention_in_a_clip_is_drawn_by_frame(length: int, shown: list[int]) -> None:
-    """The query's own map is in its frame: a matrix whose entries are the keys' numbers shows which key is where."""
+    """Of the query in the middle of the middle frame: a matrix whose entries name query and key shows which is where."""
     layout = BlockLayout((length, 3, 4), (1, 1, 1))
-    weights = torch.arange(float(layout.num_tokens)).expand(2, layout.num_tokens, -1)
+    tokens = layout.num_tokens
+    weights = torch.arange(float(tokens**2)).view(1, tokens, tokens).repeat(2, 1, 1)
     clip = torch.arange(4.0 * length).view(1, -1, 1, 1).expand(1, -1, 6, 8)  # four frames for one of the grid
     figure = draw_frames({"1": weights}, layout, clip)
-    axes = figure.axes
+    axes, middle = figure.axes, length // 2
+    row = weights[0, (middle * 3 + 1) * 4 + 2].view(length, 3, 4)
     assert [axis.get_title() for axis in axes[: len(shown)]] == [f"frame {frame}" for frame in shown]
     for column, frame in enumerate(shown):
         below = axes[len(shown) + column]
-        assert below.images[0].get_array().tolist() == weights[0, 0].view(length, 3, 4)[frame].tolist()
-        assert bool(below.lines) == (frame == length // 2)
+        assert below.images[0].get_array().tolist() == row[frame].tolist()
+        assert bool(below.lines) == (frame == middle)
     assert axes[len(shown)].get_ylabel() == "layer 1"
 
 

@@ -332,6 +332,12 @@ def test_right_keys_pass(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) 
         parse(monkeypatch, "fit", "--config", str(DIGITS), *arguments)
 
 
+def test_a_class_may_be_named_by_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "digits.yaml").write_text("class_path: mhla_tasks.classification.Digits\ninit_args: {batch_size: 7}\n")
+    config = parse(monkeypatch, "fit", "--config", str(DIGITS), f"--data={tmp_path / 'digits.yaml'}").config.fit
+    assert config.data.init_args.batch_size == 7
+
+
 def test_a_file_may_keep_options_under_the_subcommand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     full = tmp_path / "full.yaml"
     full.write_text(yaml.safe_dump({"fit": yaml.safe_load(DIGITS.read_text())}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
 from mhla_tasks.classification import ImageClassifier
+from mhla_tasks.config_errors import Source
 from mhla_tasks.diffusion import ClassToImage
 from mhla_tasks.language import LanguageModel
+from mhla_tasks.trust import allow_imports
 from mhla_tasks.video import VideoDiffusion
 from processes import fork_server
 from torch.utils.data import DataLoader
@@ -29,7 +32,7 @@ SHORT += ["--trainer.limit_val_batches=2", "--trainer.accelerator=cpu", "--train
 SMALL = {  # of each command, in the order of the page
     "stripes": ["--model.init_args.depth=1"],
     "blobs": ["--model.init_args.depth=1", "--model.init_args.sampling.steps=2"],
-    "lines": ["--model.init_args.depth=1", "--trainer.callbacks=lightning_mhla.callbacks.RunReport"],
+    "lines": ["--model.init_args.depth=1", "--model.init_args.generation.max_new_tokens=4"],
     "fades": ["--model.init_args.transformer.num_layers=1", "--model.init_args.sampling.steps=2"],
 }
 
@@ -106,12 +109,41 @@ def test_every_sample_of_a_plain_loader_counts(tmp_path: Path, monkeypatch: pyte
     assert [row.split(",")[0] for row in rows] == ["path", *map(str, range(10))]
 
 
+def test_valid_has_one_entry_for_each_sample() -> None:
+    """Whatever else the batch holds, and in whatever order."""
+    batch: dict[str, Any] = {
+        "cu_seqlens": (0, 3, 8),
+        "seed": torch.tensor(0),
+        "tokens": torch.zeros(2, 5),
+        "bytes": torch.ones(2),
+    }
+    check_batch(batch, LanguageModel.evaluation_batch, "validation")
+    assert batch["valid"].tolist() == [True, True]
+    batch = {"caption": ["a", "b", "c"], "video": torch.zeros(3, 1, 1, 8, 8), "index": torch.arange(3)}
+    check_batch(batch, VideoDiffusion.evaluation_batch, "test")
+    assert batch["valid"].tolist() == [True] * 3
+
+
+def test_a_module_in_the_working_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the installed command, whose first entry of sys.path is its own folder; and only if it is allowed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
+    allow_imports([Source("--allow=stripes", {"allow": "stripes"})])
+    assert str(tmp_path) not in sys.path, "there is no such module"
+    (tmp_path / "stripes.py").write_text("")
+    allow_imports([Source("--ckpt_path=last.ckpt", {"ckpt_path": "last.ckpt"})])
+    assert str(tmp_path) not in sys.path
+    allow_imports([Source("--allow=stripes", {"allow": "stripes"})])
+    assert sys.path[-1] == str(tmp_path)
+    allow_imports([])
+
+
 def test_a_batch_without_a_key_is_rejected() -> None:
     with pytest.raises(
         ValueError, match="a training batch must be a dict with image, label; this one has only image, index"
     ):
         fitted(Plain("label"))
     with pytest.raises(
-        ValueError, match="a training batch must be a dict with latent or image, label; this one is a list"
+        ValueError, match="a training batch must be a dict with latent or image, label; this one is a list without keys"
     ):
         check_batch([torch.rand(2, 1, 8, 8), torch.zeros(2)], ClassToImage.train_batch, "training")

@@ -168,7 +168,7 @@ def test_evaluation_takes_the_newest(whole: Path) -> None:
 
 def wait_for_word(place: Path) -> None:
     until = time.monotonic() + 60
-    while not place.read_text():
+    while "taken" not in place.read_text():
         assert time.monotonic() < until, "the process has not taken the folder"
         time.sleep(0.01)
 

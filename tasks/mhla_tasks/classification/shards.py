@@ -4,7 +4,7 @@
 
 The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. Every
 image is decoded to check it, and copied byte for byte, in an order shuffled by the seed. Images that cannot be decoded,
-truncated ones for instance, are skipped with a warning each, up to a limit. Calling again after a stop goes on where it was.
+truncated ones for instance, are skipped with a warning each, up to a limit. The command resumes after a stop.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def main() -> None:
         paths, skipped = images_to_shards(
             args.source, args.target, args.prefix, args.per_shard, args.seed, args.max_skipped
         )
-    except (FileNotFoundError, ValueError) as error:  # a broken sample is a ValueError
+    except (OSError, ValueError) as error:  # a broken sample is a ValueError
         sys.exit(f"error: {error}")
-    left_out = f"; {skipped} images skipped" if skipped else ""
+    left_out = f"; {skipped} images skipped (to add them once repaired, delete the shards)" if skipped else ""
     Console(soft_wrap=True).print(f"{len(ShardReader(paths))} images in {len(paths)} shards: {paths[0]} ..{left_out}")
 
 

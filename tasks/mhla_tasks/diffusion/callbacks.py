@@ -44,7 +44,7 @@ class SampleGrid(PeriodicEvaluation):
     and noise of its own, so any number of processes draws the same.
 
     Args:
-        samples: number of samples; at most a hundred are shown.
+        samples: number of samples; a hundred at most, ten of each class where there are ten classes or fewer.
         sampling: how samples are drawn; null for the model's own.
         every_n_steps: optimiser steps between two grids; null for none on the way.
         at_end: whether the last weights draw one.
@@ -90,7 +90,7 @@ class SampleGrid(PeriodicEvaluation):
         """Draw on every process, write on the first."""
         module, shown = self._checked(pl_module), []
         with self._drawing(trainer, module):
-            for tickets, pixels in self._rounds(trainer, module):
+            for tickets, pixels in self._rounds(trainer, module, min(self.samples, GRID * GRID)):
                 shown.append(_gathered(module, tickets, pixels)[0].cpu())
         folder = run_folder(trainer)
         if trainer.is_global_zero:
@@ -107,11 +107,11 @@ class SampleGrid(PeriodicEvaluation):
         ):
             yield
 
-    def _rounds(self, trainer: Trainer, module: ClassToImage) -> Iterator[tuple[list[Ticket], Tensor]]:
+    def _rounds(self, trainer: Trainer, module: ClassToImage, samples: int) -> Iterator[tuple[list[Ticket], Tensor]]:
         """What this process draws in each round, and its pixels ``[b, C, S, S]``."""
         rank, world = process_share(trainer)
-        rounds = list(evaluation_batches(self.samples, self.batch_size * world, rank, world))
-        for tickets in track(rounds, f"drawing {self.samples} samples", disable=not trainer.is_global_zero):
+        rounds = list(evaluation_batches(samples, self.batch_size * world, rank, world))
+        for tickets in track(rounds, f"drawing {samples} samples", disable=not trainer.is_global_zero):
             indices = torch.tensor([ticket.index for ticket in tickets], device=module.device)
             labels = indices % module.network.num_classes
             yield tickets, module.draw(labels, indices.tolist(), self.seed, self._sampling(module))
@@ -216,7 +216,7 @@ class GenerationMetrics(SampleGrid):
         parts: list[Features] = []
         shown: list[Tensor] = []
         right = 0
-        for tickets, pixels in self._rounds(trainer, module):
+        for tickets, pixels in self._rounds(trainer, module, self.samples):
             features = extract(self.features, network, pixels)
             present = [each for each in features if each is not None]
             pixels, order, *columns = _gathered(module, tickets, pixels, *present)

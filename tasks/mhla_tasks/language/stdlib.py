@@ -98,9 +98,11 @@ def _prepare(texts: dict[Path, str], vocab_size: int, folder: Path) -> None:
     aside.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(aside)
     np.savez(aside / "tokens.npz", **arrays)
-    if not (folder / "tokens.npz").exists():
-        shutil.rmtree(folder, ignore_errors=True)  # cut short by an earlier version
     try:
         aside.rename(folder)
-    except OSError:  # another process was faster
-        shutil.rmtree(aside)
+    except OSError:
+        if (folder / "tokens.npz").exists():  # another process was faster
+            shutil.rmtree(aside)
+        else:  # cut short by an earlier version, which wrote into the folder
+            shutil.rmtree(folder, ignore_errors=True)
+            aside.rename(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,56 @@ def read_clip(
     Raises:
         BrokenSampleError: when the file cannot be read, or is shorter than the clip.
     """
+    with _opened(data, name) as (container, stream, rate):
+        step = 1 / (fps or rate)
+        length, span = _seconds(container, stream, rate), (frames - 1) * step
+        if length is not None and span > length + step / 2:
+            raise BrokenSampleError(
+                f"{name}: {length + 1 / rate:.2f} s are too short for {frames} frames at {1 / step:g} a second"
+            )
+        start = place * max(0.0, (length or span) - span)
+        if fps is None:
+            shown = _consecutive(container, stream, start, frames, rate)
+        else:
+            shown = _frames_at(container, stream, [start + number * step for number in range(frames)], rate)
+        chosen = [_pixels(frame, size) for frame in shown]
+        if len(chosen) < frames:
+            raise BrokenSampleError(f"{name}: the video ends after {len(chosen)} of the {frames} frames asked")
+        return torch.stack(chosen)
+
+
+def check_video(data: bytes, name: str) -> None:
+    """Find truncated and damaged videos without decoding all of them: the first frame, and those after the last key frame.
+
+    Args:
+        data: the mp4 file.
+        name: for messages.
+
+    Raises:
+        BrokenSampleError: when the file is cut off or cannot be decoded.
+    """
+    position = 0  # of a box: a size of 4 bytes and a name, or a size of 8 bytes after that (ISO 14496-12)
+    while data[4:8] == b"ftyp" and position + 8 <= len(data):
+        size = int.from_bytes(data[position : position + 4], "big")
+        if size == 1:
+            size = int.from_bytes(data[position + 8 : position + 16], "big")
+        if size < 8:  # 0: to the end of the file; others are no box
+            break
+        position += size
+    if position > len(data):
+        raise BrokenSampleError(f"{name}: the video is cut off: {position - len(data)} bytes are missing")
+    with _opened(data, name) as (container, stream, _):
+        if next(container.decode(stream), None) is None:
+            raise BrokenSampleError(f"{name}: the video has no frames")
+        if stream.duration:
+            container.seek((stream.start_time or 0) + stream.duration - 1, stream=stream)
+            for _ in container.decode(stream):
+                pass
+
+
+@contextmanager
+def _opened(data: bytes, name: str) -> Iterator[tuple[Any, Any, float]]:
+    """Container, video stream and frames a second of an mp4 file; what goes wrong inside is a BrokenSampleError."""
     import av
 
     try:
@@ -60,21 +111,7 @@ def read_clip(
             rate = float(stream.average_rate or stream.guessed_rate or 0)
             if not rate:
                 raise BrokenSampleError(f"{name}: the video does not say its frame rate")
-            step = 1 / (fps or rate)
-            length, span = _seconds(container, stream, rate), (frames - 1) * step
-            if length is not None and span > length + step / 2:
-                raise BrokenSampleError(
-                    f"{name}: {length + 1 / rate:.2f} s are too short for {frames} frames at {1 / step:g} a second"
-                )
-            start = place * max(0.0, (length or span) - span)
-            if fps is None:
-                shown = _consecutive(container, stream, start, frames, rate)
-            else:
-                shown = _frames_at(container, stream, [start + number * step for number in range(frames)], rate)
-            chosen = [_pixels(frame, size) for frame in shown]
-            if len(chosen) < frames:
-                raise BrokenSampleError(f"{name}: the video ends after {len(chosen)} of the {frames} frames asked")
-            return torch.stack(chosen)
+            yield container, stream, rate
     except (av.FFmpegError, OSError, ValueError, RuntimeError) as error:
         if isinstance(error, BrokenSampleError):
             raise

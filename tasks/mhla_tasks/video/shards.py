@@ -2,10 +2,9 @@
 
     python -m mhla_tasks.video.shards clips/train shards --prefix train
 
-The source holds NNN.mp4 with NNN.txt, or with NNN.json, beside it, in any folders below. Caption, first and last frame of
-every video are read to check it; the files are copied byte for byte, in an order shuffled by the seed. Videos that cannot be
-decoded to their end, or that lack a caption, are skipped with a warning each, up to a limit. Calling again after a stop goes
-on where it was.
+The source holds NNN.mp4 with NNN.txt, or with NNN.json, beside it, in any folders below. The files are copied byte for
+byte, in an order shuffled by the seed. Videos that are truncated, cannot be decoded at their beginning or their end, or lack
+a caption are skipped with a warning each, up to a limit. The command resumes after a stop.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from lightning_mhla.data import ShardReader, write_shards
-from mhla_tasks.video.clips import read_clip
+from mhla_tasks.video.clips import check_video
 from mhla_tasks.video.data import JSON, TEXT, VIDEO, ClipFolder
 
 
@@ -52,13 +51,13 @@ def clips_to_shards(
     def encode(path: Path) -> dict[str, bytes]:
         index = places[path]
         folder.caption(index)
-        video, (extension, text) = path.read_bytes(), folder.member(index, (TEXT, JSON))
-        for place in (0.0, 1.0):
-            read_clip(video, str(path), 1, None, place)
+        (_, video), (extension, text) = folder.member(index, (VIDEO,)), folder.member(index, (TEXT, JSON))
+        check_video(video, str(path))
         return {VIDEO: video, extension: text}
 
     places = {path: index for index, path in enumerate(folder.paths)}
-    paths = write_shards([folder.paths[i] for i in order], encode, target, prefix, per_shard, max_skipped)
+    items, made_with = [folder.paths[i] for i in order], {"caption_key": caption_key}
+    paths = write_shards(items, encode, target, prefix, per_shard, max_skipped, made_with)
     return paths, len(folder) - len(ShardReader(paths))
 
 
@@ -86,9 +85,9 @@ def main() -> None:
         paths, skipped = clips_to_shards(
             args.source, args.target, args.prefix, args.per_shard, args.seed, args.caption_key, args.max_skipped
         )
-    except (FileNotFoundError, ValueError) as error:  # a broken sample is a ValueError
+    except (OSError, ValueError) as error:  # a broken sample is a ValueError
         sys.exit(f"error: {error}")
-    left_out = f"; {skipped} videos skipped" if skipped else ""
+    left_out = f"; {skipped} videos skipped (to add them once repaired, delete the shards)" if skipped else ""
     Console(soft_wrap=True).print(f"{len(ShardReader(paths))} videos in {len(paths)} shards: {paths[0]} ..{left_out}")
 
 

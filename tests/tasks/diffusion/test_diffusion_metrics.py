@@ -73,7 +73,7 @@ def test_metrics_are_those_of_torch_fidelitys_command(
     command += ["--input1", folders[0], "--input2", folders[1], "--feature-extractor-weights-path", str(weights)]
     status, said = fork_server().run(*command, module="torch_fidelity.fidelity")
     assert status == 0, said[-2000:]
-    want = json.loads(said[said.index("{") :])
+    want = json.loads(said[said.index("{\n") : said.rindex("}") + 1])
     monkeypatch.setattr(
         sys, "argv", ["score", *folders, "--weights", str(weights), "--json", "--device", "cpu", "--batch-size", "8"]
     )

@@ -73,7 +73,7 @@ def test_a_model_that_transformers_saved_again_loads_in_a_new_process(exported: 
             tuned.save_model(str(tmp_path / name))
         else:
             model.save_pretrained(tmp_path / name)
-    in_a_new_process(LOAD, *(tmp_path / name for name in models), HF_MODULES_CACHE=str(tmp_path / "cache"))
+    in_a_new_process(LOAD, *(tmp_path / name for name in models))
     for name, model in models.items():
         torch.testing.assert_close(torch.load(tmp_path / name / "logits.pt", weights_only=True), model(IDS).logits)
     assert loaded(tmp_path / "resized").config.vocab_size == 333
@@ -83,10 +83,9 @@ def test_a_model_that_transformers_saved_again_loads_in_a_new_process(exported: 
 def test_a_model_is_saved_and_loaded_again_and_again(exported: Path, tmp_path: Path) -> None:
     """Each time by a process that knows the classes by the folder alone."""
     program = LOAD + "model.save_pretrained(sys.argv[1] + '/again')\n"
-    cache = {"HF_MODULES_CACHE": str(tmp_path / "cache")}
-    in_a_new_process(program, exported, **cache)
-    in_a_new_process(program, exported / "again", **cache)
-    in_a_new_process(LOAD, exported / "again/again", **cache)
+    in_a_new_process(program, exported)
+    in_a_new_process(program, exported / "again")
+    in_a_new_process(LOAD, exported / "again/again")
     first, last = (
         torch.load(folder / "logits.pt", weights_only=True) for folder in (exported, exported / "again/again")
     )
@@ -116,7 +115,7 @@ model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_rem
 model = PeftModel.from_pretrained(model, sys.argv[2]).eval()
 torch.save(model(torch.arange(20)[None] + 3).logits.detach(), sys.argv[2] + "/logits.pt")
 """
-    in_a_new_process(program, exported, tmp_path / "adapters", HF_MODULES_CACHE=str(tmp_path / "cache"))
+    in_a_new_process(program, exported, tmp_path / "adapters")
     got = torch.load(tmp_path / "adapters/logits.pt", weights_only=True)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(model.merge_and_unload()(IDS).logits, want, rtol=1e-4, atol=1e-4)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from diffusers import WanPipeline
 from mhla_tasks.video import encode, shards
-from mhla_tasks.video.clips import cover, read_clip, to_frames, to_signed, write_clip
+from mhla_tasks.video.clips import check_video, cover, read_clip, to_frames, to_signed, write_clip
 from mhla_tasks.video.codec import ClipCodec
 from mhla_tasks.video.data import (
     ClipFolder,
@@ -332,9 +332,9 @@ def test_the_command_makes_shards_of_a_folder(
     command = ["shards", str(source), str(tmp_path / "out"), "--per-shard", "3", "--caption-key", "said"]
     monkeypatch.setattr(sys, "argv", command)
     shards.main()
-    assert " ".join(capsys.readouterr().out.split()).endswith("; 2 videos skipped")
+    assert "; 2 videos skipped (" in " ".join(capsys.readouterr().out.split())
     assert f"skipped: {source}/mute.mp4 has no .txt or .json beside it" in caplog.text
-    assert f"skipped: {source}/cut.mp4: the video" in caplog.text
+    assert f"skipped: {source}/cut.mp4: the video is cut off: 200 bytes are missing" in caplog.text
     clips = ShardClips(ShardReader(sorted((tmp_path / "out").glob("*.tar"))), **SIZE, caption_key="said")
     assert {clips.caption(index): clips.member(index, ("mp4",))[1] for index in range(len(clips))} == {
         f"caption {number}": video for number, video in enumerate(videos)
@@ -344,9 +344,31 @@ def test_the_command_makes_shards_of_a_folder(
         str(tmp_path / "out"), str(tmp_path / "out"), **SIZE, batch_size=2, num_workers=0, caption_key="said"
     )
     assert next(iter(data.val_dataloader()))["video"].shape == (2, 3, 5, 16, 24)
+    monkeypatch.setattr(sys, "argv", command[:-2])
+    with pytest.raises(SystemExit, match=r"made otherwise \(train-manifest\.json: .*caption_key"):
+        shards.main()
     monkeypatch.setattr(sys, "argv", [*command[:2], str(tmp_path / "none"), "--max-skipped", "1"])
     with pytest.raises(SystemExit, match="error: broken samples: 2, more than --max-skipped 1"):
         shards.main()
+
+
+def test_trimmed_and_held_videos_are_whole(ramp: bytes, tmp_path: Path) -> None:
+    """Trimmed without encoding anew (an edit list), and with a last frame that stays for long; garbage inside is not."""
+    for name, earlier, last in (("trimmed", 6, 1), ("held", 0, 40)):
+        with av.open(io.BytesIO(ramp)) as given, av.open(str(tmp_path / f"{name}.mp4"), "w") as out:
+            copy = out.add_stream_from_template(given.streams.video[0])
+            packets = [packet for packet in given.demux(video=0) if packet.dts is not None]
+            step = packets[-1].duration
+            packets[-1].duration *= last
+            for packet in packets:
+                packet.stream, packet.pts, packet.dts = copy, packet.pts - earlier * step, packet.dts - earlier * step
+                out.mux(packet)
+        assert (b"elst" in (tmp_path / f"{name}.mp4").read_bytes()) or name == "held"
+        check_video((tmp_path / f"{name}.mp4").read_bytes(), name)
+    with pytest.raises(BrokenSampleError, match="cut off: 100 bytes are missing"):
+        check_video(ramp[:-100], "cut")
+    with pytest.raises(BrokenSampleError, match="cannot be decoded"):
+        check_video(b"no video at all, but long enough for a box", "other")
 
 
 def in_front(video: bytes, place: Path) -> bytes:
@@ -508,7 +530,7 @@ def test_encode_goes_on_where_it_was_stopped(
         assert path.read_bytes() == (target / path.name).read_bytes()
 
 
-def test_encode_refuses_to_mix_and_to_pass_over_too_much(
+def test_encode_refuses_to_mix_and_to_skip_too_much(
     folder: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit, match="broken samples: 1, more than --max-skipped 0"):
