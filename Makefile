@@ -24,7 +24,7 @@ demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, s
 test: .venv/test-installed  ## install, run all tests (no GPU, no network beyond the package index)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-check: lint  ## lint, and the tests that start no process of their own: for the minutes between two edits
+check: lint  ## lint, and the tests that start no process of their own and take no minute: for between two edits
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not processes and not slow"
 
 mutate: .venv/test-installed  ## break the product in over a hundred places, one at a time: the tests must notice (resumes)

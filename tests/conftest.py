@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import os
 import shutil
@@ -46,12 +47,14 @@ if not torch.cuda.is_available() and find_spec("triton"):
     interpreter.InterpretedFunction.__call__ = call_helper
 
 
-STARTS_PROCESSES = ("subprocess", "run_cli", "fork_server", "mp.spawn", "ForkServer", "num_workers=", "kill_at")
-"""In the source of test files whose tests start processes; ``make check`` leaves them out."""
+STARTS_PROCESSES = {"subprocess", "run_cli", "fork_server", "server", "num_workers", "kill_at", "cluster"}
+"""Names by which a test starts processes; ``make check`` leaves out tests that use one, directly or by a function."""
 
-SLOW = ("test_forms", "test_causality", "test_ops", "test_benchmarks", "test_hostile_data", "test_language_evaluation")
-"""Test files that take long without starting any: interpreted kernels, compilers, fuzzing, lm-eval."""
-
+SLOW = (
+    "test_forms", "test_causality", "test_ops", "test_benchmarks", "test_hostile_data", "test_language_evaluation",
+    "test_run_folder", "test_resume",
+)  # fmt: skip
+"""Test files that take long without starting any: interpreted kernels, compilers, fuzzing, lm-eval, whole runs."""
 
 LONGEST = (
     "test_configs", "test_benchmarks", "test_video_training", "test_slurm", "test_kills", "test_sharding",
@@ -62,14 +65,26 @@ LONGEST = (
 
 
 @cache
-def _starts_processes(path: Path) -> bool:
-    return any(word in path.read_text() for word in STARTS_PROCESSES)
+def _with_processes(path: Path) -> set[str]:
+    """Functions of a test file that start processes, or use one of its functions or fixtures that do."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    names = {
+        function.name: {
+            getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
+            for node in ast.walk(function)
+        }
+        for function in functions
+    }
+    found: set[str] = set()
+    while more := {name for name, used in names.items() if name not in found and used & (STARTS_PROCESSES | found)}:
+        found |= more
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
-        if _starts_processes(item.path):
+        if getattr(item, "originalname", "") in _with_processes(item.path):
             item.add_marker(pytest.mark.processes)
         if item.path.stem in SLOW:
             item.add_marker(pytest.mark.slow)

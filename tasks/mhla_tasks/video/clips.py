@@ -36,7 +36,8 @@ def read_clip(
         name: for messages.
         frames: how many.
         fps: frames a second; None for every frame as it comes.
-        place: where the clip lies in what the video has room for, 0 (its beginning) to 1 (its end).
+        place: where the clip lies in what the video has room for, 0 (its beginning) to 1 (its end); the beginning is taken
+            where fewer frames are left than the file's duration and rate promise.
         size: height and width that each frame is made to cover, its middle cut out; None for the video's own.
 
     Returns:
@@ -58,6 +59,10 @@ def read_clip(
         else:
             shown = _frames_at(container, stream, [start + number * step for number in range(frames)], rate)
         chosen = [_pixels(frame, size) for frame in shown]
+        if (
+            len(chosen) < frames and start > 0
+        ):  # trimmed by an edit list, or its last frame stays: the file says too much
+            return read_clip(data, name, frames, fps, 0.0, size)
         if len(chosen) < frames:
             raise BrokenSampleError(f"{name}: the video ends after {len(chosen)} of the {frames} frames asked")
         return torch.stack(chosen)

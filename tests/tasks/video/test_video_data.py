@@ -364,7 +364,11 @@ def test_trimmed_and_held_videos_are_whole(ramp: bytes, tmp_path: Path) -> None:
                 packet.stream, packet.pts, packet.dts = copy, packet.pts - earlier * step, packet.dts - earlier * step
                 out.mux(packet)
         assert (b"elst" in (tmp_path / f"{name}.mp4").read_bytes()) or name == "held"
-        check_video((tmp_path / f"{name}.mp4").read_bytes(), name)
+        data = (tmp_path / f"{name}.mp4").read_bytes()
+        check_video(data, name)
+        for place in (0.0, 0.5, 1.0):
+            for fps in (None, 8.0):
+                assert len(read_clip(data, name, 5, fps, place)) == 5
     with pytest.raises(BrokenSampleError, match="cut off: 100 bytes are missing"):
         check_video(ramp[:-100], "cut")
     with pytest.raises(BrokenSampleError, match="cannot be decoded"):
