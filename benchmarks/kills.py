@@ -83,7 +83,7 @@ def write_config(domain: Domain, folder: Path) -> Path:
 
 
 class Process(Protocol):
-    """What is needed of a :class:`subprocess.Popen` that leads a process group."""
+    """The part of :class:`subprocess.Popen` that a killed run needs; it leads a process group."""
 
     pid: int
 

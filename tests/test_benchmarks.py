@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,19 @@ import torch
 from fork_server import ForkServer
 from mhla_kernels import mhla_attention
 
-from benchmarks import attention, context, diffusion, generation, language, models, peers, runs, video, wan
+from benchmarks import (
+    attention,
+    context,
+    diffusion,
+    generation,
+    language,
+    loss_identity,
+    models,
+    peers,
+    runs,
+    video,
+    wan,
+)
 from benchmarks.shapes import MODELS, Rates, Shape, least_cost
 
 
@@ -85,6 +99,27 @@ def test_kernels_compile_ahead_of_time_within_their_limits(tmp_path: Path) -> No
     assert sum(kernel["launches"] for kernel in kernels) == 30
     assert {kernel["chip"] for kernel in kernels} == {80, 90, 100}
     assert all(kernel["registers"] > 0 and kernel["shared_bytes"] >= 0 for kernel in kernels)
+
+
+def test_losses_are_compared_to_the_last_bit(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
+        status, text = server.run(*command[3:])
+        return SimpleNamespace(returncode=status, stdout=text, stderr="")
+
+    monkeypatch.setattr(loss_identity.subprocess, "run", run)
+    options = ["--only", "classification", "--steps", "3", "--reference", str(tmp_path / "losses.json")]
+    for more in (["--write"], []):
+        monkeypatch.setattr(sys, "argv", ["loss_identity", *options, *more])
+        loss_identity.main()
+    assert "1 configurations have the losses of the reference" in capsys.readouterr().out
+    reference = json.loads((tmp_path / "losses.json").read_text())
+    losses = reference["losses"]["classification/digits"]
+    losses[1] = str(math.nextafter(float(losses[1]), 0))
+    (tmp_path / "losses.json").write_text(json.dumps(reference))
+    with pytest.raises(SystemExit, match="classification/digits: 1 losses differ, first at step 1"):
+        loss_identity.main()
 
 
 def test_generation_is_measured_and_drawn(

@@ -143,7 +143,7 @@ print("done", flush=True)
 
 
 def on_two_processes(tmp_path: Path, program: str) -> str:
-    """What a program printed, run as torchrun does."""
+    """Run a program as torchrun does; return its output."""
     options = {"folder": tmp_path, "output": tmp_path / "log.txt", "processes": 2}
     status, said = fork_server().program(program, **options, PATH_OF_TESTS=str(Path(__file__).parent))
     assert status == 0, said[-3000:]

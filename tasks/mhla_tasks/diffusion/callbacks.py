@@ -108,7 +108,7 @@ class SampleGrid(PeriodicEvaluation):
             yield
 
     def _rounds(self, trainer: Trainer, module: ClassToImage, samples: int) -> Iterator[tuple[list[Ticket], Tensor]]:
-        """What this process draws in each round, and its pixels ``[b, C, S, S]``."""
+        """Tickets that this process draws in each round, and their pixels ``[b, C, S, S]``."""
         rank, world = process_share(trainer)
         rounds = list(evaluation_batches(samples, self.batch_size * world, rank, world))
         for tickets in track(rounds, f"drawing {samples} samples", disable=not trainer.is_global_zero):

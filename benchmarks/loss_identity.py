@@ -1,0 +1,137 @@
+"""The first losses of every shipped CPU configuration, to the last bit: a change that should not move numbers shows it.
+
+    python -m benchmarks.loss_identity                  # train 50 steps of each, compare with benchmarks/results/losses.json
+    python -m benchmarks.loss_identity --write          # make these losses the reference
+    python -m benchmarks.loss_identity --only digits    # configurations whose path contains a word
+
+Float32, one thread, no validation. Bits depend on processor, torch and, for stdlib.yaml, on Python's own library: a
+reference of another machine is compared too, and the difference is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.machine import describe
+from lightning_mhla.files import write_whole
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "benchmarks/results/losses.json"
+CONFIGS = {
+    "classification/digits": None,
+    "language/stdlib": None,
+    "diffusion/digits": None,
+    "video/digits_pretrain": None,
+    "video/digits_finetune": "video/digits_pretrain",
+}
+"""Configurations, each with the one whose weights it starts from."""
+
+
+def first_losses(config: str, steps: int, folder: Path, start: Path | None) -> list[str]:
+    """Train in a process of its own.
+
+    Args:
+        config: below ``configs``, without its ending.
+        steps: optimiser steps.
+        folder: of the run.
+        start: run whose weights it starts from.
+
+    Returns:
+        ``train/loss`` of every step, as the shortest text that gives the same float.
+    """
+    overlay = {
+        "trainer": {
+            "callbacks": [],
+            "logger": [{"class_path": "CSVLogger", "init_args": {"save_dir": "."}}],
+            "max_steps": steps,
+            "limit_val_batches": 0,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+            "accelerator": "cpu",
+            "precision": "32-true",
+            "enable_progress_bar": False,
+        }
+    }
+    folder.mkdir(parents=True)
+    (folder / "overlay.yaml").write_text(yaml.safe_dump(overlay))
+    command = [sys.executable, "-m", "mhla_tasks.cli", "fit", "--config", str(ROOT / f"configs/{config}.yaml")]
+    command += ["--config", str(folder / "overlay.yaml"), f"--run_dir={folder / 'run'}"]
+    command += [] if start is None else [f"--model.init_args.pretrained={start}"]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"error: {config} did not train:\n{(done.stdout + done.stderr)[-3000:]}")
+    with (folder / "run/metrics.csv").open() as stream:
+        losses = {int(row["step"]): row["train/loss"] for row in csv.DictReader(stream) if row["train/loss"]}
+    return [losses[step] for step in range(steps)]
+
+
+def compare(found: dict[str, list[str]], reference: dict[str, list[str]]) -> list[str]:
+    """A line for each configuration whose losses differ, naming the first step that does."""
+    lines = []
+    for config, losses in found.items():
+        known = reference.get(config)
+        if known is None:
+            lines.append(f"{config}: no reference")
+            continue
+        differing = [step for step, pair in enumerate(zip(losses, known, strict=False)) if pair[0] != pair[1]]
+        if differing:
+            step = differing[0]
+            lines.append(
+                f"{config}: {len(differing)} losses differ, first at step {step}: {losses[step]}, not {known[step]}"
+            )
+    return lines
+
+
+def main() -> None:
+    """Command line; status 1 where losses differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50, help="of each configuration (default: 50)")
+    parser.add_argument("--only", default="", help="configurations whose path contains this")
+    parser.add_argument("--write", action="store_true", help="make the losses the reference")
+    parser.add_argument("--reference", type=Path, default=REFERENCE, help="JSON file (default: %(default)s)")
+    args = parser.parse_args()
+    machine = describe(torch.device("cpu"))
+    found: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for config, before in CONFIGS.items():
+            wanted = args.only in config
+            if wanted or any(args.only in each for each, start in CONFIGS.items() if start == config):
+                start = None if before is None else Path(scratch) / before / "run"
+                losses = first_losses(config, args.steps, Path(scratch) / config, start)
+                if wanted:
+                    found[config] = losses
+                    print(f"{config}: {len(losses)} losses, {losses[0]} .. {losses[-1]}", flush=True)
+    known: dict[str, Any] = json.loads(args.reference.read_text()) if args.reference.exists() else {}
+    if args.write:
+        losses_by_config = {**known.get("losses", {}), **found}
+        write_whole(args.reference, json.dumps({"machine": machine, "losses": losses_by_config}, indent=1) + "\n")
+        return
+    if not known:
+        raise SystemExit(f"error: {args.reference} does not exist; make it with --write")
+    differing = compare(found, known["losses"])
+    if other := [
+        f"{key} {known['machine'].get(key)} there, {value} here"
+        for key, value in machine.items()
+        if known["machine"].get(key) != value and key != "date"
+    ]:
+        print(f"the reference is of another machine: {'; '.join(other)}")
+    if differing:
+        raise SystemExit("error: " + "\n".join(differing))
+    print(f"{len(found)} configurations have the losses of the reference, to the last bit")
+
+
+if __name__ == "__main__":
+    main()
