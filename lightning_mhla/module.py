@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 
 def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
-    """Refuse a batch without the keys that a domain's steps read; count every sample where ``valid`` is not there.
+    """Reject a batch without the keys that a domain's steps read; count every sample where ``valid`` is not there.
 
     Args:
         batch: of any data module; changed in place.
-        keys: as of :attr:`TrainingModule.train_batch`.
+        keys: as of :attr:`TrainingModule.train_batch`; without any, only the type is checked.
         part: of the data, for the message.
 
     Raises:
@@ -51,7 +51,7 @@ def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
         raise ValueError(
             f"a {part} batch must be a dict with {wanted}; this one {has}. docs/data.md shows data modules of one's own"
         )
-    if part != "training" and "valid" not in batch:
+    if keys and part != "training" and "valid" not in batch:
         devices = [value.device for value in batch.values() if isinstance(value, Tensor)]
         batch["valid"] = torch.ones(len(batch[found[0]]), dtype=torch.bool, device=devices[0] if devices else None)
 

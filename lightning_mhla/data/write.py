@@ -108,7 +108,7 @@ def write_shards(
                             skipped.add(members)
                         else:
                             writer.write({"__key__": f"{number:08d}", **members})
-    if skipped.count == len(items):
+    if items and skipped.count == len(items):
         for path in paths:
             path.unlink()
         raise BrokenSampleError(f"none of the {len(items)} samples can be used; see the warnings above")

@@ -122,6 +122,9 @@ def test_valid_has_one_entry_for_each_sample() -> None:
     batch = {"caption": ["a", "b", "c"], "video": torch.zeros(3, 1, 1, 8, 8), "index": torch.arange(3)}
     check_batch(batch, VideoDiffusion.evaluation_batch, "test")
     assert batch["valid"].tolist() == [True] * 3
+    batch = {"other": torch.zeros(3)}
+    check_batch(batch, (), "validation")
+    assert list(batch) == ["other"], "a module that names no keys gets what its data gives"
 
 
 def test_a_module_in_the_working_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
