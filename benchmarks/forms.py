@@ -3,7 +3,7 @@
     python -m benchmarks.forms
     python -m benchmarks.forms --device cpu
 
-The constants in ``mhla_kernels/cost.json`` and ``TILE`` in ``mhla_kernels/chunked.py`` are chosen with it.
+The constants in ``mhla_kernels/forms/cost.json`` and ``TILE`` in ``mhla_kernels/forms/chunked.py`` are chosen with it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 
 import torch
-from mhla_kernels import chunked, mhla_attention
-from mhla_kernels.cost import cheapest_form
+from mhla_kernels import mhla_attention
+from mhla_kernels.forms import chunked
+from mhla_kernels.forms.cost import cheapest_form
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table

@@ -139,8 +139,8 @@ def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, in
 
 def launches_of(variant: Variant, chip: int) -> list[Launch]:
     """The kernels of a forward and a backward pass, arguments specialised as Triton would at a launch."""
-    from mhla_kernels.triton_backend import launch
-    from mhla_kernels.triton_backend.launch import Call, backward, forward
+    from mhla_kernels.triton_backend import call
+    from mhla_kernels.triton_backend.launch import backward, forward
     from mhla_kernels.triton_backend.rotary import launch_rotary
     from mhla_kernels.triton_backend.tables import make_layout, token_rows
 
@@ -152,28 +152,30 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         q, k, v = (x.transpose(1, 3).contiguous().transpose(1, 3)[:1] for x in (q, k, v))
         mask, bounds = torch.ones(1, tokens, dtype=torch.bool), torch.tensor([0, tokens])
     layout = make_layout(tokens, q.device, variant.block_size, None, bounds)
-    mixing = torch.zeros(1, variant.terms) if variant.terms else torch.zeros(1, 4, 4)
-    decay = torch.zeros(1, variant.terms) if variant.terms else None
+    coefficients = [torch.zeros(1, variant.terms)] * 2 if variant.terms else [torch.zeros(1, 4, 4)]
     rows = token_rows(layout) if variant.form == "parallel" else None
-    call = Call(
+    checked = call.Arguments(
         q,
         k,
         v,
-        mixing,
-        decay,
-        layout,
-        rows,
-        bounds,
+        coefficients,
         mask,
+        bounds,
+        layout.table,
+        layout.sequences,
+        rows,
+        layout.largest,
+        None,
         variant.causal,
         variant.normalize,
         not variant.unusual,
         1e-6,
         variant.form,
+        "exponential" if variant.terms else "dense",
     )
-    with recording() as recorded, mock.patch.object(launch, "chip_of", return_value=chip):
-        forward(call)
-        backward(call, torch.zeros_like(v), True)
+    with recording() as recorded, mock.patch.object(call, "chip_of", return_value=chip):
+        forward(call.Call(checked))
+        backward(call.Call(checked), torch.zeros_like(v), True)
         angles = torch.zeros(tokens, variant.key_width // 2)
         for back in (False, True):
             launch_rotary(q, q, angles, angles, True, False, back)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from mhla_kernels import ExponentialMixing, extend_mixing, resize_mixing
+from mhla_kernels.mixing import MixingLike
 from torch import Tensor, nn
 
 from lightning_mhla.layout import BlockLayout
@@ -60,7 +61,7 @@ def _check_init(init: str) -> None:
 class MixingCoefficients(nn.Module):
     """Mixing coefficients of one layer, float32 whatever the precision of the model; what both kinds share."""
 
-    def forward(self, block_grid: tuple[int, ...] | None = None) -> Tensor | ExponentialMixing:
+    def forward(self, block_grid: tuple[int, ...] | None = None) -> MixingLike:
         """What the operator takes as ``mixing``.
 
         Args:

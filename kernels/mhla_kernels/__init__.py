@@ -4,9 +4,8 @@ Paper: arXiv 2601.07832. Needs torch only, and triton for the fused kernels; not
 """
 
 from mhla_kernels.attention import attention_matrix, mhla_attention
-from mhla_kernels.exponential import ExponentialMixing
 from mhla_kernels.generation import mhla_prefill, mhla_step
-from mhla_kernels.mixing import extend_mixing, resize_mixing
+from mhla_kernels.mixing import ExponentialMixing, extend_mixing, resize_mixing
 from mhla_kernels.rotary import rotary_features
 from mhla_kernels.state import MHLAState
 

@@ -12,22 +12,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mhla_kernels import reference
 from mhla_kernels.backend import Backend, Form, check_form_and_backend, choose_backend
 from mhla_kernels.blocks import count_blocks, is_dynamic, make_partition, on_device, token_blocks
-from mhla_kernels.checks import Mixing, Problem, check_block_size, check_devices, check_problem, repeat_heads
-from mhla_kernels.chunked import chunked, make_mixer
-from mhla_kernels.cost import cheapest_form
-from mhla_kernels.exponential import ExponentialMixing
+from mhla_kernels.checks import Problem, check_block_size, check_devices, check_problem, repeat_heads
 from mhla_kernels.features import FeatureMap, map_features
-from mhla_kernels.parallel import parallel
+from mhla_kernels.forms import reference
+from mhla_kernels.forms.chunked import chunked, make_mixer
+from mhla_kernels.forms.cost import cheapest_form
+from mhla_kernels.forms.parallel import parallel
+from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
 
 
 def mhla_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mixing: Mixing,
+    mixing: MixingLike,
     *,
     block_size: int | None = None,
     block_offsets: Tensor | Sequence[int] | None = None,
@@ -55,7 +55,7 @@ def mhla_attention(
         mixing: coefficients m, ``[M, M]`` for all heads or ``[H, M, M]``; row i says how query block i weighs the
             blocks. Causal uses the top left corner of a larger m; bidirectional wants exactly M. Or an
             :class:`ExponentialMixing`, for any number of blocks at a cost that is linear in it (but for bidirectional
-            attention on Triton, which applies its matrix).
+            attention on Triton, which applies its matrix), or another kind of :class:`mhla_kernels.mixing.Mixing`.
         block_size: tokens in a block; the last block may be short. Exactly one of this and ``block_offsets``.
         block_offsets: M + 1 integers, first token of each block and N at the end, for blocks of uneven size;
             bidirectional only. A tensor on an accelerator is read back; best a tuple.
@@ -88,6 +88,7 @@ def mhla_attention(
         TypeError: for a dtype that is not float32, bfloat16 or float64 (float16 sums overflow).
     """
     check_form_and_backend(form, backend)
+    mixing = as_mixing(mixing)
     block_size = None if block_size is None else check_block_size(block_size)
     problem = check_problem(
         q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
@@ -107,13 +108,14 @@ def mhla_attention(
         options: dict[str, Any] = {"causal": causal, "scale": problem.scale, "eps": eps}
         if form == "reference" or (form == "parallel" and is_dynamic(problem.tokens)):
             where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
-            matrix = _matrix(mixing, problem, block_size)
+            matrix = mixing.matrix(_most_blocks(problem, block_size))
             out = reference.attend(reference.weights(q, k, matrix, where, **options), v)
             return out.to(problem.dtype).contiguous()
         blocks = make_partition(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
         q, k, v = blocks.split(q), blocks.split(k), blocks.split(v)
         if form == "parallel":
-            out = parallel(q, k, v, blocks.expand_mixing(_matrix(mixing, problem, block_size)), **options)
+            matrix = mixing.matrix(_most_blocks(problem, block_size))
+            out = parallel(q, k, v, blocks.expand_mixing(matrix), **options)
         else:
             out = chunked(q, k, v, make_mixer(mixing, blocks), **options)
         return blocks.merge(out).to(problem.dtype).contiguous()
@@ -122,8 +124,7 @@ def mhla_attention(
 def _nothing(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing) -> Tensor:
     """Outputs where there is nothing to attend with: no row, token, head or feature. All arguments get zeros as gradients."""
     out = v.new_zeros(*q.shape[:3], v.shape[-1])
-    learned = (mixing.amplitude, mixing.decay) if isinstance(mixing, ExponentialMixing) else (mixing,)
-    for x in (q, k, v, *learned):
+    for x in (q, k, v, *mixing.tensors.values()):
         out = out + x.flatten()[:0].sum().to(out.dtype)
     return out
 
@@ -131,7 +132,7 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing) -> Tensor:
 def attention_matrix(
     q: Tensor,
     k: Tensor,
-    mixing: Mixing,
+    mixing: MixingLike,
     *,
     block_size: int | None = None,
     block_offsets: Tensor | Sequence[int] | None = None,
@@ -147,6 +148,7 @@ def attention_matrix(
 
     For analysis and tests: memory grows with N squared. Arguments and errors are those of :func:`mhla_attention`.
     """
+    mixing = as_mixing(mixing)
     block_size = None if block_size is None else check_block_size(block_size)
     problem = check_problem(
         q, k, k, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
@@ -156,7 +158,7 @@ def attention_matrix(
     with without_autocast(q.device.type):
         q, k, _, mixing = _prepare(q, k, k, mixing, problem, feature_map, key_mask)
         where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
-        matrix = _matrix(mixing, problem, block_size)
+        matrix = mixing.matrix(_most_blocks(problem, block_size))
         return reference.weights(q, k, matrix, where, causal=causal, scale=problem.scale, eps=eps)
 
 
@@ -165,7 +167,7 @@ def _cheapest(
 ) -> Literal["parallel", "chunked"]:
     """The cheaper form; summaries where N is left open by ``torch.export``.
 
-    Triton's kernels stay inside each packed sequence, and mix exponentials by a matrix unless causal.
+    Triton's kernels stay inside each packed sequence.
     """
     tokens, blocks = problem.tokens, problem.blocks
     if is_dynamic(tokens):
@@ -173,22 +175,18 @@ def _cheapest(
     if fused and problem.cu_seqlens is not None:
         sequences = max(1, len(problem.cu_seqlens) - 1)
         tokens, blocks = -(-tokens // sequences), -(-blocks // sequences)
-    terms = mixing.terms if isinstance(mixing, ExponentialMixing) and (causal or not fused) else None
+    work = mixing.work(blocks, causal, fused)
     return cheapest_form(
-        tokens, blocks, key_width, value_width, causal, terms=terms, backend="triton" if fused else "torch"
+        tokens, blocks, key_width, value_width, causal, work=work, backend="triton" if fused else "torch"
     )
 
 
-def _matrix(mixing: Mixing, problem: Problem, block_size: int | None) -> Tensor:
-    """Dense coefficients, large enough for the longest sequence that the problem can hold."""
-    if isinstance(mixing, Tensor):
-        return mixing
-    if mixing.grid is not None:
-        return mixing.dense()
+def _most_blocks(problem: Problem, block_size: int | None) -> int:
+    """Blocks of the longest sequence that the problem can hold."""
     if problem.block_offsets is not None:
-        return mixing.dense(len(problem.block_offsets) - 1)
+        return len(problem.block_offsets) - 1
     assert block_size is not None
-    return mixing.dense(count_blocks(problem.tokens, block_size))
+    return count_blocks(problem.tokens, block_size)
 
 
 def _attend_triton(
@@ -210,23 +208,14 @@ def _attend_triton(
 
     dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16
     mixing, factor = mixing.to(torch.float32), 1.0 if problem.scale is None else problem.scale
-    decay = None
-    if isinstance(mixing, ExponentialMixing) and causal and form == "chunked":
-        coefficients, decay = mixing.amplitude, mixing.decay
-        if mixing.heads is None:
-            coefficients, decay = coefficients[None], decay[None]
-    else:
-        coefficients = _matrix(mixing, problem, block_size)
-        if coefficients.dim() == 2:
-            coefficients = coefficients[None]
+    kind, (coefficients, *others) = mixing.fused(_most_blocks(problem, block_size), causal, form)
     bounds = None if problem.cu_seqlens is None else on_device(problem.cu_seqlens, q.device)
     layout = make_layout(problem.tokens, q.device, block_size, problem.block_offsets, bounds)
     out: Tensor = torch.ops.mhla.attention(
         q.to(dtype),
         k.to(dtype),
         v.to(dtype),
-        (coefficients * factor).contiguous(),
-        None if decay is None else decay.contiguous(),
+        [(coefficients * factor).contiguous(), *others],
         key_mask,
         bounds,
         layout.table,
@@ -239,6 +228,7 @@ def _attend_triton(
         feature_map == "relu",
         eps,
         form,
+        kind,
     )
     return out.to(problem.dtype)
 

@@ -163,10 +163,10 @@ def make_partition(
         bound = [0, *(lengths // block_size).cumsum(0).tolist()]
         sequences = tuple((first, last) for first, last in pairwise(bound) if last > first)
     blocks = sequences[-1][1] if sequences else tokens // block_size + counts.numel()
-    place = torch.arange(blocks, device=device)
-    owner = torch.searchsorted(ends, place, right=True)
+    index = torch.arange(blocks, device=device)
+    owner = torch.searchsorted(ends, index, right=True)
     starts = F.pad(ends, (1, 0))
-    local = place - starts[owner]
+    local = index - starts[owner]
     where = token_blocks(tokens, device, block_size, None, cu_seqlens)
     assert where.sequence is not None
     within = torch.arange(tokens, device=device) - bounds[where.sequence]

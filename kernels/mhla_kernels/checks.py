@@ -6,16 +6,12 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mhla_kernels.exponential import ExponentialMixing
-
-Mixing = Tensor | ExponentialMixing
-"""Mixing coefficients: dense, or a sum of exponentials."""
+from mhla_kernels.mixing import Mixing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -160,10 +156,7 @@ def check_devices(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing, key_mask: Ten
     Raises:
         ValueError: naming the tensor and its device.
     """
-    learned = (
-        {"mixing": mixing} if isinstance(mixing, Tensor) else {"amplitude": mixing.amplitude, "decay": mixing.decay}
-    )
-    for name, x in {"k": k, "v": v, **learned, "key_mask": key_mask}.items():
+    for name, x in {"k": k, "v": v, **mixing.tensors, "key_mask": key_mask}.items():
         if x is not None and x.device != q.device:
             hint = "; it was never given values (to_empty and load_state_dict do)" if x.is_meta else ""
             raise ValueError(f"{name} is on {str(x.device)!r}, but q is on {str(q.device)!r}{hint}")
@@ -178,47 +171,16 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
-    heads = q.shape[2]
-    if isinstance(mixing, ExponentialMixing):
-        if mixing.heads not in (None, heads):
-            raise ValueError(f"mixing has amplitudes for {mixing.heads} heads; q has H = {heads}{_sdpa_order(q)}")
-        if causal and mixing.grid is not None:
-            raise ValueError(f"causal attention is over a sequence; give ExponentialMixing without grid={mixing.grid}")
-        _check_decay(mixing.decay)
-        return
-    if not mixing.is_floating_point():
-        raise TypeError(f"mixing is {mixing.dtype}; it must be floating point, best float32")
-    size = mixing.shape[-1:]
-    square = mixing.dim() in (2, 3) and mixing.shape[-2:-1] == size and mixing.numel() > 0
-    if not square or (mixing.dim() == 3 and len(mixing) != heads):
-        raise ValueError(
-            f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M] with H = {heads}{_sdpa_order(q)}"
-        )
-
-
-def _check_decay(decay: Tensor) -> None:
-    """On an accelerator, and while torch traces, the device itself checks, and nobody waits for it."""
-    message = "the decays of ExponentialMixing must be finite and not negative"
-    if decay.is_meta:
-        return
-    sound = ((decay >= 0) & (decay < torch.inf)).all()
-    if decay.device.type != "cpu" or torch.compiler.is_compiling() or type(sound) is not Tensor:
-        torch._assert_async(sound, message)
-    elif not sound:
-        raise ValueError(f"{message}, got {decay.flatten()[:8].tolist()}")
-
-
-def mixing_size(mixing: Mixing) -> int | None:
-    """Blocks that the coefficients are for; None for any number."""
-    if isinstance(mixing, ExponentialMixing):
-        return None if mixing.grid is None else prod(mixing.grid)
-    return mixing.shape[-1]
+    try:
+        mixing.check(q.shape[2], causal)
+    except ValueError as error:
+        raise ValueError(f"{error}{_sdpa_order(q)}") from None
 
 
 def _check_mixing_size(
     mixing: Mixing, blocks: int, causal: bool, tokens: int, block_size: int | None, q: Tensor
 ) -> None:
-    size = mixing_size(mixing)
+    size = mixing.blocks
     if size is None or blocks == 0 or (size >= blocks and (causal or size == blocks)):
         return
     layout = f"N={tokens} tokens with block_size={block_size}" if block_size else f"block_offsets for N={tokens} tokens"
@@ -273,7 +235,7 @@ def _check_cu_seqlens(
     batch, tokens = q.shape[:2]
     if batch != 1:
         raise ValueError(f"cu_seqlens packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")
-    size = mixing_size(mixing)
+    size = mixing.blocks
     if isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_cuda or torch.compiler.is_compiling()):
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
             raise ValueError(

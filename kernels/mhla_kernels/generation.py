@@ -16,18 +16,10 @@ from torch.nn import functional as F
 from mhla_kernels.attention import mhla_attention, without_autocast
 from mhla_kernels.backend import Backend, Form, check_form_and_backend
 from mhla_kernels.blocks import BlockPartition, on_device
-from mhla_kernels.checks import (
-    Mixing,
-    Problem,
-    check_block_size,
-    check_devices,
-    check_problem,
-    mixing_size,
-    repeat_heads,
-)
-from mhla_kernels.chunked import Mixer, chunked
-from mhla_kernels.exponential import ExponentialMixing
+from mhla_kernels.checks import Problem, check_block_size, check_devices, check_problem, repeat_heads
 from mhla_kernels.features import FeatureMap, map_features
+from mhla_kernels.forms.chunked import Mixer, chunked
+from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
 from mhla_kernels.state import MHLAState, advance, close, empty_state, groups_of_rows, kind_of, own_coefficients
 
 
@@ -35,7 +27,7 @@ def mhla_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mixing: Mixing,
+    mixing: MixingLike,
     *,
     block_size: int,
     lengths: Tensor | Sequence[int] | None = None,
@@ -76,7 +68,7 @@ def mhla_prefill(
     """
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to mhla_step")
-    block_size = check_block_size(block_size)
+    mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     batch, tokens = q.shape[:2]
     counts = _counts(lengths, batch, tokens)
     check_form_and_backend(form, backend)
@@ -98,7 +90,7 @@ def mhla_prefill(
                 feature_map=feature_map, key_mask=mask, form=form, backend=backend,
             )  # fmt: skip
             start = empty_state(q, v, mixing, block_size, problem)
-            blocks = _summaries(*(_place(x, (0,) * batch, block_size) for x in mapped[1:]))
+            blocks = _summaries(*(_in_blocks(x, (0,) * batch, block_size) for x in mapped[1:]))
             return out, close(start, blocks, counts, mixing, block_size)
         moves = [count > 0 for count in counts]
         if not any(moves):
@@ -107,7 +99,7 @@ def mhla_prefill(
         # a full row that gets no token keeps its block open, and its outputs are not real
         firsts = [_first_block(length, block_size, each) for length, each in zip(before, moves, strict=True)]
         offsets = tuple(length - first * block_size for length, first in zip(before, firsts, strict=True))
-        q_blocks, k_blocks, v_blocks = (_place(x, offsets, block_size) for x in mapped)
+        q_blocks, k_blocks, v_blocks = (_in_blocks(x, offsets, block_size) for x in mapped)
         mixer = _ContinuedMixer(mixing, start, firsts, v_blocks.shape[2], q.shape[-1] * v.shape[-1])
         out = chunked(q_blocks, k_blocks, v_blocks, mixer, causal=True, scale=problem.scale, eps=eps)
         blocks = _summaries(k_blocks, v_blocks)
@@ -120,7 +112,7 @@ def mhla_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mixing: Mixing,
+    mixing: MixingLike,
     state: MHLAState,
     *,
     block_size: int,
@@ -157,7 +149,7 @@ def mhla_step(
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; more go to mhla_prefill")
-    batch, block_size = q.shape[0], check_block_size(block_size)
+    batch, mixing, block_size = q.shape[0], as_mixing(mixing), check_block_size(block_size)
     q, k, v = q[:, None], k[:, None], v[:, None]
     problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, state.lengths, (1,) * batch)
     _check_state(state, q, v, mixing, block_size, problem)
@@ -213,7 +205,7 @@ def _check(
         raise ValueError(f"the state is of {len(before)} rows, but q has B={q.shape[0]}")
     problem = check_problem(q, k, v, mixing, block_size, None, True, normalize, scale, eps, feature_map, None, None)
     check_devices(q, k, v, mixing)
-    size = mixing_size(mixing)
+    size = mixing.blocks
     longest = max((b + c for b, c in zip(before, counts, strict=True) if c), default=0)
     if size is not None and longest > size * block_size:
         raise ValueError(
@@ -258,15 +250,15 @@ def _summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
     return torch.cat([(k_BHMCK.transpose(-1, -2) @ v_BHMCV).flatten(3), k_BHMCK.sum(-2)], -1)
 
 
-def _place(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
+def _in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
     """``[B, N, H, D]`` in blocks ``[B, H, M, C, D]``, row b from slot ``offsets[b]`` of its first block on."""
     batch, tokens, heads, width = x.shape
     slots = max(offsets, default=0) + tokens
     if len(set(offsets)) < 2:
         x = F.pad(x, (0, 0, 0, 0, max(offsets, default=0), 0))
     else:
-        place = on_device(offsets, x.device)[:, None] + torch.arange(tokens, device=x.device)
-        index = place[..., None, None].expand(batch, tokens, heads, width)
+        slot = on_device(offsets, x.device)[:, None] + torch.arange(tokens, device=x.device)
+        index = slot[..., None, None].expand(batch, tokens, heads, width)
         x = x.new_zeros(batch, slots, heads, width).scatter(1, index, x)
     blocks = max(1, -(-slots // block_size))
     size = block_size if blocks > 1 or max(offsets, default=0) else min(block_size, max(slots, 1))
@@ -274,13 +266,13 @@ def _place(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
 
 
 def _take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor | None) -> Tensor:
-    """The reverse of :func:`_place`, zero where ``mask`` hides."""
+    """The reverse of :func:`_in_blocks`, zero where ``mask`` hides."""
     out = out.flatten(2, 3).transpose(1, 2)
     if len(set(offsets)) == 1:
         out = out[:, offsets[0] : offsets[0] + tokens]
     else:
-        place = on_device(offsets, out.device)[:, None] + torch.arange(tokens, device=out.device)
-        out = out.gather(1, place[..., None, None].expand(-1, -1, *out.shape[2:]))
+        slot = on_device(offsets, out.device)[:, None] + torch.arange(tokens, device=out.device)
+        out = out.gather(1, slot[..., None, None].expand(-1, -1, *out.shape[2:]))
     return out if mask is None else torch.where(mask[..., None, None], out, 0)
 
 
@@ -293,11 +285,11 @@ class _ContinuedMixer(Mixer):
             len(start.lengths), start.open.shape[1], blocks, dtype=start.open.dtype, device=start.open.device
         )
         for first, rows in groups:
-            if isinstance(mixing, ExponentialMixing):
-                own[rows] = mixing.amplitude.sum(-1).reshape(1, -1, 1)
-            else:
-                diagonal = mixing.diagonal(dim1=-2, dim2=-1)[..., first : first + blocks]
-                own[rows, :, : diagonal.shape[-1]] = diagonal.reshape(1, -1, diagonal.shape[-1])
+            weights = mixing.own(slice(first, first + blocks), first + blocks)
+            known = (
+                weights.shape[-1] if weights.shape[-1] > 1 else blocks
+            )  # one for all; the last ones may hold no token
+            own[rows, :, :known] = weights.reshape(1, -1, weights.shape[-1])
         super().__init__(mixing, own)
         self.start, self.groups, self.key_value = start, groups, key_value
 
@@ -308,18 +300,6 @@ class _ContinuedMixer(Mixer):
         flat[:, :, 0] += self.start.open[..., part]
         mixed = torch.zeros_like(flat)
         for first, rows in self.groups:
-            mixed[rows] = self._mix_group(flat[rows], self.start.finished[rows][..., part], first)
+            mixed[rows] = self.mixing.mix_after(self.start.finished[rows][..., part], flat[rows], first)
         mixed[:, :, 0] += self.own[:, :, :1] * self.start.open[..., part]
         return mixed.view(summary.shape)
-
-    def _mix_group(self, flat: Tensor, finished: Tensor, first: int) -> Tensor:
-        mixing, blocks = self.mixing, flat.shape[2]
-        if isinstance(mixing, ExponentialMixing):
-            age = torch.arange(1, blocks + 1, device=flat.device, dtype=flat.dtype)
-            decay, amplitude = (x.reshape(1, -1, 1, mixing.terms) for x in (mixing.decay, mixing.amplitude))
-            return mixing.mix(flat, causal=True) + (amplitude * (-decay * age[:, None]).exp()) @ finished
-        rows = mixing[..., first : first + blocks, :]
-        local = rows[..., first : first + blocks].tril(-1)
-        known = local.shape[-1]
-        mixed = local @ flat[:, :, :known] + rows[..., :first] @ finished[:, :, :first]
-        return F.pad(mixed, (0, 0, 0, blocks - known))

@@ -1,7 +1,7 @@
 """The state of generation: what takes the place of earlier keys and values, and how blocks are opened and closed in it.
 
-The open block is the one that the last token lies in. A row's state is its finished summaries (dense mixing) or R running
-sums of them (exponential mixing), the summary of the open block so far, and the mixture of the finished ones as the open
+The open block is the one that the last token lies in. A row's state is its finished summaries or R running sums of them,
+as the mixing keeps them, the summary of the open block so far, and the mixture of the finished ones as the open
 block sees it. A block is closed when the first token after it arrives.
 
 Shape letters: B batch, H heads, K and V widths of a key and a value, M blocks, R exponential terms, W = K V + K numbers of a
@@ -16,29 +16,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from mhla_kernels.blocks import on_device
-from mhla_kernels.checks import Mixing, Problem
-from mhla_kernels.exponential import ExponentialMixing
-
-Rows = slice | Tensor
-"""Rows of a batch: all of them, or their indices."""
+from mhla_kernels.checks import Problem
+from mhla_kernels.mixing import Mixing, Rows, as_it_is
 
 
 @dataclass(frozen=True)
 class StateKind:
-    """What a state is of: ``terms`` of exponential mixing (None for dense), tokens in a block, widths of key and value."""
+    """What a state is of: the kind of mixing, tokens in a block, widths of key and value."""
 
-    terms: int | None
+    mixing: str
     block_size: int
     key_width: int
     value_width: int
 
     def __str__(self) -> str:
-        mixing = "dense mixing" if self.terms is None else f"exponential mixing of {self.terms} terms"
-        return f"{mixing}, block_size={self.block_size}, Dk={self.key_width}, Dv={self.value_width}"
+        return f"{self.mixing}, block_size={self.block_size}, Dk={self.key_width}, Dv={self.value_width}"
 
 
 @dataclass(frozen=True)
@@ -47,8 +42,8 @@ class MHLAState:
 
     Attributes:
         lengths: tokens so far in each row, numbers of the CPU, so that no step waits for the device.
-        finished: dense mixing: summaries of the finished blocks ``[B, H, capacity, W]``; exponential mixing: running sums
-            ``[B, H, R, W]``. Like the other two in float32 (float64 for float64 inputs).
+        finished: summaries of the finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``, as the
+            mixing keeps them. Like the other two in float32 (float64 for float64 inputs).
         open: ``[B, H, W]`` summary of the open block.
         mixture: ``[B, H, W]`` mixed summaries of the finished blocks, for the open block.
         kind: what the state is of and has to go on with.
@@ -100,8 +95,7 @@ pytree.register_pytree_node(
 
 def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int) -> StateKind:
     """What a state for these tensors, ``[..., K]`` and ``[..., V]``, is of."""
-    terms = mixing.terms if isinstance(mixing, ExponentialMixing) else None
-    return StateKind(terms, block_size, q.shape[-1], v.shape[-1])
+    return StateKind(str(mixing), block_size, q.shape[-1], v.shape[-1])
 
 
 def empty_state(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: Problem) -> MHLAState:
@@ -110,7 +104,8 @@ def empty_state(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: 
     kind = kind_of(q, v, mixing, block_size)
     width = kind.key_width * (kind.value_width + 1)
     zeros = torch.zeros(batch, heads, width, dtype=problem.accumulate, device=q.device)
-    return MHLAState((0,) * batch, zeros.new_zeros(batch, heads, kind.terms or 0, width), zeros, zeros.clone(), kind)
+    finished = zeros.new_zeros(batch, heads, mixing.running_sums or 0, width)
+    return MHLAState((0,) * batch, finished, zeros, zeros.clone(), kind)
 
 
 def groups_of_rows(values: Sequence[int], chosen: Sequence[bool], device: torch.device) -> list[tuple[int, Rows]]:
@@ -126,52 +121,10 @@ def groups_of_rows(values: Sequence[int], chosen: Sequence[bool], device: torch.
 
 def own_coefficients(mixing: Mixing, blocks: Sequence[int], device: torch.device) -> Tensor:
     """m[i, i] for block i of each row: ``[B, H, 1]``, or 1 where B or H do not matter."""
-    if isinstance(mixing, ExponentialMixing):
-        return mixing.amplitude.sum(-1).reshape(1, -1, 1)
-    diagonal = mixing.diagonal(dim1=-2, dim2=-1).reshape(-1, mixing.shape[-1])
-    if len(set(blocks)) < 2:
-        return diagonal[None, :, max(blocks, default=0), None]
-    return diagonal[:, on_device(blocks, device)].T[..., None]
-
-
-def _kept(x: Tensor) -> Tensor:
-    """``x``, or a copy where a backward pass may want it as it is now."""
-    return x.clone() if torch.is_grad_enabled() else x
-
-
-def _append(mixing: Mixing, finished: Tensor, rows: Rows, first: int, summaries_BHMW: Tensor) -> None:
-    """Add finished blocks, ``first`` and the ones after it, to those of ``rows``."""
-    count = summaries_BHMW.shape[2]
-    if isinstance(mixing, ExponentialMixing):
-        decay = mixing.decay.reshape(1, -1, mixing.terms, 1)
-        age = torch.arange(count - 1, -1, -1, device=finished.device, dtype=finished.dtype)
-        finished[rows] = (-decay * count).exp() * _kept(finished[rows]) + (-decay * age).exp() @ summaries_BHMW
-    else:
-        finished[rows, :, first : first + count] = summaries_BHMW
-
-
-def _seen_from(mixing: Mixing, finished_BHMW: Tensor, block: int) -> Tensor:
-    """``[B, H, W]``: what the finished blocks are to open block ``block``."""
-    if isinstance(mixing, ExponentialMixing):
-        weights = (mixing.amplitude * (-mixing.decay).exp()).reshape(1, -1, 1, mixing.terms)
-    else:
-        weights = mixing[..., block, :block].reshape(1, -1, 1, block)
-        finished_BHMW = finished_BHMW[:, :, :block]
-    return (weights @ finished_BHMW).squeeze(2)
-
-
-def _with_room(mixing: Mixing, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-    """Finished summaries that may be written to, with room for ``blocks`` of them where each is kept.
-
-    Where they are owned, a block is appended in place: states that share them have fewer blocks, and do not see it.
-    Running sums are always copied.
-    """
-    if isinstance(mixing, ExponentialMixing):
-        return finished.clone()
-    if finished.shape[2] >= blocks:
-        return finished if owned else finished.clone()
-    room = max(blocks, 2 * finished.shape[2]) if owned else blocks
-    return F.pad(finished, (0, 0, 0, room - finished.shape[2]))
+    last = max(blocks, default=0)
+    index = slice(last, last + 1) if len(set(blocks)) < 2 else on_device(blocks, device)
+    own = mixing.own(index, last + 1)
+    return own.reshape(-1, own.shape[-1]).T[..., None]
 
 
 def advance(
@@ -182,12 +135,12 @@ def advance(
     if not any(full):
         return state
     needed = max(length // block_size for length, each in zip(state.lengths, full, strict=True) if each)
-    finished = _with_room(mixing, state.finished, needed, donated and state.owns_finished)
+    finished = mixing.make_room(state.finished, needed, donated and state.owns_finished)
     opened, mixture = state.open if donated else state.open.clone(), state.mixture.clone()
     for length, rows in groups_of_rows(state.lengths, full, opened.device):
         block = length // block_size
-        _append(mixing, finished, rows, block - 1, _kept(opened[rows])[:, :, None])
-        mixture[rows] = _seen_from(mixing, _kept(finished[rows]), block)
+        mixing.append(finished, rows, block - 1, as_it_is(opened[rows])[:, :, None])
+        mixture[rows] = mixing.read(as_it_is(finished[rows]), block)
         opened[rows] = 0
     return MHLAState(state.lengths, finished, opened, mixture, state.kind, owns_finished=True)
 
@@ -201,7 +154,7 @@ def close(
     if not any(moved):
         return replace(start, owns_finished=True)
     open_block = [max(length - 1, 0) // block_size for length in lengths]
-    finished = _with_room(mixing, start.finished, max(open_block), owned=False)
+    finished = mixing.make_room(start.finished, max(open_block), owned=False)
     opened, mixture = start.open.clone(), start.mixture.clone()
     for before in sorted({length for length, each in zip(start.lengths, moved, strict=True) if each}):
         first = before // block_size
@@ -209,7 +162,7 @@ def close(
         for block, rows in groups_of_rows(open_block, inside, opened.device):
             done = block - first
             if done:
-                _append(mixing, finished, rows, first, summaries_BHMW[rows][:, :, :done])
-                mixture[rows] = _seen_from(mixing, _kept(finished[rows]), block)
+                mixing.append(finished, rows, first, summaries_BHMW[rows][:, :, :done])
+                mixture[rows] = mixing.read(as_it_is(finished[rows]), block)
             opened[rows] = summaries_BHMW[rows][:, :, done]
     return MHLAState(lengths, finished, opened, mixture, start.kind, owns_finished=True)

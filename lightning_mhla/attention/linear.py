@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mhla_kernels import ExponentialMixing
+from mhla_kernels.mixing import MixingLike
 from torch import Tensor
 
 from lightning_mhla.attention.base import MIXING_OPTIONS
@@ -19,7 +20,7 @@ class LinearAttention(SummaryAttention, kind="linear"):
 
     unused = MIXING_OPTIONS
 
-    def coefficients(self, q: Tensor) -> tuple[Tensor | ExponentialMixing, dict[str, Any]]:
+    def coefficients(self, q: Tensor) -> tuple[MixingLike, dict[str, Any]]:
         """See :meth:`SummaryAttention.coefficients`; causal: blocks of equal weight, for a cost linear in the tokens."""
         if self.causal:
             ones = q.new_ones(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mhla_kernels import ExponentialMixing
+from mhla_kernels.mixing import MixingLike
 from torch import Tensor
 
 from lightning_mhla.attention.base import AttentionConfig
@@ -69,7 +69,7 @@ class MHLA(SummaryAttention, kind="mhla"):
         super().extend(tokens)
         self.mixing.extend(self.layout.num_blocks)
 
-    def coefficients(self, q: Tensor) -> tuple[Tensor | ExponentialMixing, dict[str, Any]]:
+    def coefficients(self, q: Tensor) -> tuple[MixingLike, dict[str, Any]]:
         """See :meth:`SummaryAttention.coefficients`: the learned ones."""
         return self.mixing(None if self.causal else self.layout.block_grid), self.blocks
 

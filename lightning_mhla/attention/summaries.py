@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mhla_kernels import ExponentialMixing, MHLAState, attention_matrix, mhla_attention, mhla_prefill, mhla_step
+from mhla_kernels import MHLAState, attention_matrix, mhla_attention, mhla_prefill, mhla_step
+from mhla_kernels.mixing import MixingLike
 from mhla_kernels.sequence_parallel import mhla_sequence_parallel
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from lightning_mhla.sequence import SequenceShare
 class SummaryAttention(Attention):
     """The operator with the coefficients and blocks of :meth:`coefficients`; arguments as for :class:`Attention`."""
 
-    def coefficients(self, q: Tensor) -> tuple[Tensor | ExponentialMixing, dict[str, Any]]:
+    def coefficients(self, q: Tensor) -> tuple[MixingLike, dict[str, Any]]:
         """What the operator takes as ``mixing``, and its blocks by name, for mapped queries ``[B, N, H, Dk]``."""
         raise NotImplementedError
 
@@ -77,7 +78,7 @@ class SummaryAttention(Attention):
 
     def _operands(
         self, q: Tensor, k: Tensor, rotary: Rotary | None
-    ) -> tuple[Tensor, Tensor, Tensor | ExponentialMixing, dict[str, Any]]:
+    ) -> tuple[Tensor, Tensor, MixingLike, dict[str, Any]]:
         q, k, feature_map = map_features(q, k, self.config.feature_map, rotary)
         mixing, blocks = self.coefficients(q)
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, **blocks}

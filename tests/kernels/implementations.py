@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from mhla_kernels import ExponentialMixing, mhla_attention
-from mhla_kernels.triton_backend import config, launch
+from mhla_kernels.triton_backend import config
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,5 +46,5 @@ def small_tiles() -> Iterator[None]:
         "PIECE": 40,
         "SPLIT": 40,
     }
-    with mock.patch.multiple(launch, **patches):
+    with mock.patch.multiple(config, **patches):
         yield

@@ -186,10 +186,11 @@ def test_the_cheaper_form() -> None:
     """Floors of an H200: 256 image tokens want pairs, long sequences summaries; packed ones count by their own length."""
     from mhla_kernels.attention import _cheapest
     from mhla_kernels.checks import check_problem
+    from mhla_kernels.mixing import as_mixing
 
     def pick(tokens: int, block: int, causal: bool, sequences: int = 1, width: int = 128) -> str:
         q, bounds = torch.empty(1, tokens, 1, width), None
-        mixing = torch.ones(tokens // sequences // block, tokens // sequences // block)
+        mixing = as_mixing(torch.ones(tokens // sequences // block, tokens // sequences // block))
         if sequences > 1:
             bounds = list(range(0, tokens + 1, tokens // sequences))
         problem = check_problem(q, q, q, mixing, block, None, causal, True, None, 1e-6, "identity", None, bounds)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from implementations import IMPLEMENTATIONS, TORCH, TRITON, attend, small_tiles
-from mhla_kernels import ExponentialMixing, chunked, exponential, mhla_attention, mhla_prefill, mhla_step
+from mhla_kernels import ExponentialMixing, mhla_attention, mhla_prefill, mhla_step
+from mhla_kernels.forms import chunked
+from mhla_kernels.mixing import exponential
 from mhla_kernels.state import MHLAState
 from torch import Tensor
 

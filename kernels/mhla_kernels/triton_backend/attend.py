@@ -25,9 +25,14 @@ so that no gradient is a difference of rounded outputs. DQ runs first and leaves
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from mhla_kernels.triton_backend import config
+from mhla_kernels.triton_backend.call import Call, alignment, strides
+from mhla_kernels.triton_backend.mixers import MIXERS
 from mhla_kernels.triton_backend.pairs import products
 from mhla_kernels.triton_backend.primitives import dot, kernel, load_tokens, load_visible, multiply, round_to
 from mhla_kernels.triton_backend.tables import END as _END
@@ -64,11 +69,11 @@ def _through_summary(
         inner = first + tl.arange(0, SLICE)
         x = load_tokens(x_base, rows, visible, inner, X_WIDTH, stride_n, stride_d, RELU)
         if MODE == DQ or MODE == DK:
-            place = outputs[None, :] * X_WIDTH + inner[:, None]
+            offset = outputs[None, :] * X_WIDTH + inner[:, None]
         else:
-            place = inner[:, None] * OUT_WIDTH + outputs[None, :]
+            offset = inner[:, None] * OUT_WIDTH + outputs[None, :]
         inside = (inner < X_WIDTH)[:, None] & (outputs < OUT_WIDTH)[None, :]
-        s = tl.load(summary + place, mask=inside, other=0.0)
+        s = tl.load(summary + offset, mask=inside, other=0.0)
         total = multiply(x, s, total, x.dtype)
         if NORMALIZE and MODE == OUT:
             z = tl.load(summary + X_WIDTH * OUT_WIDTH + inner, mask=inner < X_WIDTH, other=0.0)
@@ -246,11 +251,11 @@ def attend_kernel(
                 slots = tl.arange(0, SPAN)
                 blocks = first_block + slots
                 if LATER:
-                    place = row_block[:, None] * mixing_stride_j + blocks[None, :] * mixing_stride_i
+                    offset = row_block[:, None] * mixing_stride_j + blocks[None, :] * mixing_stride_i
                 else:
-                    place = row_block[:, None] * mixing_stride_i + blocks[None, :] * mixing_stride_j
+                    offset = row_block[:, None] * mixing_stride_i + blocks[None, :] * mixing_stride_j
                 known = tl.broadcast_to((blocks < size)[None, :], [ROWS, SPAN])
-                by_block = tl.load(mixing + place, mask=known, other=0.0)
+                by_block = tl.load(mixing + offset, mask=known, other=0.0)
                 spread = (slots[:, None] == in_tile[None, :]).to(tl.float32).to(INPUT)
                 coefficient = multiply(by_block, spread, tl.zeros([ROWS, COLUMNS], tl.float32), INPUT)
                 scores *= coefficient
@@ -298,6 +303,55 @@ def attend_kernel(
         total = tl.where(raw.to(tl.float32) > 0, total, 0.0)
     if HAS_MASK:
         total = tl.where(visible[:, None], total, 0.0)
-    place = out + rows.to(tl.int64)[:, None] * out_stride_n + outputs[None, :] * out_stride_d
+    offset = out + rows.to(tl.int64)[:, None] * out_stride_n + outputs[None, :] * out_stride_d
     inside = (rows < high)[:, None] & (outputs < OUT_WIDTH)[None, :]
-    tl.store(place, round_to(total, out.dtype.element_ty), mask=inside)
+    tl.store(offset, round_to(total, out.dtype.element_ty), mask=inside)
+
+
+def attend(
+    call: Call,
+    mode: int,
+    operands: tuple[Tensor, Tensor, Tensor],
+    own: Tensor,
+    mixed: Tensor | None,
+    running: Tensor | None,
+    weights: tuple[Tensor, Tensor] | None,
+    own_gradient: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the kernel; ``operands`` are x, y, a of the table above; chunked if there are ``mixed`` summaries.
+
+    Gives the result, and in mode DK, if asked, the gradient of m[i, i] of every block ``[B * H, blocks]``.
+    """
+    x, y, a = operands
+    out_like = call.v if mode in (OUT.value, DV.value) else call.q
+    out = torch.empty(out_like.shape, dtype=out_like.dtype, device=out_like.device)
+    chunked = mixed is not None
+    whole = mode == DQ.value and call.normalize
+    tiles = config.attend_tiles(x.dtype, x.shape[-1], out.shape[-1], whole, not chunked, call.chip)
+    parts = triton.cdiv(out.shape[-1], tiles.outputs)
+    (pieces, piece_size), in_piece, span = call.pieces, 1, 1
+    if chunked:
+        table, in_piece = call.layout.table, triton.cdiv(piece_size, tiles.rows)
+        count = call.layout.blocks * pieces * in_piece
+    else:
+        table, count = call.tile_table(tiles.rows)
+        span = config.power_of_two(call.layout.span(tiles.columns))
+    gradient = x.new_zeros(call.rows, count, parts, dtype=torch.float32) if own_gradient else None
+    inverse, normalizer_gradient = weights or (x, x)
+    aligned = alignment(x, y, a, own, out)
+    coefficients, *coefficient_strides = MIXERS[call.arguments.mixer].pairs(call)
+    attend_kernel[(call.rows * count, parts)](
+        x, y, a, own, out, call.mask_bytes, inverse, normalizer_gradient,
+        x if mixed is None else mixed, x if running is None else running, coefficients,
+        x if gradient is None else gradient, table, table if call.token_row is None else call.token_row,
+        *strides(aligned, x, y, a, own, out), *coefficient_strides,
+        call.layout.tokens, table.shape[1], call.heads, count, pieces, piece_size, in_piece,
+        call.coefficients[0].shape[-1], call.arguments.eps, MODE=mode, SUMMARY=chunked, PACKED=call.layout.packed,
+        RUNNING=running is not None, CAUSAL=call.causal, NORMALIZE=call.normalize,
+        RELU=call.relu, HAS_MASK=call.key_mask is not None, OWN_GRADIENT=own_gradient,
+        X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
+        OUTPUTS=tiles.outputs, SPAN=span, ALIGNED=aligned, **call.schedule(tiles),
+    )  # fmt: skip
+    if gradient is None:
+        return out, None
+    return out, gradient.view(call.rows, call.layout.blocks, -1).sum(-1)

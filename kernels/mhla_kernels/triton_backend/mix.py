@@ -1,9 +1,14 @@
-"""Mixing of summaries: ``S~ = m S``, its transpose for the backward pass, and the gradient of m."""
+"""Dense mixing of summaries: ``S~ = m S``, its transpose for the backward pass, and the gradient of m."""
 
 from __future__ import annotations
 
+import torch
+import triton
 import triton.language as tl
+from torch import Tensor
 
+from mhla_kernels.triton_backend import config
+from mhla_kernels.triton_backend.call import TL_DTYPES, Call, sum_at
 from mhla_kernels.triton_backend.primitives import kernel, multiply, round_to
 from mhla_kernels.triton_backend.tables import FIRST as _FIRST
 from mhla_kernels.triton_backend.tables import LAST as _LAST
@@ -65,16 +70,16 @@ def mix_kernel(
             else:
                 counts = counts & (b[None, :] < i[:, None])
         if TRANSPOSED:
-            place = b_row[None, :] * mixing_stride_i + i_row[:, None] * mixing_stride_j
+            offset = b_row[None, :] * mixing_stride_i + i_row[:, None] * mixing_stride_j
         else:
-            place = i_row[:, None] * mixing_stride_i + b_row[None, :] * mixing_stride_j
-        coefficient = tl.load(mixing + place, mask=counts, other=0.0)
+            offset = i_row[:, None] * mixing_stride_i + b_row[None, :] * mixing_stride_j
+        coefficient = tl.load(mixing + offset, mask=counts, other=0.0)
         inside = (b < high)[:, None] & (columns < WIDTH)[None, :]
         x = tl.load(summary + b.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
         total = multiply(coefficient, x, total, INPUT)
     inside = (i < blocks)[:, None] & (columns < WIDTH)[None, :]
-    place = mixed + i.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    tl.store(place, round_to(total, mixed.dtype.element_ty), mask=inside)
+    offset = mixed + i.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    tl.store(offset, round_to(total, mixed.dtype.element_ty), mask=inside)
 
 
 @kernel
@@ -123,5 +128,44 @@ def mixing_gradient_kernel(
                 total = multiply(r, tl.trans(s), total, INPUT)
     if CAUSAL:
         total = tl.where(b[None, :] < i[:, None], total, 0.0)
-    place = mixing_gradient + row * size * size + i[:, None] * size + b[None, :]
-    tl.store(place, total, mask=(i < size)[:, None] & (b < size)[None, :])
+    offset = mixing_gradient + row * size * size + i[:, None] * size + b[None, :]
+    tl.store(offset, total, mask=(i < size)[:, None] & (b < size)[None, :])
+
+
+class DenseMixer:
+    """Launchers for a matrix of coefficients, ``[1, M, M]`` or ``[H, M, M]``."""
+
+    def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
+        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        mixed = torch.empty_like(summary)
+        _, blocks, width = summary.shape
+        tiles = config.mix_tiles(call.q.dtype, blocks)
+        matrix, *matrix_strides = self.pairs(call)
+        mix_kernel[(call.rows * triton.cdiv(blocks, tiles.rows), triton.cdiv(width, tiles.columns))](
+            matrix, summary, mixed, call.layout.table, *matrix_strides, blocks, call.heads,
+            INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.causal, TRANSPOSED=transposed, WIDTH=width, ROWS=tiles.rows,
+            TERMS=tiles.terms, COLUMNS=tiles.columns, **call.schedule(tiles),
+        )  # fmt: skip
+        return mixed
+
+    def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
+        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        (matrix,) = call.coefficients
+        h, i, j = matrix.stride()
+        return matrix, 0 if matrix.shape[0] == 1 else h, i, j
+
+    def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor, own: Tensor | None) -> list[Tensor]:
+        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        size = call.coefficients[0].shape[-1]
+        _, blocks, width = summary.shape
+        tiles = config.mix_tiles(call.q.dtype, size)
+        gradient = call.q.new_empty(call.rows, size, size, dtype=torch.float32)
+        parts = triton.cdiv(size, tiles.rows)
+        mixing_gradient_kernel[(call.rows * parts, parts)](
+            d_mixed, summary, gradient, call.layout.sequences, blocks, call.layout.sequences.shape[1], size,
+            INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.causal, WIDTH=width, ROWS=tiles.rows, COLUMNS=64,
+            **call.schedule(tiles),
+        )  # fmt: skip
+        if own is not None:
+            gradient = gradient + torch.diag_embed(sum_at(own, call.layout.table[_ROW], size))
+        return [gradient]

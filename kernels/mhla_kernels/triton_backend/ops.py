@@ -1,176 +1,90 @@
 """Registration with torch: the operator as ``torch.ops.mhla.attention``, with a fake kernel and an autograd formula.
 
 Plain tensors and numbers only, so that ``torch.compile``, ``torch.export`` and activation checkpointing see one opaque
-call. Arguments were checked by :func:`mhla_kernels.mhla_attention`, which also answers for empty ones.
+call. Arguments were checked by :func:`mhla_kernels.mhla_attention`, which also answers for empty ones; they are those of
+:class:`Arguments`, from which the schema is made.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
 from mhla_kernels.triton_backend import launch
-from mhla_kernels.triton_backend.tables import Layout
+from mhla_kernels.triton_backend.call import Arguments, Call
 
-TENSORS = 10
-"""Leading arguments of the operator that are tensors."""
+SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
+    int: "SymInt",
+    list[int] | None: "SymInt[]?",
+    bool: "bool",
+    float: "float",
+    str: "str",
+}
+SCHEMA = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Arguments).items())
+TENSORS = Arguments._fields.index("largest")
+"""Leading arguments that are tensors or lists of them."""
 
 
-@torch.library.custom_op("mhla::attention", mutates_args=())
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Tensor,
-    decay: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    table: Tensor,
-    sequences: Tensor,
-    token_row: Tensor | None,
-    largest: int,
-    block_offsets: list[int] | None,
-    causal: bool,
-    normalize: bool,
-    relu: bool,
-    eps: float,
-    form: str,
-) -> Tensor:
-    """``[B, N, H, V]``, contiguous. See :class:`mhla_kernels.triton_backend.launch.Call` and its layout for the arguments."""
-    call = _call(
-        q,
-        k,
-        v,
-        mixing,
-        decay,
-        key_mask,
-        cu_seqlens,
-        table,
-        sequences,
-        token_row,
-        largest,
-        block_offsets,
-        causal,
-        normalize,
-        relu,
-        eps,
-        form,
-    )
-    with torch.cuda.device_of(q):
+@torch.library.custom_op("mhla::attention", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
+def attention(*arguments: Any) -> Tensor:
+    """``[B, N, H, V]``, contiguous. See :class:`Arguments`."""
+    call = Call(Arguments(*arguments))
+    with torch.cuda.device_of(call.q):
         return launch.forward(call)
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+def _(*arguments: Any) -> Tensor:
+    v = Arguments(*arguments).v
     return v.new_empty(v.shape)
 
 
-@torch.library.custom_op("mhla::attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "mhla::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, bool with_mixing, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor[])",
+)
 def attention_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Tensor,
-    decay: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    table: Tensor,
-    sequences: Tensor,
-    token_row: Tensor | None,
-    largest: int,
-    block_offsets: list[int] | None,
-    causal: bool,
-    normalize: bool,
-    relu: bool,
-    eps: float,
-    form: str,
-    with_mixing: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, mixing and decay; the last two are empty where they were not asked for, or do not exist."""
-    call = _call(
-        q,
-        k,
-        v,
-        mixing,
-        decay,
-        key_mask,
-        cu_seqlens,
-        table,
-        sequences,
-        token_row,
-        largest,
-        block_offsets,
-        causal,
-        normalize,
-        relu,
-        eps,
-        form,
-    )
-    with torch.cuda.device_of(q):
-        dq, dk, dv, of_mixing, of_decay = launch.backward(call, gradient, with_mixing)
-    d_mixing = mixing.new_empty(0) if of_mixing is None else of_mixing.contiguous()
-    d_decay = mixing.new_empty(0) if of_decay is None else of_decay.contiguous()
-    return dq, dk, dv, d_mixing, d_decay
+    gradient: Tensor, with_mixing: bool, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients of q, k, v and of the coefficients; the last are empty where they were not asked for."""
+    call = Call(Arguments(*arguments))
+    with torch.cuda.device_of(call.q):
+        dq, dk, dv, of_coefficients = launch.backward(call, gradient, with_mixing)
+    if not with_mixing:
+        return dq, dk, dv, [x.new_empty(0) for x in call.coefficients]
+    return dq, dk, dv, [x.contiguous() for x in of_coefficients]
 
 
 @attention_backward.register_fake
-def _(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, decay: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with_mixing = rest[-1]
-    d_mixing = mixing.new_empty(mixing.shape if with_mixing else 0)
-    d_decay = mixing.new_empty(0) if decay is None or not with_mixing else decay.new_empty(decay.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_mixing, d_decay
-
-
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Tensor,
-    decay: Tensor | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    table: Tensor,
-    sequences: Tensor,
-    token_row: Tensor | None,
-    largest: int,
-    block_offsets: list[int] | None,
-    causal: bool,
-    normalize: bool,
-    relu: bool,
-    eps: float,
-    form: str,
-) -> launch.Call:
-    offsets = None if block_offsets is None else tuple(block_offsets)
-    layout = Layout(q.shape[1], table.shape[1], largest, offsets, cu_seqlens is not None, table, sequences)
-    return launch.Call(
-        q, k, v, mixing, decay, layout, token_row, cu_seqlens, key_mask, causal, normalize, relu, eps, form
-    )
+def _(gradient: Tensor, with_mixing: bool, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    q, k, v, coefficients = arguments[:4]
+    of_coefficients = [x.new_empty(x.shape if with_mixing else 0) for x in coefficients]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_coefficients
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, ctx.options = inputs[:TENSORS], inputs[TENSORS:]
-    ctx.save_for_backward(*tensors)
+    arguments = Arguments(*inputs)
+    q, k, v, coefficients, *tables = inputs[:TENSORS]
+    ctx.options, ctx.coefficients = arguments[TENSORS:], len(coefficients)
+    ctx.save_for_backward(q, k, v, *tables, *coefficients)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    with_mixing = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-    dq, dk, dv, d_mixing, d_decay = torch.ops.mhla.attention_backward(
-        gradient, *ctx.saved_tensors, *ctx.options, with_mixing
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    inputs, coefficients = saved[: len(saved) - ctx.coefficients], list(saved[len(saved) - ctx.coefficients :])
+    q, k, v, *tables = inputs
+    wanted = ctx.needs_input_grad[3]
+    dq, dk, dv, of_coefficients = torch.ops.mhla.attention_backward(
+        gradient, any(wanted), q, k, v, coefficients, *tables, *ctx.options
     )
-    nothing = (None,) * (TENSORS - 5 + len(ctx.options))
-    return (
-        dq,
-        dk,
-        dv,
-        d_mixing if ctx.needs_input_grad[3] else None,
-        d_decay if ctx.needs_input_grad[4] else None,
-        *nothing,
-    )
+    kept = [x if wants else None for x, wants in zip(of_coefficients, wanted, strict=True)]
+    return dq, dk, dv, kept, *(None,) * (len(Arguments._fields) - 4)
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

@@ -7,9 +7,13 @@ with G_t = dO_t / n_t and g_t the gradient of the normaliser, as in :mod:`mhla_k
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from mhla_kernels.triton_backend import config
+from mhla_kernels.triton_backend.call import Call, alignment, strides, sum_at
 from mhla_kernels.triton_backend.primitives import dot, kernel, load_tokens, load_visible, multiply
 from mhla_kernels.triton_backend.tables import HIGH as _HIGH
 from mhla_kernels.triton_backend.tables import LOW as _LOW
@@ -74,10 +78,10 @@ def _add_block_sums(
     in_column_block = (i[:, None] == slots[None, :]).to(tl.float32).to(INPUT)
     sums = multiply(in_row_block, pairs, tl.zeros([SPAN, COLUMNS], tl.float32), INPUT)
     sums = multiply(sums, in_column_block, tl.zeros([SPAN, SPAN], tl.float32), INPUT)
-    place = gradient + (i_first + slots)[None, :] * SPAN + slots[:, None]
+    offset = gradient + (i_first + slots)[None, :] * SPAN + slots[:, None]
     inside = tl.broadcast_to((i_first + slots < size)[None, :], [SPAN, SPAN])
     tl.debug_barrier()  # the column tile before may have written to the same block from other threads
-    tl.store(place, tl.load(place, mask=inside, other=0.0) + sums, mask=inside)
+    tl.store(offset, tl.load(offset, mask=inside, other=0.0) + sums, mask=inside)
 
 
 @kernel
@@ -178,3 +182,27 @@ def pair_gradient_kernel(
         _add_block_sums(
             pairs, token_row, rows, columns, high, start, first, mixing_gradient, size, INPUT, COLUMNS, SPAN
         )
+
+
+def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] | None) -> Tensor:
+    """``[B * H, M, M]`` gradient of the matrix of coefficients in the parallel form."""
+    q, k, v = call.q, call.k, call.v
+    tiles = config.pair_tiles(q.dtype)
+    (table, count), size = call.tile_table(tiles.rows), call.coefficients[0].shape[-1]
+    span = config.power_of_two(call.layout.span(tiles.rows))
+    inverse, normalizer_gradient = weights or (q, q)
+    assert call.token_row is not None
+    out = q.new_zeros(call.rows, count, size, span, dtype=torch.float32)
+    aligned = alignment(q, k, v, gradient)
+    pair_gradient_kernel[(call.rows * count,)](
+        q, k, v, gradient, call.mask_bytes, inverse, normalizer_gradient, out, table, call.token_row,
+        *strides(aligned, q, k, v, gradient), call.layout.tokens, table.shape[1],
+        call.heads, count, size, PACKED=call.layout.packed, CAUSAL=call.causal, NORMALIZE=call.normalize,
+        RELU=call.relu, HAS_MASK=call.key_mask is not None, KEY_WIDTH=call.key_width, VALUE_WIDTH=call.value_width,
+        ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice, SPAN=span,
+        ALIGNED=aligned, **call.schedule(tiles),
+    )  # fmt: skip
+    starts = table[_START].long() if call.layout.packed else torch.arange(count, device=q.device) * tiles.rows
+    block = (call.token_row[starts][:, None] + torch.arange(span, device=q.device)).flatten()
+    by_block = out.permute(0, 2, 1, 3).reshape(call.rows * size, -1)
+    return sum_at(by_block, block, size).reshape(call.rows, size, size)

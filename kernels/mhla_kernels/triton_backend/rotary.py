@@ -50,26 +50,26 @@ def rotary_kernel(
         first, second = 2 * pair, 2 * pair + 1
     else:
         first, second = pair, pair + HALF
-    place = (batch * x_stride_b + token * x_stride_n + head * x_stride_h)[:, None]
-    a = tl.load(x + place + first[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x + place + second[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
+    offset = (batch * x_stride_b + token * x_stride_n + head * x_stride_h)[:, None]
+    a = tl.load(x + offset + first[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + offset + second[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
     angle = (batch * angle_stride_b + token * HALF)[:, None] + pair[None, :]
     c = tl.load(cos + angle, mask=inside, other=0.0)
     s = tl.load(sin + angle, mask=inside, other=0.0)
     if BACKWARD:
         new_a, new_b = a * c + b * s, b * c - a * s
         if RELU:
-            place = (batch * raw_stride_b + token * raw_stride_n + head * raw_stride_h)[:, None]
-            raw_a = tl.load(raw + place + first[None, :] * raw_stride_d, mask=inside, other=0.0).to(tl.float32)
-            raw_b = tl.load(raw + place + second[None, :] * raw_stride_d, mask=inside, other=0.0).to(tl.float32)
+            offset = (batch * raw_stride_b + token * raw_stride_n + head * raw_stride_h)[:, None]
+            raw_a = tl.load(raw + offset + first[None, :] * raw_stride_d, mask=inside, other=0.0).to(tl.float32)
+            raw_b = tl.load(raw + offset + second[None, :] * raw_stride_d, mask=inside, other=0.0).to(tl.float32)
             new_a, new_b = tl.where(raw_a > 0, new_a, 0.0), tl.where(raw_b > 0, new_b, 0.0)
     else:
         if RELU:
             a, b = tl.maximum(a, 0.0) + FEATURE_FLOOR, tl.maximum(b, 0.0) + FEATURE_FLOOR
         new_a, new_b = a * c - b * s, b * c + a * s
-    place = row[:, None] * (2 * HALF)
-    tl.store(out + place + first[None, :], round_to(new_a, out.dtype.element_ty), mask=inside)
-    tl.store(out + place + second[None, :], round_to(new_b, out.dtype.element_ty), mask=inside)
+    offset = row[:, None] * (2 * HALF)
+    tl.store(out + offset + first[None, :], round_to(new_a, out.dtype.element_ty), mask=inside)
+    tl.store(out + offset + second[None, :], round_to(new_b, out.dtype.element_ty), mask=inside)
 
 
 def launch_rotary(

@@ -10,8 +10,13 @@ and backwards in time for the gradient. With Q_r(i) = e^{-lambda_r} (Q_r(i - 1) 
 
 from __future__ import annotations
 
+import torch
+import triton
 import triton.language as tl
+from torch import Tensor
 
+from mhla_kernels.triton_backend import config
+from mhla_kernels.triton_backend.call import Call
 from mhla_kernels.triton_backend.primitives import kernel, round_to
 from mhla_kernels.triton_backend.tables import FIRST as _FIRST
 from mhla_kernels.triton_backend.tables import LAST as _LAST
@@ -52,15 +57,15 @@ def scan_kernel(
     mixed += row * blocks * WIDTH
     for step in range(0, blocks):
         i = blocks - 1 - step if REVERSE else step
-        place = tl.cast(i, tl.int64) * WIDTH + columns
+        offset = tl.cast(i, tl.int64) * WIDTH + columns
         if REVERSE:
             new = tl.load(table + LAST * blocks + i) == i + 1
         else:
             new = tl.load(table + FIRST * blocks + i) == i
         state = tl.where(new, 0.0, state * fade[:, None])
         out = tl.sum(a[:, None] * state, 0)
-        tl.store(mixed + place, round_to(out, mixed.dtype.element_ty), mask=inside)
-        state += tl.load(summary + place, mask=inside, other=0.0).to(tl.float32)[None, :]
+        tl.store(mixed + offset, round_to(out, mixed.dtype.element_ty), mask=inside)
+        state += tl.load(summary + offset, mask=inside, other=0.0).to(tl.float32)[None, :]
 
 
 @kernel
@@ -98,14 +103,55 @@ def scan_gradient_kernel(
     gradient += row * blocks * WIDTH
     summary += row * blocks * WIDTH
     for i in range(0, blocks):
-        place = tl.cast(i, tl.int64) * WIDTH + columns
+        offset = tl.cast(i, tl.int64) * WIDTH + columns
         new = tl.load(table + FIRST * blocks + i) == i
         slope = tl.where(new, 0.0, (slope + state) * fade[:, None])
         state = tl.where(new, 0.0, state * fade[:, None])
-        r = tl.load(gradient + place, mask=inside, other=0.0)
+        r = tl.load(gradient + offset, mask=inside, other=0.0)
         da += tl.sum(state * r[None, :], 1)
         dl += tl.sum(slope * r[None, :], 1)
-        state += tl.load(summary + place, mask=inside, other=0.0)[None, :]
+        state += tl.load(summary + offset, mask=inside, other=0.0)[None, :]
     share = (row * parts + part) * TERMS + terms
     tl.store(amplitude_gradient + share, da, mask=terms < TERMS)
     tl.store(decay_gradient + share, -a * dl, mask=terms < TERMS)
+
+
+class ExponentialMixer:
+    """Launchers for sums of exponentials, causal: amplitudes and decays, ``[1, R]`` or ``[H, R]``."""
+
+    def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
+        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        amplitude, decay = call.coefficients
+        mixed = torch.empty_like(summary)
+        (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
+        tiles = config.scan_tiles(terms)
+        scan_kernel[(call.rows * triton.cdiv(width, tiles.columns),)](
+            amplitude, decay, summary, mixed, call.layout.table, _head_stride(amplitude), blocks, call.heads,
+            REVERSE=transposed, WIDTH=width, COLUMNS=tiles.columns, TERMS=terms, TERMS_PADDED=tiles.terms,
+            **call.schedule(tiles),
+        )  # fmt: skip
+        return mixed
+
+    def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
+        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`: m[i, i], whatever the block."""
+        own = call.coefficients[0].sum(-1)
+        return own, int(len(own) > 1), 0, 0
+
+    def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor, own: Tensor | None) -> list[Tensor]:
+        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        assert own is not None
+        amplitude, decay = call.coefficients
+        (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
+        tiles = config.scan_tiles(terms)
+        parts = triton.cdiv(width, tiles.columns)
+        of_amplitude, of_decay = (d_mixed.new_empty(call.rows, parts, terms) for _ in range(2))
+        scan_gradient_kernel[(call.rows * parts,)](
+            amplitude, decay, d_mixed, summary, of_amplitude, of_decay, call.layout.table, _head_stride(amplitude),
+            blocks, call.heads, WIDTH=width, COLUMNS=tiles.columns, TERMS=terms, TERMS_PADDED=tiles.terms,
+            **call.schedule(tiles),
+        )  # fmt: skip
+        return [of_amplitude.sum(1) + own.sum(-1, keepdim=True), of_decay.sum(1)]
+
+
+def _head_stride(amplitude: Tensor) -> int:
+    return amplitude.shape[-1] if amplitude.shape[0] > 1 else 0

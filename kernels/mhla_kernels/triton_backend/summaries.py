@@ -6,9 +6,14 @@ the gradient of the mixed summaries, with queries for keys, output gradients for
 
 from __future__ import annotations
 
+import torch
+import triton
 import triton.language as tl
+from torch import Tensor
 
 from mhla_kernels.finite import LARGEST as _LARGEST
+from mhla_kernels.triton_backend import config
+from mhla_kernels.triton_backend.call import Call, alignment, strides
 from mhla_kernels.triton_backend.primitives import kernel, load_tokens, load_visible, multiply, round_to
 from mhla_kernels.triton_backend.tables import END as _END
 from mhla_kernels.triton_backend.tables import START as _START
@@ -91,12 +96,12 @@ def summaries_kernel(
     total = tl.where(tl.abs(total) <= LARGEST, total, tl.where(total < 0, -LARGEST, LARGEST))
     normalizer = tl.where(tl.abs(normalizer) <= LARGEST, normalizer, tl.where(normalizer < 0, -LARGEST, LARGEST))
     summary += (row * blocks * pieces + piece) * (KEY_WIDTH * VALUE_WIDTH + KEY_WIDTH)
-    place = keys[:, None] * VALUE_WIDTH + values[None, :]
+    offset = keys[:, None] * VALUE_WIDTH + values[None, :]
     inside = (keys < KEY_WIDTH)[:, None] & (values < VALUE_WIDTH)[None, :]
-    tl.store(summary + place, round_to(total, summary.dtype.element_ty), mask=inside)
+    tl.store(summary + offset, round_to(total, summary.dtype.element_ty), mask=inside)
     if part % value_parts == 0:
-        place_of_z = summary + KEY_WIDTH * VALUE_WIDTH + keys
-        tl.store(place_of_z, round_to(normalizer, summary.dtype.element_ty), mask=keys < KEY_WIDTH)
+        offset_of_z = summary + KEY_WIDTH * VALUE_WIDTH + keys
+        tl.store(offset_of_z, round_to(normalizer, summary.dtype.element_ty), mask=keys < KEY_WIDTH)
 
 
 @kernel
@@ -120,9 +125,40 @@ def running_kernel(
     total = tl.zeros([COLUMNS], tl.float32)
     for step in range(0, pieces):
         piece = pieces - 1 - step if REVERSE else step
-        place = pieces_summary + ((row * blocks + block) * pieces + piece) * WIDTH + columns
-        own = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, round_to(total, pieces_summary.dtype.element_ty), mask=inside)
+        offset = pieces_summary + ((row * blocks + block) * pieces + piece) * WIDTH + columns
+        own = tl.load(offset, mask=inside, other=0.0).to(tl.float32)
+        tl.store(offset, round_to(total, pieces_summary.dtype.element_ty), mask=inside)
         total += own
-    place = block_summary + (row * blocks + block) * WIDTH + columns
-    tl.store(place, round_to(total, block_summary.dtype.element_ty), mask=inside)
+    offset = block_summary + (row * blocks + block) * WIDTH + columns
+    tl.store(offset, round_to(total, block_summary.dtype.element_ty), mask=inside)
+
+
+def summarize(
+    call: Call, key: Tensor, value: Tensor, weights: tuple[Tensor, Tensor] | None = None, reverse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Summaries of the blocks ``[B * H, M, K * V + K]`` float32, and of earlier pieces of the same block, if any.
+
+    ``weights``: of each token in S and in z, ``[B * H, N]``. ``reverse`` asks for later pieces.
+    """
+    pieces, piece_size = call.pieces
+    blocks, width = call.layout.blocks, call.summary_width
+    value_weight, normalizer_weight = weights or (call.q, call.q)
+    tiles = config.summary_tiles(call.q.dtype, call.key_width, call.value_width)
+    parts = triton.cdiv(call.key_width, tiles.keys) * triton.cdiv(call.value_width, tiles.values)
+    summary = call.q.new_empty(call.rows, blocks * pieces, width, dtype=torch.float32)
+    aligned = alignment(key, value)
+    summaries_kernel[(call.rows * blocks * pieces, parts)](
+        key, value, call.mask_bytes, value_weight, normalizer_weight, summary, call.layout.table,
+        *strides(aligned, key, value), call.layout.tokens, blocks, call.heads, pieces, piece_size,
+        KEY_WIDTH=call.key_width, VALUE_WIDTH=call.value_width, HAS_MASK=call.key_mask is not None, RELU=call.relu,
+        WEIGHTED=weights is not None, NORMALIZE=call.normalize, TOKENS=tiles.tokens, KEYS=tiles.keys, VALUES=tiles.values,
+        ALIGNED=aligned, **call.schedule(tiles),
+    )  # fmt: skip
+    if pieces == 1:
+        return summary, None
+    total = call.q.new_empty(call.rows, blocks, width, dtype=torch.float32)
+    columns = 1024
+    running_kernel[(call.rows * blocks, triton.cdiv(width, columns))](
+        summary, total, blocks, pieces, REVERSE=reverse, WIDTH=width, COLUMNS=columns, num_warps=4
+    )
+    return total, summary if call.causal else None

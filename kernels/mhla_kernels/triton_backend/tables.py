@@ -100,11 +100,11 @@ def _packed(tokens: int, block_size: int, bounds: Tensor) -> Layout:
     ends = counts.cumsum(0)
     firsts = ends - counts
     blocks = tokens // block_size + counts.numel()
-    place = torch.arange(blocks, device=bounds.device)
-    owner = torch.searchsorted(ends, place, right=True)
+    index = torch.arange(blocks, device=bounds.device)
+    owner = torch.searchsorted(ends, index, right=True)
     used = owner < counts.numel()
     owner = owner.clamp(max=counts.numel() - 1)
-    row = torch.where(used, place - firsts[owner], 0)
+    row = torch.where(used, index - firsts[owner], 0)
     low, high = bounds[owner], bounds[owner + 1]
     start = low + row * block_size
     end = torch.minimum(start + block_size, high)

@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from mhla_kernels.chunked import TILE
-from mhla_kernels.exponential import GROUP
+from mhla_kernels.forms.chunked import TILE
 
 CONSTANTS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cost.json").read_text())
 """By backend, in multiply-adds: ``pair`` and ``summary``, what a token pair and a number of a summary cost beside their
@@ -24,19 +23,19 @@ def cheapest_form(
     value_width: int,
     causal: bool,
     *,
-    terms: int | None = None,
+    work: int | None = None,
     backend: Literal["torch", "triton"] = "torch",
 ) -> Literal["parallel", "chunked"]:
     """The cheaper form for N ``tokens`` in M ``blocks``, counted in multiply-adds for one batch row and head.
 
-    ``terms``: R of an exponential mixing; None for dense coefficients.
+    ``work``: summaries added up for each block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all M.
     """
     cost = CONSTANTS[backend]
     pair = key_width + value_width + cost["pair"]
     parallel = tokens * tokens * pair
     if causal and backend == "triton":
         parallel /= 2  # the PyTorch form computes the masked half too
-    mixed = blocks if terms is None else min(blocks, GROUP + 2 * terms)
+    mixed = blocks if work is None else work
     summary = key_width * value_width
     chunked = (2 * tokens + blocks * mixed + cost["summary"] * blocks) * summary
     if causal:

@@ -10,27 +10,27 @@ that separates over the axes of a grid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from mhla_kernels.finite import finite_
+from mhla_kernels.mixing.base import BlockShares, Mixing, Rows, as_it_is
+from mhla_kernels.mixing.fitting import fit_exponentials
 
 GROUP = 32
 """Blocks that are mixed by a small matrix at once, between the steps of a running sum."""
 
 
 @dataclass(frozen=True)
-class ExponentialMixing:
+class ExponentialMixing(Mixing):
     """Mixing coefficients ``m[i, j] = sum_r a_r prod_axis exp(-lambda_{r, axis} |i_axis - j_axis|)``.
 
-    A pytree of its two tensors; gradients reach both.
+    Gradients reach both tensors.
 
     Args:
         amplitude: a, nonnegative, ``[R]`` for all heads or ``[H, R]``.
@@ -43,6 +43,7 @@ class ExponentialMixing:
         ValueError: if the shapes do not fit.
     """
 
+    learned = ("amplitude", "decay")
     amplitude: Tensor
     decay: Tensor
     grid: tuple[int, ...] | None = None
@@ -69,9 +70,20 @@ class ExponentialMixing:
         """H, or None when all heads share the coefficients."""
         return self.amplitude.shape[0] if self.amplitude.dim() == 2 else None
 
-    def to(self, dtype: torch.dtype) -> ExponentialMixing:
-        """Both tensors in ``dtype``."""
-        return ExponentialMixing(self.amplitude.to(dtype), self.decay.to(dtype), self.grid)
+    def __str__(self) -> str:
+        return f"exponential mixing of {self.terms} terms"
+
+    @property
+    def blocks(self) -> int | None:
+        """See :attr:`Mixing.blocks`."""
+        return None if self.grid is None else prod(self.grid)
+
+    def check(self, heads: int, causal: bool) -> None:
+        """See :meth:`Mixing.check`."""
+        super().check(heads, causal)
+        if causal and self.grid is not None:
+            raise ValueError(f"causal attention is over a sequence; give ExponentialMixing without grid={self.grid}")
+        _check_decay(self.decay)
 
     def dense(self, blocks: int | None = None) -> Tensor:
         """The matrix it stands for, ``[M, M]`` or ``[H, M, M]``; ``blocks`` is M where ``grid`` is None.
@@ -95,12 +107,21 @@ class ExponentialMixing:
         assert exponent is not None
         return (self.amplitude[..., None, None] * (-exponent).exp()).sum(-3)
 
-    def mix(self, summary: Tensor, causal: bool) -> Tensor:
-        """Summaries mixed, ``[B, H, M, W]`` to the same; causal: earlier blocks only, without the block itself.
+    def matrix(self, blocks: int) -> Tensor:
+        """See :meth:`Mixing.matrix`."""
+        return self.dense(blocks if self.grid is None else None)
 
-        The cost is O(M R W) (times a group or the length of an axis), never O(M^2 W).
-        """
-        amplitude, decay = (x if self.heads else x[None] for x in (self.amplitude, self.decay))
+    def own(self, index: slice | Tensor, blocks: int) -> Tensor:
+        """``[1]`` or ``[H, 1]``: the sum of the amplitudes, for every block."""
+        return self.amplitude.sum(-1, keepdim=True)
+
+    def _per_head(self) -> tuple[Tensor, Tensor]:
+        """Amplitude and decay with an axis of heads, of length 1 where they are shared."""
+        return (self.amplitude, self.decay) if self.heads else (self.amplitude[None], self.decay[None])
+
+    def mix(self, summary: Tensor, causal: bool) -> Tensor:
+        """See :meth:`Mixing.mix`; the cost is O(M R W) (times a group or the length of an axis), never O(M^2 W)."""
+        amplitude, decay = self._per_head()
         if causal:
             return _earlier(summary, amplitude, decay)
         if self.grid is None:
@@ -110,6 +131,72 @@ class ExponentialMixing:
         if self.terms * sum(self.grid) > prod(self.grid):
             return torch.einsum("hib,nhbw->nhiw", self.dense().expand(summary.shape[1], -1, -1), summary)
         return _separable(summary, amplitude, decay, self.grid)
+
+    @property
+    def running_sums(self) -> int:
+        """R: a sum for each term stands for all finished blocks."""
+        return self.terms
+
+    def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
+        """See :meth:`Mixing.make_room`; running sums are always copied."""
+        return finished.clone()
+
+    def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor) -> None:
+        """See :meth:`Mixing.append`."""
+        count = summary.shape[2]
+        decay = self.decay.reshape(1, -1, self.terms, 1)
+        age = torch.arange(count - 1, -1, -1, device=finished.device, dtype=finished.dtype)
+        finished[rows] = (-decay * count).exp() * as_it_is(finished[rows]) + (-decay * age).exp() @ summary
+
+    def read(self, finished: Tensor, block: int) -> Tensor:
+        """See :meth:`Mixing.read`."""
+        weights = (self.amplitude * (-self.decay).exp()).reshape(1, -1, 1, self.terms)
+        return (weights @ finished).squeeze(2)
+
+    def mix_after(self, finished: Tensor, summary: Tensor, first: int) -> Tensor:
+        """See :meth:`Mixing.mix_after`."""
+        age = torch.arange(1, summary.shape[2] + 1, device=summary.device, dtype=summary.dtype)
+        decay, amplitude = (x.reshape(1, -1, 1, self.terms) for x in (self.decay, self.amplitude))
+        return self.mix(summary, causal=True) + (amplitude * (-decay * age[:, None]).exp()) @ finished
+
+    @property
+    def boundary_sums(self) -> int | None:
+        """See :attr:`Mixing.boundary_sums`; over a grid summaries are exchanged."""
+        return self.terms if self.grid is None else None
+
+    def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
+        """See :meth:`Mixing.mix_share`: own blocks by running sums, other processes by a sum for each term and side."""
+        if self.grid is not None:
+            return super().mix_share(summary, causal, shares, every)
+        flat = summary.flatten(3)
+        amplitude, decay = self._per_head()
+        bounds, rank = shares.shares, shares.rank
+        blocks, processes, terms = flat.shape[2], len(bounds) - 1, self.terms
+        index = torch.arange(blocks, device=flat.device, dtype=flat.dtype)
+        mixed = self.mix(flat, causal) if blocks else flat
+        sums = (-decay[..., None] * (blocks - index)).exp() @ flat  # [B, H, R, W], as seen from the next process
+        if not causal:
+            sums = torch.cat([sums, (-decay[..., None] * (index + 1)).exp() @ flat], 2)
+        gathered = shares.gather(finite_(sums), [sums.shape[2]] * processes).unflatten(2, (processes, -1))
+        first, last = shares.own
+        from_left = [first - bounds[p + 1] if p < rank else None for p in range(processes)]
+        reading = amplitude[:, None] * (-decay[:, None] * index[:, None]).exp()  # [H, m, R]
+        mixed = mixed + reading @ _faded(gathered[..., :terms, :], decay, from_left)
+        if not causal:
+            from_right = [bounds[p] - last if p > rank else None for p in range(processes)]
+            reading = amplitude[:, None] * (-decay[:, None] * (blocks - 1 - index)[:, None]).exp()
+            mixed = mixed + reading @ _faded(gathered[..., terms:, :], decay, from_right)
+        return mixed.view(summary.shape)
+
+    def fused(self, blocks: int, causal: bool, form: str) -> tuple[str, list[Tensor]]:
+        """See :meth:`Mixing.fused`: running sums in the causal chunked form, else the matrix."""
+        if not causal or form != "chunked":
+            return super().fused(blocks, causal, form)
+        return "exponential", [x.contiguous() for x in self._per_head()]
+
+    def work(self, blocks: int, causal: bool, fused: bool) -> int:
+        """See :meth:`Mixing.work`; the fused kernels apply the matrix unless causal."""
+        return blocks if fused and not causal else min(blocks, GROUP + 2 * self.terms)
 
     @classmethod
     def fit(
@@ -140,33 +227,36 @@ class ExponentialMixing:
             The mixing, float32, and the explained variance (R^2: 1 - residual / variance about the mean; about zero where
             all coefficients are alike), a scalar or ``[H]``.
         """
-        return _fit(cls, mixing, terms, grid, causal, any_row_scale, steps)
+        amplitude, decay, explained = fit_exponentials(mixing, terms, grid, causal, any_row_scale, steps)
+        return cls(amplitude, decay, grid), explained
 
 
-def _flatten(mixing: ExponentialMixing) -> tuple[list[Tensor], tuple[int, ...] | None]:
-    return [mixing.amplitude, mixing.decay], mixing.grid
+def _check_decay(decay: Tensor) -> None:
+    """On an accelerator, and while torch traces, the device itself checks, and nobody waits for it."""
+    message = "the decays of ExponentialMixing must be finite and not negative"
+    if decay.is_meta:
+        return
+    sound = ((decay >= 0) & (decay < torch.inf)).all()
+    if decay.device.type != "cpu" or torch.compiler.is_compiling() or type(sound) is not Tensor:
+        torch._assert_async(sound, message)
+    elif not sound:
+        raise ValueError(f"{message}, got {decay.flatten()[:8].tolist()}")
 
 
-def _unflatten(children: Iterable[Any], grid: Any) -> ExponentialMixing:
-    amplitude, decay = children
-    return ExponentialMixing(amplitude, decay, grid)
+def _faded(sums_BHPRW: Tensor, decay: Tensor, gaps: Sequence[int | None]) -> Tensor:
+    """Boundary sums of all processes, each faded over the blocks in between; None for a process that does not count.
 
-
-pytree.register_pytree_node(
-    ExponentialMixing,
-    _flatten,
-    _unflatten,
-    serialized_type_name="mhla_kernels.ExponentialMixing",
-    flatten_with_keys_fn=lambda mixing: (
-        [(pytree.GetAttrKey("amplitude"), mixing.amplitude), (pytree.GetAttrKey("decay"), mixing.decay)],
-        mixing.grid,
-    ),
-)
+    Such a one gets the weight zero, not left out: every process takes part in the collective of the backward pass.
+    """
+    gap = torch.tensor([gap or 0 for gap in gaps], device=decay.device, dtype=decay.dtype)
+    counts = torch.tensor([gap is not None for gap in gaps], device=decay.device, dtype=decay.dtype)
+    weights = (-decay[:, None] * gap[:, None]).exp() * counts[:, None]  # [H, P, R]
+    return (weights[..., None] * sums_BHPRW).sum(2)
 
 
 def _distance(length: int, like: Tensor) -> Tensor:
-    place = torch.arange(length, device=like.device, dtype=like.dtype)
-    return (place[:, None] - place[None, :]).abs()
+    index = torch.arange(length, device=like.device, dtype=like.dtype)
+    return (index[:, None] - index[None, :]).abs()
 
 
 def _kernel(amplitude: Tensor, decay: Tensor, distance: Tensor) -> Tensor:
@@ -193,8 +283,8 @@ def _earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
     whole = groups * group == blocks
     x = summary if whole else F.pad(summary, (0, 0, 0, groups * group - blocks))
     x = x.reshape(-1, group, width)
-    place = torch.arange(group, device=summary.device, dtype=summary.dtype)
-    within = _kernel(amplitude, decay, (place[:, None] - place[None, :]).abs()).tril(-1)
+    index = torch.arange(group, device=summary.device, dtype=summary.dtype)
+    within = _kernel(amplitude, decay, (index[:, None] - index[None, :]).abs()).tril(-1)
 
     def everywhere(matrix: Tensor) -> Tensor:
         return matrix[None, :, None].expand(batch, heads, groups, *matrix.shape[-2:]).flatten(0, 2)
@@ -202,8 +292,8 @@ def _earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
     if groups == 1:
         out = torch.bmm(everywhere(within), x)
     else:
-        reading = amplitude[:, None] * (-decay[:, None] * (place[:, None] + 1)).exp()  # [H, G, R]
-        writing = (-decay[..., None] * (group - 1 - place)).exp()  # [H, R, G]
+        reading = amplitude[:, None] * (-decay[:, None] * (index[:, None] + 1)).exp()  # [H, G, R]
+        writing = (-decay[..., None] * (group - 1 - index)).exp()  # [H, R, G]
         sums = torch.bmm(everywhere(writing), x).view(batch, heads, groups, -1, width).transpose(2, 3).flatten(1, 2)
         before = F.pad(finite_(sums)[:, :, :-1], (0, 0, 1, 0))  # [B, H R, groups, W]
         fading = (group * decay).expand(heads, -1).reshape(-1, 1)
@@ -227,92 +317,3 @@ def _separable(summary: Tensor, amplitude: Tensor, decay: Tensor, grid: tuple[in
             x = (weight[None, :, None] @ lines).reshape(shape)
         out = out + amplitude[:, term, None, None] * x
     return out
-
-
-def _fit(
-    cls: type[ExponentialMixing],
-    mixing: Tensor,
-    terms: int,
-    grid: tuple[int, ...] | None,
-    causal: bool,
-    any_row_scale: bool,
-    steps: int,
-) -> tuple[ExponentialMixing, Tensor]:
-    if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2] or mixing.numel() == 0:
-        raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M]")
-    if not torch.isfinite(mixing).all():
-        raise ValueError("mixing holds numbers that are not finite")
-    if terms < 1:
-        raise ValueError(f"terms={terms} must be positive")
-    if causal and grid is not None:
-        raise ValueError("causal mixing is over a sequence; leave grid out")
-    size = mixing.shape[-1]
-    axes = grid or (size,)
-    if prod(axes) != size:
-        raise ValueError(f"grid={grid} has {prod(axes)} blocks, but mixing is for {size}")
-    target = mixing.detach().double().reshape(-1, size, size)
-    counts = torch.ones(size, size, dtype=torch.bool, device=mixing.device)
-    if causal:
-        counts = counts.tril()
-    wanted = target[:, counts]  # [H, n]
-    where = torch.cartesian_prod(*(torch.arange(length, device=mixing.device) for length in axes)).view(size, -1)
-    distance = (where[:, None] - where[None, :]).abs().double()[counts]  # [n, A]
-
-    with torch.enable_grad(), torch.inference_mode(False):
-        heads, spread = len(wanted), max(axes)
-        start = torch.logspace(-2, 0.7, terms, dtype=torch.float64, device=mixing.device) * 8 / min(8, spread)
-        log_decay = start.log()[None, :, None].repeat(heads, 1, len(axes)).requires_grad_()
-        optimizer = torch.optim.Adam([log_decay], lr=0.05)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        wanted, distance = wanted.clone(), distance.clone()
-        amplitude = torch.ones(heads, terms, dtype=torch.float64, device=mixing.device)
-        row = torch.arange(size, device=mixing.device)[:, None].expand(size, size)[counts]
-        scale = torch.ones_like(wanted)
-        for _ in range(steps):
-            features = scale[..., None] * (-distance @ log_decay.exp().transpose(-1, -2)).exp()  # [H, n, R]
-            amplitude = _nonnegative_least_squares(features.detach(), wanted, amplitude, sweeps=2)
-            fitted = (features @ amplitude[..., None]).squeeze(-1)
-            optimizer.zero_grad()
-            (wanted - fitted).square().sum().backward()
-            optimizer.step()
-            schedule.step()
-            if any_row_scale:
-                scale = _row_scales(wanted, fitted.detach() / scale, row, size)
-    features = scale[..., None] * (-distance @ log_decay.detach().exp().transpose(-1, -2)).exp()
-    amplitude = _nonnegative_least_squares(features, wanted, amplitude, sweeps=500)
-    residual = (wanted - (features @ amplitude[..., None]).squeeze(-1)).square().sum(-1)
-    variance = (wanted - wanted.mean(-1, keepdim=True)).square().sum(-1)
-    square = wanted.square().sum(-1)
-    variance = torch.where(variance > 1e-9 * square, variance, square)  # all alike: nothing varies about the mean
-    explained = torch.where(variance > 0, 1 - residual / variance, 1.0).float()
-    decay = log_decay.detach().exp()
-    if grid is None:
-        decay = decay.squeeze(-1)
-    if mixing.dim() == 2:
-        amplitude, decay, explained = amplitude[0], decay[0], explained[0]
-    return cls(amplitude.float(), decay.float(), grid), explained
-
-
-def _row_scales(wanted: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tensor:
-    """The factor of each row that brings ``fitted`` nearest to ``wanted`` (both ``[H, n]``), of mean 1, ``[H, n]``."""
-    zeros = wanted.new_zeros(len(wanted), size)
-    along = zeros.index_add(1, row, wanted * fitted)
-    scale = along / zeros.index_add(1, row, fitted.square()).clamp(min=1e-300)
-    scale = scale / scale.mean(-1, keepdim=True).clamp(min=1e-300)
-    return scale[:, row]
-
-
-def _nonnegative_least_squares(features: Tensor, wanted: Tensor, start: Tensor, sweeps: int) -> Tensor:
-    """``argmin_{a >= 0} |features a - wanted|`` for each head, by coordinate descent on the normal equations.
-
-    ``features`` ``[H, n, R]``, ``wanted`` ``[H, n]``, ``start`` ``[H, R]``; ``[H, R]``.
-    """
-    gram = features.transpose(-1, -2) @ features
-    right = (features.transpose(-1, -2) @ wanted[..., None]).squeeze(-1)
-    ridge = 1e-12 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-    amplitude = start.clone()
-    for _ in range(sweeps):
-        for term in range(right.shape[-1]):
-            rest = (gram[:, term] * amplitude).sum(-1) - gram[:, term, term] * amplitude[:, term]
-            amplitude[:, term] = ((right[:, term] - rest) / (gram[:, term, term] + ridge)).clamp(min=0)
-    return amplitude

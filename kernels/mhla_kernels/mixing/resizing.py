@@ -99,8 +99,8 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
     beyond = torch.arange(1, blocks - size + 1, device=mixing.device, dtype=torch.float64)
     continued = torch.cat([profile, _tail(profile, beyond, tail)], -1)  # [..., blocks]
 
-    place = torch.arange(blocks, device=mixing.device)
-    distance = place[size:, None] - place
+    index = torch.arange(blocks, device=mixing.device)
+    distance = index[size:, None] - index
     rows = torch.where(distance >= 0, continued[..., distance.clamp(min=0)], 0)
     total = rows.sum(-1, keepdim=True)
     rows = torch.where(total > 0, rows / total, 0) * sums[..., half:, :].mean(-2, keepdim=True)

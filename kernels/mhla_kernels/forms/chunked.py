@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mhla_kernels.blocks import BlockPartition, is_dynamic
-from mhla_kernels.exponential import ExponentialMixing
 from mhla_kernels.finite import finite_
+from mhla_kernels.mixing import DenseMixing, Mixing
 from mhla_kernels.normalizer import divide
 
 TILE = 128
@@ -30,15 +30,15 @@ TILE = 128
 
 @dataclass
 class Mixer:
-    """Mixing coefficients of either kind, applied to block summaries, sequence by sequence where rows are packed.
+    """Mixing coefficients applied to block summaries, sequence by sequence where rows are packed.
 
     Attributes:
-        mixing: ``[M, M]``, ``[H, M, M]`` or the exponential kind.
+        mixing: the coefficients.
         own: m[i, i] of every block, ``[M]`` or ``[H, M]`` (the last axis may be 1).
         sequences: see :class:`BlockPartition`.
     """
 
-    mixing: Tensor | ExponentialMixing
+    mixing: Mixing
     own: Tensor
     sequences: tuple[tuple[int, int], ...] | None = None
 
@@ -46,22 +46,19 @@ class Mixer:
         """Mixed summaries ``[B, H, M, ...]``; causal: those of earlier blocks only."""
         flat = summary.flatten(3)
         if self.sequences is None:
-            mixed = _mix(self.mixing, flat, causal)
+            mixed = self.mixing.mix(flat, causal)
         else:
-            mixed = torch.cat([_mix(self.mixing, flat[:, :, a:b], causal) for a, b in self.sequences], 2)
+            mixed = torch.cat([self.mixing.mix(flat[:, :, a:b], causal) for a, b in self.sequences], 2)
         return mixed.view(summary.shape)
 
 
-def make_mixer(mixing: Tensor | ExponentialMixing, blocks: BlockPartition) -> Mixer:
+def make_mixer(mixing: Mixing, blocks: BlockPartition) -> Mixer:
     """The mixer for a partition. Packed rows whose bounds the CPU does not know get one masked matrix for all of them."""
-    if isinstance(mixing, ExponentialMixing):
-        if not is_dynamic(blocks.blocks) and (blocks.local is None or blocks.sequences is not None):
-            return Mixer(mixing, mixing.amplitude.sum(-1, keepdim=True), blocks.sequences)
-        mixing = mixing.dense(blocks.blocks if mixing.grid is None else None)
-    if blocks.local is not None and blocks.sequences is not None:
-        return Mixer(mixing, mixing.diagonal(dim1=-2, dim2=-1)[..., blocks.local], blocks.sequences)
-    mixing = blocks.expand_mixing(mixing)
-    return Mixer(mixing, mixing.diagonal(dim1=-2, dim2=-1))
+    if is_dynamic(blocks.blocks) or (blocks.local is not None and blocks.sequences is None):
+        mixing = DenseMixing(blocks.expand_mixing(mixing.matrix(blocks.blocks)))
+        return Mixer(mixing, mixing.own(slice(None), blocks.blocks))
+    index = slice(blocks.blocks) if blocks.local is None else blocks.local
+    return Mixer(mixing, mixing.own(index, blocks.blocks), blocks.sequences)
 
 
 def chunked(
@@ -81,19 +78,6 @@ def chunked(
         return out * scale
     assert normalizer is not None
     return divide(out, normalizer[..., None], eps)
-
-
-def _mix(mixing: Tensor | ExponentialMixing, summary_BHMW: Tensor, causal: bool) -> Tensor:
-    """Summaries mixed over the blocks; dense: one batched GEMM, which torch would otherwise fold with two copies."""
-    batch, heads, blocks, _ = summary_BHMW.shape
-    if isinstance(mixing, ExponentialMixing):
-        return mixing.mix(summary_BHMW, causal)
-    if not is_dynamic(blocks):
-        mixing = mixing[..., :blocks, :blocks]
-    if causal:
-        mixing = mixing.tril(-1)
-    coefficients = mixing.expand(batch, heads, blocks, blocks).reshape(batch * heads, blocks, blocks)
-    return torch.bmm(coefficients, summary_BHMW.flatten(0, 1)).view_as(summary_BHMW)
 
 
 def _bidirectional(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,1 @@
+"""The forms of the operator in PyTorch, and the choice between them."""

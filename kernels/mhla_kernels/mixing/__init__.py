@@ -1,0 +1,38 @@
+"""Mixing coefficients: one file for each kind, behind the protocol :class:`Mixing`."""
+
+from torch import Tensor
+
+from mhla_kernels.mixing.base import BlockShares, Mixing, Rows, as_it_is
+from mhla_kernels.mixing.dense import DenseMixing
+from mhla_kernels.mixing.exponential import ExponentialMixing
+from mhla_kernels.mixing.resizing import extend_mixing, resize_mixing
+
+MixingLike = Tensor | Mixing
+"""What the public functions take: a tensor of dense coefficients, or a kind of its own."""
+
+
+def as_mixing(mixing: MixingLike) -> Mixing:
+    """A tensor as :class:`DenseMixing`; a kind as it is.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(mixing, Mixing):
+        return mixing
+    if isinstance(mixing, Tensor):
+        return DenseMixing(mixing)
+    raise TypeError(f"mixing is {type(mixing).__name__}; give a tensor [M, M] or [H, M, M], or a kind of Mixing")
+
+
+__all__ = [
+    "BlockShares",
+    "DenseMixing",
+    "ExponentialMixing",
+    "Mixing",
+    "MixingLike",
+    "Rows",
+    "as_it_is",
+    "as_mixing",
+    "extend_mixing",
+    "resize_mixing",
+]

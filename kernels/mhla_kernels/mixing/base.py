@@ -1,0 +1,222 @@
+"""What the operator asks of mixing coefficients: a new kind is one class with its tensors and its matrix.
+
+Shape letters: B batch, H heads, M blocks, W numbers of a summary, R running sums.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from mhla_kernels.blocks import is_dynamic
+
+Rows = slice | Tensor
+"""Rows of a batch: all of them, or their indices."""
+
+
+class BlockShares(Protocol):
+    """The processes that share a sequence, for mixing across them; see :mod:`mhla_kernels.sequence_parallel`."""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """First block of each process, and M."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """First block of this process, and the end of its blocks."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """Number of blocks of each process."""
+
+    def gather(self, share: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The shares ``[B, H, length, ...]`` of all processes in a row."""
+
+
+class Mixing(ABC):
+    """Mixing coefficients ``m[i, j]``: how query block i weighs the summary of block j.
+
+    A kind is a frozen dataclass that derives from this class, names the fields that hold its tensors in ``learned`` and
+    defines :meth:`matrix`. Every other method has a default that applies the matrix; a kind overrides those for which it
+    knows a cheaper way. Kinds are pytrees of their tensors.
+    """
+
+    learned: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        pytree.register_pytree_node(
+            cls,
+            _flatten,
+            partial(_unflatten, cls),
+            serialized_type_name=f"{cls.__module__.partition('.')[0]}.{cls.__name__}",
+            flatten_with_keys_fn=_flatten_with_keys,
+        )
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The learned tensors by name."""
+        return {name: getattr(self, name) for name in self.learned}
+
+    def to(self, dtype: torch.dtype) -> Self:
+        """The same coefficients with all tensors in ``dtype``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return type(self)(**values | {name: x.to(dtype) for name, x in self.tensors.items()})
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+    @property
+    def heads(self) -> int | None:
+        """H, or None where all heads share the coefficients."""
+        return None
+
+    @property
+    def blocks(self) -> int | None:
+        """M of the largest grid or longest sequence that the coefficients are for; None for any length."""
+        return None
+
+    def check(self, heads: int, causal: bool) -> None:
+        """Check values and shapes for attention of ``heads`` heads.
+
+        Raises:
+            ValueError: naming what does not fit.
+            TypeError: for tensors of another dtype.
+        """
+        if self.heads not in (None, heads):
+            raise ValueError(f"mixing is for {self.heads} heads; q has H = {heads}")
+
+    @abstractmethod
+    def matrix(self, blocks: int) -> Tensor:
+        """The matrix ``[M, M]`` or ``[H, M, M]``, for at least ``blocks`` blocks, or for as many as there are coefficients."""
+
+    def own(self, index: slice | Tensor, blocks: int) -> Tensor:
+        """m[i, i] of some blocks: ``[n]`` or ``[H, n]``, n being 1 where all blocks have the same.
+
+        Args:
+            index: of the blocks.
+            blocks: a bound that the indices stay below.
+        """
+        return self.matrix(blocks).diagonal(dim1=-2, dim2=-1)[..., index]
+
+    def mix(self, summary: Tensor, causal: bool) -> Tensor:
+        """Summaries mixed, ``[B, H, M, W]`` to the same; causal: earlier blocks only, without the block itself.
+
+        By default one batched GEMM, since torch would fold a broadcast matrix with two copies.
+        """
+        batch, heads, blocks, _ = summary.shape
+        weights = self.matrix(blocks)
+        if not is_dynamic(blocks):
+            weights = weights[..., :blocks, :blocks]
+        if causal:
+            weights = weights.tril(-1)
+        weights = weights.expand(batch, heads, blocks, blocks).reshape(batch * heads, blocks, blocks)
+        return torch.bmm(weights, summary.flatten(0, 1)).view_as(summary)
+
+    # Generation: a state keeps the summaries of all finished blocks, or running sums of them.
+
+    @property
+    def running_sums(self) -> int | None:
+        """R, where a fixed number of running sums stands for the finished blocks; None keeps every summary."""
+        return None
+
+    def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
+        """Finished summaries that may be written to, with room for ``blocks`` of them.
+
+        Where they are owned, a block is appended in place: states that share them have fewer blocks, and do not see it.
+        """
+        if finished.shape[2] >= blocks:
+            return finished if owned else finished.clone()
+        room = max(blocks, 2 * finished.shape[2]) if owned else blocks
+        return F.pad(finished, (0, 0, 0, room - finished.shape[2]))
+
+    def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor) -> None:
+        """Add finished blocks ``[B, H, M, W]``, ``first`` and those after it, to the ones of ``rows``, in place."""
+        finished[rows, :, first : first + summary.shape[2]] = summary
+
+    def read(self, finished: Tensor, block: int) -> Tensor:
+        """``[B, H, W]``: the mixture of the finished blocks that block ``block``, now open, sees."""
+        weights = self.matrix(block + 1)[..., block, :block].reshape(1, -1, 1, block)
+        return (weights @ finished[:, :, :block]).squeeze(2)
+
+    def mix_after(self, finished: Tensor, summary: Tensor, first: int) -> Tensor:
+        """Causal mixing of blocks ``[B, H, M, W]``, ``first`` and those after it, that follow finished ones."""
+        blocks = summary.shape[2]
+        rows = self.matrix(first + blocks)[..., first : first + blocks, :]
+        inside = rows[..., first : first + blocks].tril(-1)
+        known = inside.shape[-1]
+        mixed = inside @ summary[:, :, :known] + rows[..., :first] @ finished[:, :, :first]
+        return F.pad(mixed, (0, 0, 0, blocks - known))
+
+    # Sequence parallelism: processes hold ranges of blocks.
+
+    @property
+    def boundary_sums(self) -> int | None:
+        """R, where processes exchange that many sums for each side; None where they exchange summaries."""
+        return None
+
+    def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
+        """Mixing of this process's blocks ``[B, H, m, ...]`` with those of all processes.
+
+        Args:
+            summary: of this process's blocks.
+            causal: whether only earlier blocks count, without the block itself.
+            shares: of all processes.
+            every: summaries of all blocks ``[B, H, M, ...]`` where they are known already; else they are gathered.
+        """
+        if every is None:
+            every = shares.gather(summary, shares.blocks)
+        batch, heads, blocks = every.shape[:3]
+        first, last = shares.own
+        rows = self.matrix(blocks)[..., first:last, :blocks]
+        if causal:
+            rows = rows.tril(first - 1)
+        rows = rows.expand(batch, heads, *rows.shape[-2:]).reshape(batch * heads, *rows.shape[-2:])
+        mixed = torch.bmm(rows, every.reshape(batch * heads, blocks, -1))
+        return mixed.view(summary.shape)
+
+    # The choice between forms, and the fused kernels.
+
+    def fused(self, blocks: int, causal: bool, form: str) -> tuple[str, list[Tensor]]:
+        """The fused kernels' name for the kind (a key of ``triton_backend.mixers.MIXERS``), and the tensors they take.
+
+        The tensors have heads as their first axis, of length 1 where they are shared; the weights are linear in the
+        first one. The default applies the matrix.
+        """
+        matrix = self.matrix(blocks)
+        return "dense", [matrix if matrix.dim() == 3 else matrix[None]]
+
+    def work(self, blocks: int, causal: bool, fused: bool) -> int:
+        """Summaries that are added up for each of ``blocks`` blocks, for the choice of the cheaper form."""
+        return blocks
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    """``x``, or a copy where a backward pass may want it as it is now."""
+    return x.clone() if torch.is_grad_enabled() else x
+
+
+def _flatten(mixing: Mixing) -> tuple[list[Tensor], tuple[tuple[str, Any], ...]]:
+    others = (field.name for field in fields(mixing) if field.name not in mixing.learned)  # type: ignore[arg-type]
+    return list(mixing.tensors.values()), tuple((name, getattr(mixing, name)) for name in others)
+
+
+def _flatten_with_keys(mixing: Mixing) -> tuple[list[tuple[Any, Tensor]], tuple[tuple[str, Any], ...]]:
+    leaves, context = _flatten(mixing)
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(mixing.learned, leaves, strict=True)], context
+
+
+def _unflatten(cls: type[Mixing], leaves: Iterable[Any], context: Any) -> Mixing:
+    return cls(**dict(zip(cls.learned, leaves, strict=True)), **dict(context))

@@ -1,0 +1,47 @@
+"""Dense coefficients: one number for each pair of blocks, applied as a matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mhla_kernels.mixing.base import Mixing
+
+
+@dataclass(frozen=True)
+class DenseMixing(Mixing):
+    """A matrix of coefficients; what the operator makes of a plain tensor.
+
+    Args:
+        mixing: ``[M, M]`` for all heads, or ``[H, M, M]``, in floating point.
+    """
+
+    learned = ("mixing",)
+    mixing: Tensor
+
+    def __str__(self) -> str:
+        return "dense mixing"
+
+    @property
+    def heads(self) -> int | None:
+        """See :attr:`Mixing.heads`."""
+        return len(self.mixing) if self.mixing.dim() == 3 else None
+
+    @property
+    def blocks(self) -> int:
+        """See :attr:`Mixing.blocks`."""
+        return self.mixing.shape[-1]
+
+    def check(self, heads: int, causal: bool) -> None:
+        """See :meth:`Mixing.check`."""
+        matrix = self.mixing
+        if not matrix.is_floating_point():
+            raise TypeError(f"mixing is {matrix.dtype}; it must be floating point, best float32")
+        square = matrix.dim() in (2, 3) and matrix.shape[-1] == matrix.shape[-2] and matrix.numel() > 0
+        if not square or self.heads not in (None, heads):
+            raise ValueError(f"mixing has shape {list(matrix.shape)}; it must be [M, M] or [H, M, M] with H = {heads}")
+
+    def matrix(self, blocks: int) -> Tensor:
+        """All coefficients, however many blocks are asked for."""
+        return self.mixing
