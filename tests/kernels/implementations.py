@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from mhla_kernels import ExponentialMixing, mhla_attention
 from mhla_kernels.triton_backend import config
+from toeplitz import Toeplitz
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,13 +22,16 @@ IMPLEMENTATIONS = (*TORCH, *TRITON)
 def attend(implementation: str, *tensors: Tensor, **options: Any) -> Tensor:
     """:func:`mhla_attention` by backend and form; tensors are brought to the device and the result back, with gradients.
 
-    A fifth tensor is the decay of an exponential mixing, whose amplitude the fourth one is then.
+    A fifth tensor is the decay of an exponential mixing, whose amplitude the fourth one is then; ``toeplitz`` takes the
+    fourth as the weights of a kind from outside the package.
     """
     backend, form = implementation.split()
     q, k, v, mixing, *decay = (x.to(DEVICE) for x in tensors)
     moved = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in options.items()}
     grid = moved.pop("grid", None)
-    coefficients = ExponentialMixing(mixing, decay[0], grid) if decay else mixing
+    coefficients: Any = ExponentialMixing(mixing, decay[0], grid) if decay else mixing
+    if moved.pop("toeplitz", False):
+        coefficients = Toeplitz(mixing)
     return mhla_attention(q, k, v, coefficients, form=form, backend=backend, **moved).cpu()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -12,19 +13,20 @@ from mhla_kernels import ExponentialMixing, mhla_attention, mhla_prefill, mhla_s
 from mhla_kernels.forms import chunked
 from mhla_kernels.mixing import exponential
 from mhla_kernels.state import MHLAState
+from toeplitz import Toeplitz
 from torch import Tensor
 
 FACTORS = ({"qkv": 1e5}, {"qkv": 1e15}, {"v": 3e37})
 """What later queries, keys and values are multiplied by. Gradients are of outputs that are finite, like the later ones."""
 
 SIZES = {"small blocks": (61, 7), "long blocks": (150, 60), "one block": (75, 80)}
+INTERPRETED_SIZES = {"triton parallel": ("small blocks",), "triton chunked": ("small blocks", "long blocks")}
 CASES = [
     (implementation, kind, size, normalize)
     for implementation, kind, size, normalize in product(
-        IMPLEMENTATIONS, ("dense", "exponential"), SIZES, (True, False)
+        IMPLEMENTATIONS, ("dense", "exponential", "toeplitz"), SIZES, (True, False)
     )
-    if implementation in TORCH
-    or (size == "small blocks" if implementation == "triton parallel" else size != "one block")
+    if implementation in TORCH or (kind != "toeplitz" and size in INTERPRETED_SIZES[implementation])
 ]
 PACKED = [0, 0, 20, 33, 61]
 
@@ -36,7 +38,13 @@ def problem(kind: str, tokens: int, blocks: int, signed: bool) -> tuple[Tensor, 
     v = torch.randn(1, tokens, 2, 3)
     if kind == "dense":
         return q, k, v, torch.rand(2, blocks, blocks) + 0.05
+    if kind == "toeplitz":
+        return q, k, v, torch.rand(2, blocks) + 0.05
     return q, k, v, torch.rand(2, 3) + 0.05, torch.rand(2, 3) + 0.02
+
+
+def make_mixing(kind: str, tensors: Sequence[Tensor]) -> Any:
+    return {"dense": lambda matrix: matrix, "exponential": ExponentialMixing, "toeplitz": Toeplitz}[kind](*tensors)
 
 
 def spoilt(tensors: tuple[Tensor, ...], last: int, factors: dict[str, float]) -> tuple[Tensor, ...]:
@@ -88,7 +96,12 @@ def test_the_future_does_not_change_the_past(implementation: str, kind: str, siz
     if interpreted and size == "long blocks":
         tokens = 100
     tensors = problem(kind, tokens, -(-tokens // block_size), signed=not normalize)
-    options: dict[str, Any] = {"causal": True, "normalize": normalize, "block_size": block_size}
+    options: dict[str, Any] = {
+        "causal": True,
+        "normalize": normalize,
+        "block_size": block_size,
+        "toeplitz": kind == "toeplitz",
+    }
     with small_tiles():
         check(
             lambda *x: attend(implementation, *x, **options),
@@ -121,12 +134,12 @@ def test_nor_at_the_size_at_which_long_blocks_are_walked_in_tiles() -> None:
 
 @pytest.mark.usefixtures("_short_runs")
 @pytest.mark.parametrize("normalize", [True, False], ids=["normalized", "plain"])
-@pytest.mark.parametrize("kind", ["dense", "exponential"])
+@pytest.mark.parametrize("kind", ["dense", "exponential", "toeplitz"])
 def test_nor_through_a_state(kind: str, normalize: bool) -> None:
     """Cut anywhere: a prefill, a prefill that goes on inside a block, and one with rows of their own lengths."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, *mixing: Tensor, cut: int) -> Tensor:
-        coefficients = ExponentialMixing(*mixing) if len(mixing) == 2 else mixing[0]
+        coefficients = make_mixing(kind, mixing)
         options: dict[str, Any] = {"block_size": 40, "normalize": normalize}
         first, state = mhla_prefill(*(x[:, :cut] for x in (q, k, v)), coefficients, **options)
         rest, _ = mhla_prefill(*(x[:, cut:] for x in (q, k, v)), coefficients, state=state, **options)
@@ -137,10 +150,10 @@ def test_nor_through_a_state(kind: str, normalize: bool) -> None:
         check(lambda *x, cut=cut: run(*x, cut=cut), tensors, [20, 85, 100, 148], FACTORS[1:])
 
 
-@pytest.mark.parametrize("kind", ["dense", "exponential"])
+@pytest.mark.parametrize("kind", ["dense", "exponential", "toeplitz"])
 def test_nor_what_a_state_handed_in_goes_on_to_be(kind: str) -> None:
     q, k, v, *mixing = problem(kind, 30, 8, signed=False)
-    coefficients = ExponentialMixing(*mixing) if len(mixing) == 2 else mixing[0]
+    coefficients = make_mixing(kind, mixing)
     _, state = mhla_prefill(q[:, :20], k[:, :20], v[:, :20], coefficients, block_size=5)
     kept = [x.clone() for x in (state.finished, state.open, state.mixture)]
     branch: MHLAState = state

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from implementations import DEVICE, IMPLEMENTATIONS, TORCH, TRITON, attend, small_tiles
 from mhla_kernels import ExponentialMixing, attention_matrix, mhla_attention
 from oracle import equal_starts, exponential_matrix, oracle, packed_starts, relative_error
+from toeplitz import toeplitz_matrix
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,7 +37,7 @@ class Case:
     masked: bool
     layout: str
     relu: bool
-    terms: int
+    mixing: str
     seed: int
 
 
@@ -55,7 +56,7 @@ def random_cases(tokens: int, heads: int) -> st.SearchStrategy[Case]:
         masked=st.booleans(),
         layout=st.sampled_from(["equal", "equal", "uneven", "packed"]),
         relu=st.booleans(),
-        terms=st.sampled_from([0, 0, 1, 3]),
+        mixing=st.sampled_from(["dense", "dense", "exponential", "toeplitz"]),
         seed=st.integers(0, 2**16),
     )
 
@@ -89,13 +90,17 @@ def build(case: Case) -> tuple[tuple[Tensor, ...], dict[str, Any], list[list[int
         blocks = len(starts[0]) - 1
     size = blocks + int(case.causal) * 2
     per_head = [case.heads] if case.per_head else []
-    if case.terms:
-        mixing = [torch.rand(*per_head, case.terms, generator=draw) + 0.05 for _ in range(2)]
+    check = {"causal": case.causal, "normalize": case.normalize, "toeplitz": case.mixing == "toeplitz"}
+    options["toeplitz"] = case.mixing == "toeplitz"
+    if case.mixing == "exponential":
+        terms = 1 + case.seed % 3
+        mixing = [torch.rand(*per_head, terms, generator=draw) + 0.05 for _ in range(2)]
+    elif case.mixing == "toeplitz":
+        mixing = [torch.rand(*per_head, 1 + case.seed % (size + 2), generator=draw) + 0.05]
     else:
         mixing = [torch.rand(*per_head, size, size, generator=draw) + 0.05]
     q, k = (torch.rand(batch, n, case.heads, case.key_width, generator=draw) + 0.05 for _ in range(2))
     v = torch.randn(batch, n, case.heads, case.value_width, generator=draw)
-    check = {"causal": case.causal, "normalize": case.normalize}
     if case.relu:
         shift = torch.tensor(
             [0.0] + [0.3] * (case.key_width - 1)
@@ -109,13 +114,15 @@ def build(case: Case) -> tuple[tuple[Tensor, ...], dict[str, Any], list[list[int
     return (q, k, v, *mixing), options, starts, check
 
 
-def definition(*tensors: Tensor, starts: list[list[int]], relu: bool, **check: Any) -> Tensor:
+def definition(*tensors: Tensor, starts: list[list[int]], relu: bool, toeplitz: bool = False, **check: Any) -> Tensor:
     """The oracle with the feature map, and with exponential mixing where there is a fifth tensor."""
     q, k, v, mixing, *decay = tensors
     if relu:
         q, k = q.relu() + 1e-6, k.relu() + 1e-6
     if decay:
         mixing = exponential_matrix(mixing, decay[0], max(len(s) - 1 for s in starts))
+    if toeplitz:
+        mixing = toeplitz_matrix(mixing, max(len(s) - 1 for s in starts))
     return oracle(q, k, v, mixing, starts, **check)
 
 

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from fork_server import ForkServer
 from mhla_kernels import ExponentialMixing, mhla_attention
 from mhla_kernels.sequence_parallel import mhla_sequence_parallel, share_blocks, share_tokens, traffic
+from toeplitz import Toeplitz
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 SIZES = [(64, 8), (61, 8), (9, 8), (300, 150)]  # even; a short last block; fewer blocks than processes; long blocks
-KINDS = ("dense", "dense per head", "exponential", "exponential per head", "uneven blocks", "grid")
+KINDS = ("dense", "dense per head", "exponential", "exponential per head", "uneven blocks", "grid", "toeplitz")
 
 
 def make(kind: str, blocks: int, heads: int, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
@@ -28,6 +29,9 @@ def make(kind: str, blocks: int, heads: int, dtype: torch.dtype) -> tuple[Any, l
         amplitude = torch.rand(shape, dtype=dtype).requires_grad_()
         decay = torch.rand(*shape, *((2,) if kind == "grid" else ()), dtype=dtype).requires_grad_()
         return ExponentialMixing(amplitude, decay, (1, blocks) if kind == "grid" else None), [amplitude, decay]
+    if kind == "toeplitz":
+        weights = torch.rand(heads, blocks, dtype=dtype).requires_grad_()
+        return Toeplitz(weights), [weights]
     mixing = torch.rand(*((heads,) if kind.endswith("head") else ()), blocks, blocks, dtype=dtype).requires_grad_()
     return mixing, [mixing]
 
@@ -74,7 +78,9 @@ def compare(rank: int, world: int, dtype: torch.dtype) -> float:
 def later_tokens_change(rank: int, world: int) -> list[str]:
     """What changes of outputs and gradients up to a token when all later ones are 1e15 times as large; nothing may."""
     changed = []
-    for kind, normalize, exchange in product(("dense", "exponential"), (False, True), ("summaries", "tokens")):
+    for kind, normalize, exchange in product(
+        ("dense", "exponential", "toeplitz"), (False, True), ("summaries", "tokens")
+    ):
         if exchange == "tokens" and kind == "exponential":
             continue
         torch.manual_seed(3)

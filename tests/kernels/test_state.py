@@ -12,16 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mhla_kernels import ExponentialMixing, MHLAState, extend_mixing, mhla_attention, mhla_prefill, mhla_step
 from oracle import relative_error
+from toeplitz import Toeplitz
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-KINDS = ("dense", "dense per head", "exponential", "exponential per head")
+KINDS = ("dense", "dense per head", "exponential", "exponential per head", "toeplitz", "toeplitz per head")
 
 
 def make_mixing(kind: str, heads: int, blocks: int) -> Any:
     shape = (heads,) if "head" in kind else ()
     if kind.startswith("dense"):
         return torch.rand(*shape, blocks, blocks) + 0.05
+    if kind.startswith("toeplitz"):
+        return Toeplitz(torch.rand(*shape, blocks // 2 + 1) + 0.05)
     return ExponentialMixing(torch.rand(*shape, 3) + 0.05, torch.rand(*shape, 3))
 
 
