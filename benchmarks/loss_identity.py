@@ -24,7 +24,7 @@ import torch
 import yaml
 
 from benchmarks.machine import describe
-from lightning_mhla.files import write_whole
+from lightning_mhla.system.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "benchmarks/results/losses.json"

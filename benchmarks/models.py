@@ -27,7 +27,7 @@ from mhla_tasks.diffusion.process import ProcessConfig, make_process
 
 from benchmarks.machine import describe
 from lightning_mhla import AttentionConfig
-from lightning_mhla.files import write_whole
+from lightning_mhla.system.files import write_whole
 
 KINDS = ("softmax", "linear", "mhla")
 MODELS = {"S/2": "S", "XL/2": "XL"}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe
-from lightning_mhla.files import write_whole
+from lightning_mhla.system.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe
-from lightning_mhla.files import write_whole
+from lightning_mhla.system.files import write_whole
 
 
 class Shape(NamedTuple):

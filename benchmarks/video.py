@@ -32,8 +32,8 @@ from torch.nn import functional as F
 
 from benchmarks.machine import describe
 from benchmarks.runs import Row, train
-from lightning_mhla.checkpoints import load_module
-from lightning_mhla.files import write_whole
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.training.loading import load_module
 
 PRETRAIN, FINETUNE = "configs/video/digits_pretrain.yaml", "configs/video/digits_finetune.yaml"
 

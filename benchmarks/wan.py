@@ -30,7 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.machine import describe
 from lightning_mhla import AttentionConfig
-from lightning_mhla.files import write_whole
+from lightning_mhla.system.files import write_whole
 
 VARIANTS = {
     "softmax": ["keep"],

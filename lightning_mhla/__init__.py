@@ -1,9 +1,7 @@
 """What the domains share: block layouts, attention modules, the backbone, the data pipeline, callbacks, checkpoints."""
 
-from lightning_mhla.attention import MHLA, AttentionConfig
-from lightning_mhla.backbone import Backbone, Block
-from lightning_mhla.generation import GenerationCache
-from lightning_mhla.layout import BlockLayout
+from lightning_mhla.attention import MHLA, AttentionConfig, BlockLayout
+from lightning_mhla.model import Backbone, Block, GenerationCache
 from lightning_mhla.swap import load_swapped, swap_attention
 
 __all__ = [

@@ -43,12 +43,12 @@ Unpickler.load = atheris.instrument_func(Unpickler.load)
 with atheris.instrument_imports(include=["lightning_mhla", "mhla_tasks"], enable_loader_override=False):
     from mhla_tasks.language.token_shards import ShardRuns
 
-    from lightning_mhla.checkpoint_io import WholeCheckpointIO
+    from lightning_mhla.checkpoints.io import WholeCheckpointIO
+    from lightning_mhla.checkpoints.sharded import LAYOUT, MANIFEST, load_whole, save_sharded
     from lightning_mhla.data import ShardReader
     from lightning_mhla.data.images import decode_image
     from lightning_mhla.data.shards import scan_shard
-    from lightning_mhla.sharded import LAYOUT, MANIFEST, load_whole, save_sharded
-    from lightning_mhla.untrusted import check_yaml, parse_array
+    from lightning_mhla.system.untrusted import check_yaml, parse_array
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 

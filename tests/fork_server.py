@@ -157,7 +157,7 @@ def _kill_after(step: int) -> None:
 
 def _kill_after_save(step: int) -> None:
     """Have this process killed when the checkpoint of a step is on the disk, before anything else happens."""
-    from lightning_mhla.checkpoint_io import WholeCheckpointIO
+    from lightning_mhla.checkpoints.io import WholeCheckpointIO
 
     save = WholeCheckpointIO.save_checkpoint
 

@@ -1,13 +1,8 @@
 """Attention kinds behind one interface; a new kind is a new file with one class, imported here."""
 
-from lightning_mhla.attention.base import (
-    Attention,
-    AttentionConfig,
-    attention_per_layer,
-    build_attention,
-    layout_for,
-    next_positions,
-)
+from lightning_mhla.attention.base import Attention, AttentionInputs, Projections, build_attention
+from lightning_mhla.attention.config import AttentionConfig, attention_per_layer, layout_for
+from lightning_mhla.attention.layout import BlockLayout, LayoutTables
 from lightning_mhla.attention.linear import LinearAttention
 from lightning_mhla.attention.mhla import MHLA
 from lightning_mhla.attention.softmax import SoftmaxAttention
@@ -16,10 +11,13 @@ __all__ = [
     "MHLA",
     "Attention",
     "AttentionConfig",
+    "AttentionInputs",
+    "BlockLayout",
+    "LayoutTables",
     "LinearAttention",
+    "Projections",
     "SoftmaxAttention",
     "attention_per_layer",
     "build_attention",
     "layout_for",
-    "next_positions",
 ]

@@ -1,26 +1,24 @@
-"""What every attention kind shares: configuration, projections, and the modules around the operator."""
+"""What every attention kind shares: projections, and the modules around the operator."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_mhla.attention.config import KINDS, AttentionConfig, register_kind
+from lightning_mhla.attention.layout import BlockLayout, LayoutTables
 from lightning_mhla.attention.lepe import LocalPositionalEncoding, hide_rows
-from lightning_mhla.layout import BlockLayout, LayoutTables
-from lightning_mhla.positions import Rotary, rotary_angles, sequence_positions
-from lightning_mhla.sequence import SequenceShare
+from lightning_mhla.attention.positions import Rotary, next_positions, rotary_angles, sequence_positions
+from lightning_mhla.attention.sequence import SequenceShare
 
 log = logging.getLogger(__name__)
-
-FeatureMap = Literal["relu", "elu", "softplus", "identity"]
 
 OUTPUT_NORM_EPS = 1e-6
 """Of the RMSNorm of each head's output (the paper's public code); in bfloat16 torch's own would be 0.008."""
@@ -28,80 +26,13 @@ OUTPUT_NORM_EPS = 1e-6
 OPEN_GATE = 1.2784645427610738
 """Bias at which SiLU is 1."""
 
-CHOICES = {
-    "mixing": ("dense", "exponential"),
-    "mixing_init": ("locality", "uniform"),
-    "feature_map": get_args(FeatureMap),
+UNHANDLED = {
+    "key_mask": "it has to see every token",
+    "rotary": "set rotary: false",
+    "cu_seqlens": "do not pack sequences",
+    "share": "train without sequence parallelism",
 }
-"""Options of :class:`AttentionConfig` that are one of a few words."""
-
-
-@dataclass
-class AttentionConfig:
-    """Which attention a model uses; the same keys in every domain.
-
-    Args:
-        kind: mhla (mixed block summaries), linear (one summary of all tokens) or softmax.
-        block_grid: number of blocks along each axis of the token grid (images, video).
-        block_size: tokens in a block (sequences). One of block_grid and block_size; only mhla uses them.
-        mixing: how the mixing coefficients are parametrised. dense is one free coefficient for each pair of blocks,
-            exponential a sum of exponentials of their distance, at a cost that is linear in the number of blocks.
-        mixing_terms: number of exponentials.
-        mixing_init: how they start. locality gives near blocks more weight, uniform gives all the same.
-        mixing_per_head: whether every head has coefficients of its own.
-        mixing_trainable: whether they are learned.
-        normalize: whether the weights of a query are divided by their sum (mhla, linear).
-        feature_map: applied to queries and keys (mhla, linear). relu and elu are relu(x) + 1e-6 and elu(x) + 1.
-        lepe: width of the depthwise convolution of the values that is added to the output, odd; 0 for none.
-        rotary: whether queries and keys are turned by their position, after the feature map; sequences. It makes features
-            signed, so mhla and linear need normalize off.
-        rotary_base: of the geometric series of rotary frequencies.
-        gate: whether the output is multiplied by SiLU of a projection of the input.
-        output_norm: whether each head's output passes an RMSNorm; null for exactly where normalize is off.
-    """
-
-    kind: str = "mhla"
-    block_grid: list[int] | None = None
-    block_size: int | None = None
-    mixing: Literal["dense", "exponential"] = "dense"
-    mixing_terms: int = 4
-    mixing_init: Literal["locality", "uniform"] = "locality"
-    mixing_per_head: bool = False
-    mixing_trainable: bool = True
-    normalize: bool = True
-    feature_map: FeatureMap = "relu"
-    lepe: int = 0
-    rotary: bool = False
-    rotary_base: float = 10_000.0
-    gate: bool = False
-    output_norm: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in Attention.kinds:
-            close = get_close_matches(str(self.kind), Attention.kinds, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"attention kind {self.kind!r} is not one of {sorted(Attention.kinds)}{hint}")
-        for name, allowed in CHOICES.items():
-            if (value := getattr(self, name)) not in allowed:
-                close = get_close_matches(str(value), allowed, 1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}")
-        if self.mixing_terms < 1:
-            raise ValueError(f"mixing_terms={self.mixing_terms} must be positive")
-        for name in ("block_grid", "block_size"):
-            value = getattr(self, name)
-            if value is not None and min(value if isinstance(value, Sequence) else [value]) < 1:
-                raise ValueError(f"{name}={value} must be positive")
-        if self.block_grid is not None and self.block_size is not None:
-            raise ValueError("give block_grid or block_size, not both")
-        if self.lepe < 0 or (self.lepe and self.lepe % 2 == 0):
-            raise ValueError(f"lepe={self.lepe} must be an odd width, or 0 for none")
-        if self.normalize and self.feature_map == "identity" and self.kind != "softmax":
-            raise ValueError("normalize wants nonnegative queries and keys; feature_map 'identity' does not give them")
-        if self.normalize and self.rotary and self.kind != "softmax":
-            raise ValueError(
-                "normalize wants nonnegative queries and keys, and rotary turns them; set normalize: false"
-            )
+"""Optional inputs, and the way out for a kind that does not take them."""
 
 
 class Projections(NamedTuple):
@@ -116,11 +47,37 @@ class Projections(NamedTuple):
     merge: Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What a kind computes its outputs from, tokens in block order.
+
+    Attributes:
+        x: tokens ``[B, N, dim]``.
+        q: ``[B, N, H, Dk]``, not mapped.
+        k: ``[B, N, H, Dk]``, not mapped. Fewer heads where the kind does not want them repeated (``repeats_heads``).
+        v: ``[B, N, H, Dv]``, heads as for k.
+        key_mask: ``[B, N]`` bool, False for tokens that are not seen; they are zeros. None for none.
+        rotary: angles that q and k turn by; None for none.
+        cu_seqlens: first token of each packed sequence (B = 1), and N; None for one sequence in each row.
+        share: which tokens of a sequence that processes share these are; None for whole sequences.
+    """
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None
+    rotary: Rotary | None = None
+    cu_seqlens: Sequence[int] | None = None
+    share: SequenceShare | None = None
+
+
 class Attention(LayoutTables):
     """Self-attention over the tokens of a layout: projections, an operator, and the modules around it.
 
     A kind derives from this class, gives its name (``class Mine(Attention, kind="mine")``) and implements
-    :meth:`attend` and :meth:`weights`, and :meth:`continue_from` if it can generate.
+    :meth:`attend`, and :meth:`continue_from` if it can generate. ``Options``, a dataclass, gives it options of its own:
+    ``attention: {kind: mine, options: {...}}`` in YAML, ``self.options`` here.
 
     Args:
         dim: width of the tokens.
@@ -136,19 +93,27 @@ class Attention(LayoutTables):
         projections: False leaves them out: :meth:`forward` is then given those of another module, and rotary angles too.
     """
 
-    kinds: ClassVar[dict[str, type[Attention]]] = {}
+    kinds: ClassVar[dict[str, type[Attention]]] = KINDS
+    Options: ClassVar[type | None] = None
+    """Dataclass of the kind's own options."""
+    handles: ClassVar[tuple[str, ...]] = ()
+    """Optional inputs that :meth:`attend` looks at, names of :data:`UNHANDLED`; others are errors."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Options of :class:`AttentionConfig` that the kind does not look at."""
     uses_blocks: ClassVar[bool] = False
+    """Whether the layout needs ``block_grid`` or ``block_size``."""
     uses_linear_options: ClassVar[bool] = True
+    """Whether ``normalize``, ``feature_map`` and ``output_norm`` mean what they mean to mhla."""
     repeats_heads: ClassVar[bool] = True
+    """Whether :meth:`attend` wants as many key heads as query heads."""
+    options: Any
     order: Tensor | None
     inverse: Tensor | None
 
     def __init_subclass__(cls, kind: str | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
         if kind is not None:
-            Attention.kinds[kind] = cls
+            register_kind(kind, cls)
 
     def __init__(
         self,
@@ -180,6 +145,7 @@ class Attention(LayoutTables):
         given = [f.name for f in fields(config) if f.name in self.unused and getattr(config, f.name) != f.default]
         _report_unused(config.kind, tuple(given))
         self.config, self.causal, self.block_ordered = config, causal, block_ordered
+        self.options = self.Options(**config.options or {}) if self.Options is not None else None
         self.heads, self.key_value_heads = heads, key_value_heads
         self.key_width, self.value_width = key_width or dim // heads, value_width or dim // heads
         self.sections = [heads * self.key_width, key_value_heads * self.key_width, key_value_heads * self.value_width]
@@ -217,65 +183,34 @@ class Attention(LayoutTables):
         """See :class:`LayoutTables`."""
         return {"order": self.layout.order, "inverse": self.layout.inverse}
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        rotary: Rotary | None = None,
-        cu_seqlens: Sequence[int] | None = None,
-    ) -> Tensor:
-        """The operator, tokens in block order.
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """The operator, tokens in block order; ``[B, N, H, Dv]``.
 
         Args:
-            q: ``[B, N, H, Dk]``, not mapped.
-            k: ``[B, N, H, Dk]``, likewise. Fewer heads where the kind does not want them repeated (``repeats_heads``).
-            v: ``[B, N, H, Dv]``, likewise.
-            key_mask: ``[B, N]`` bool, or None.
-            rotary: angles that q and k turn by, None for none. A kind that does not know positions leaves it out.
-            cu_seqlens: see :meth:`forward`. A kind that does not pack sequences leaves it out.
-
-        Returns:
-            ``[B, N, H, Dv]``.
+            inputs: see :class:`AttentionInputs`; of the optional ones, those that ``handles`` names may be there.
         """
         raise NotImplementedError
 
-    def attend_shared(
-        self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare, rotary: Rotary | None = None
-    ) -> Tensor:
-        """:meth:`attend`, causal, of a sequence that is spread over processes, each of which calls it.
+    def weights(self, inputs: AttentionInputs) -> Tensor:
+        """Attention matrix ``[B, H, N, N]`` that :meth:`attend` applies to the values, for analysis.
 
-        Args:
-            q: ``[B, n, H, Dk]``, of this process's n tokens, like the rest.
-            k: see :meth:`attend`.
-            v: see :meth:`attend`.
-            share: which tokens these are.
-            rotary: angles of these tokens.
+        By default it is read off: :meth:`attend` of values of which each token has its own. A kind whose outputs are not
+        linear in the values has no such matrix.
         """
-        raise NotImplementedError(
-            f"attention kind of {type(self).__name__} cannot share a sequence with other processes"
-        )
+        batch, tokens, heads, _ = inputs.v.shape
+        units = torch.eye(tokens, dtype=inputs.v.dtype, device=inputs.v.device)[None, :, None]
+        return self.attend(replace(inputs, v=units.expand(batch, tokens, heads, tokens))).transpose(1, 2)
 
-    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rotary: Rotary | None = None) -> Tensor:
-        """Attention matrix ``[B, H, N, N]`` that :meth:`attend` applies, for analysis."""
-        raise NotImplementedError
-
-    def continue_from(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, counts: Sequence[int], rotary: Rotary | None = None
-    ) -> tuple[Tensor, Any]:
-        """Causal attention of the next tokens of every row, and the state after them; arguments as for :meth:`attend`.
+    def continue_from(self, inputs: AttentionInputs, state: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
+        """Causal attention of the next tokens of every row, and the state after them.
 
         Args:
-            q: ``[B, N, H, Dk]``, and so on.
-            k: see :meth:`attend`.
-            v: see :meth:`attend`.
+            inputs: the next tokens; whatever a row has beyond its count is padding at its right.
             state: of the tokens so far, which is taken over and must not be used again; None for none. It has
                 ``lengths``, tokens so far in each row, ``bytes`` and ``select(rows)``.
-            counts: how many of the N tokens of each row are real; the others are at its right.
-            rotary: see :meth:`attend`.
+            counts: how many of the N tokens of each row are real.
         """
-        raise NotImplementedError(f"attention kind of {type(self).__name__} cannot generate")
+        raise NotImplementedError(f"attention kind {self.config.kind!r} cannot generate: it has no continue_from")
 
     def operator_flops(self, tokens: int) -> float:
         """Floating-point operations of :meth:`attend` on one sequence of ``tokens``: two for each multiply-add."""
@@ -311,41 +246,43 @@ class Attention(LayoutTables):
             x: tokens, in raster order unless ``block_ordered``.
             key_mask: ``[B, N]`` bool, in the same order; False tokens are not seen, whatever they hold, and get zeros.
             rotary: cosine and sine of the angles that ``config.rotary`` turns by, in the same order; None for those of
-                tokens counted from 0 (see :func:`lightning_mhla.positions.rotary_angles`).
+                tokens counted from 0 (see :func:`lightning_mhla.attention.positions.rotary_angles`).
             cu_seqlens: causal: first token of each of the sequences that are packed in the one row (B = 1), and N.
             projections: those to use, where the layer has none of its own.
             share: causal: N tokens here are a part of a sequence, of which other processes hold the rest.
         """
-        if share is not None:
-            return self._forward_shared(x, key_mask, rotary, cu_seqlens, share)
-        x, key_mask = self._enter(x, key_mask, packed=cu_seqlens is not None)
-        x = hide_rows(x, key_mask)
+        if share is None:
+            x, key_mask = self._enter(x, key_mask, packed=cu_seqlens is not None)
+            x = hide_rows(x, key_mask)
+        elif not self.causal or key_mask is not None or cu_seqlens is not None:
+            raise ValueError("a sequence spread over processes is causal, without padding and not packed")
+        else:
+            self._check_length(share.tokens)
         split, merge = projections or (self._project, self._merge)
         q, k, v = split(x)
-        given = {"rotary": self._rotary(rotary, x, cu_seqlens), "cu_seqlens": cu_seqlens}
-        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        out = self.attend(q, *self._repeated(k, v), key_mask, **options)
+        rotary = self._rotary(rotary, x, cu_seqlens, 0 if share is None else share.start)
+        out = self.attend(self._inputs(x, q, k, v, key_mask, rotary, cu_seqlens, share))
         out = hide_rows(merge(self._around(out, x, v, key_mask)), key_mask)
         return out.index_select(1, self.inverse) if self.inverse is not None else out
 
-    def _forward_shared(
+    def _inputs(
         self,
         x: Tensor,
-        key_mask: Tensor | None,
-        rotary: Rotary | None,
-        cu_seqlens: Sequence[int] | None,
-        share: SequenceShare,
-    ) -> Tensor:
-        if not self.causal or key_mask is not None or cu_seqlens is not None:
-            raise ValueError("a sequence spread over processes is causal, without padding and not packed")
-        self._check_length(share.tokens)
-        q, k, v = self._project(x)
-        if not self.config.rotary:
-            rotary = None
-        elif rotary is None:
-            rotary = self.angles(share.start + sequence_positions(x))
-        out = self.attend_shared(q, *self._repeated(k, v), share, rotary)
-        return self._merge(self._around(out, x, v, None))
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        rotary: Rotary | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+        share: SequenceShare | None = None,
+    ) -> AttentionInputs:
+        """What the kind is given; refuses what it would leave out."""
+        given = {"key_mask": key_mask, "rotary": rotary, "cu_seqlens": cu_seqlens, "share": share}
+        for name, value in given.items():
+            if value is not None and name not in self.handles:
+                raise ValueError(f"attention kind {self.config.kind!r} does not take {name}: {UNHANDLED[name]}")
+        k, v = self._repeated(k, v)
+        return AttentionInputs(x, q, k, v, key_mask, rotary, cu_seqlens, share)
 
     def next_tokens(
         self, x: Tensor, state: Any, counts: Sequence[int], rotary: Rotary | None = None
@@ -365,7 +302,7 @@ class Attention(LayoutTables):
             rotary = None
         elif rotary is None:
             rotary = self.angles(next_positions(() if state is None else state.lengths, x))
-        out, state = self.continue_from(q, *self._repeated(k, v), state, counts, rotary)
+        out, state = self.continue_from(self._inputs(x, q, k, v, rotary=rotary), state, counts)
         return self._merge(self._around(out, x, v, None)), state
 
     def attention_matrix(
@@ -377,11 +314,9 @@ class Attention(LayoutTables):
     ) -> Tensor:
         """Attention weights ``[B, H, N, N]`` for what :meth:`forward` is given; rows and columns in the order of ``x``."""
         x, key_mask = self._enter(x, key_mask)
+        x = hide_rows(x, key_mask)
         split, _ = projections or (self._project, self._merge)
-        q, k, v = split(hide_rows(x, key_mask))
-        k, _ = self._repeated(k, v)
-        rotary = self._rotary(rotary, x, None)
-        weights = self.weights(q, k, key_mask, **({} if rotary is None else {"rotary": rotary}))
+        weights = self.weights(self._inputs(x, *split(x), key_mask, self._rotary(rotary, x)))
         if self.inverse is None:
             return weights
         return weights.index_select(2, self.inverse).index_select(3, self.inverse)
@@ -390,12 +325,14 @@ class Attention(LayoutTables):
         """Rotary angles of this layer for tokens at ``positions`` ``[N]`` or ``[B, N]``."""
         return rotary_angles(positions, self.key_width, self.config.rotary_base)
 
-    def _rotary(self, given: Rotary | None, x: Tensor, cu_seqlens: Sequence[int] | None) -> Rotary | None:
+    def _rotary(
+        self, given: Rotary | None, x: Tensor, cu_seqlens: Sequence[int] | None = None, start: int = 0
+    ) -> Rotary | None:
         if not self.config.rotary:
             return None
         if given is not None:
             return given if self.order is None else given.select(self.order)
-        return self.angles(sequence_positions(x, cu_seqlens))
+        return self.angles(start + sequence_positions(x, cu_seqlens))
 
     @torch.no_grad()
     def open_gate(self) -> None:
@@ -463,67 +400,6 @@ def _report_unused(kind: str, names: tuple[str, ...]) -> None:
         log.info("attention kind %s does not use %s", kind, ", ".join(names))
 
 
-def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0) -> BlockLayout:
-    """The one layout that all layers of a model share; a single block if no layer uses blocks.
-
-    Raises:
-        ValueError: when layers ask for different blocks, or a kind that uses blocks is given none.
-    """
-    using = [config for config in configs if Attention.kinds[config.kind].uses_blocks]
-    if not using:
-        return BlockLayout(tuple(grid), blocks=(1,) * len(grid), prefix_tokens=prefix_tokens)
-    first = using[0]
-    if any((c.block_grid, c.block_size) != (first.block_grid, first.block_size) for c in using):
-        raise ValueError("all layers must ask for the same block_grid or block_size; tokens are put in order only once")
-    if first.block_grid is None and first.block_size is None:
-        raise ValueError(f"attention kind {first.kind!r} needs block_grid (blocks along each axis) or block_size")
-    blocks = None if first.block_grid is None else tuple(first.block_grid)
-    return BlockLayout(tuple(grid), blocks, first.block_size, prefix_tokens)
-
-
-def attention_per_layer(config: AttentionConfig, kinds: Sequence[str] | None, depth: int) -> list[AttentionConfig]:
-    """One configuration for each of ``depth`` layers: ``kinds`` repeated to the depth, or ``config.kind`` everywhere.
-
-    Raises:
-        ValueError: when the number of kinds does not divide the depth.
-    """
-    if kinds is None:
-        return [config] * depth
-    if not kinds or depth % len(kinds):
-        raise ValueError(f"layer_kinds={list(kinds)} is repeated to the depth, so its length must divide depth={depth}")
-    return [replace(config, kind=kind) for kind in kinds] * (depth // len(kinds))
-
-
-MIXING_OPTIONS = (
-    "block_grid", "block_size", "mixing", "mixing_terms", "mixing_init", "mixing_per_head", "mixing_trainable"
-)  # fmt: skip
-"""Options of :class:`AttentionConfig` that only mhla looks at."""
-
-
 def build_attention(config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any) -> Attention:
     """The attention module that ``config.kind`` names; ``options`` as for :class:`Attention`."""
     return Attention.kinds[config.kind](dim, heads, layout, config, **options)
-
-
-def map_features(
-    q: Tensor, k: Tensor, feature_map: FeatureMap, rotary: Rotary | None = None
-) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
-    """Queries and keys after feature map and rotary, and what is left to the operator (relu costs nothing there)."""
-    rest: Literal["identity", "relu"] = "identity"
-    if feature_map == "elu":
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-    elif feature_map == "softplus":
-        q, k = F.softplus(q), F.softplus(k)
-    else:
-        rest = feature_map
-    if rotary is None:
-        return q, k, rest
-    return rotary.turn(q, rest), rotary.turn(k, rest), "identity"
-
-
-def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
-    """Positions of the next tokens ``[B, N, dim]`` after rows of ``lengths``: ``[N]``, or ``[B, N]`` where they differ."""
-    place = torch.arange(x.shape[1], device=x.device)
-    if len(set(lengths)) < 2:
-        return place + max(lengths, default=0)
-    return place + torch.tensor(lengths, device=x.device)[:, None]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mhla.layout import BlockLayout, LayoutTables
+from lightning_mhla.attention.layout import BlockLayout, LayoutTables
 
 
 class LocalPositionalEncoding(LayoutTables):

@@ -8,7 +8,7 @@ from mhla_kernels import ExponentialMixing
 from mhla_kernels.mixing import MixingLike
 from torch import Tensor
 
-from lightning_mhla.attention.base import MIXING_OPTIONS
+from lightning_mhla.attention.config import MIXING_OPTIONS
 from lightning_mhla.attention.summaries import SummaryAttention
 
 CHUNK = 64

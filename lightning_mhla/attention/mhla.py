@@ -8,10 +8,10 @@ import torch
 from mhla_kernels.mixing import MixingLike
 from torch import Tensor
 
-from lightning_mhla.attention.base import AttentionConfig
+from lightning_mhla.attention.config import AttentionConfig
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.mixing import DenseCoefficients, ExponentialCoefficients, MixingCoefficients
 from lightning_mhla.attention.summaries import SummaryAttention
-from lightning_mhla.layout import BlockLayout
-from lightning_mhla.mixing import DenseMixing, ExponentialCoefficients, MixingCoefficients
 
 
 class MHLA(SummaryAttention, kind="mhla"):
@@ -50,7 +50,7 @@ class MHLA(SummaryAttention, kind="mhla"):
         if config.mixing == "exponential":
             self.mixing = ExponentialCoefficients(layout, config.mixing_terms, **options)
         else:
-            self.mixing = DenseMixing(layout, **options)
+            self.mixing = DenseCoefficients(layout, **options)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
         """See :meth:`Attention.fit`; coefficients are those of :meth:`MixingCoefficients.forward` for the layout's blocks."""
@@ -62,7 +62,11 @@ class MHLA(SummaryAttention, kind="mhla"):
         """See :attr:`Attention.max_tokens`: dense coefficients end with their blocks."""
         if not self.causal:
             return self.layout.num_tokens
-        return self.layout.num_blocks * int(self.blocks["block_size"]) if isinstance(self.mixing, DenseMixing) else None
+        return (
+            self.layout.num_blocks * int(self.blocks["block_size"])
+            if isinstance(self.mixing, DenseCoefficients)
+            else None
+        )
 
     def extend(self, tokens: int) -> None:
         """See :meth:`Attention.extend`; dense coefficients are continued by :func:`mhla_kernels.extend_mixing`."""

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from lightning_mhla.attention.base import MIXING_OPTIONS, Attention
+from lightning_mhla.attention.base import Attention, AttentionInputs
+from lightning_mhla.attention.config import MIXING_OPTIONS
 from lightning_mhla.attention.lepe import hide_rows
-from lightning_mhla.positions import Rotary
-from lightning_mhla.sequence import SequenceShare
+from lightning_mhla.attention.sequence import SequenceShare
 
 
 @dataclass(frozen=True)
@@ -53,33 +53,29 @@ class KeyValueState:
             grown = KeyValueState(self.lengths, *(F.pad(x, (0, 0, 0, 0, 0, more)) for x in (self.keys, self.values)))
             return grown.append(keys, values, counts)
         if len(set(self.lengths)) == 1 and len(set(counts)) == 1:
-            place = slice(self.lengths[0], after[0])
-            self.keys[:, place], self.values[:, place] = keys[:, : counts[0]], values[:, : counts[0]]
+            added = slice(self.lengths[0], after[0])
+            self.keys[:, added], self.values[:, added] = keys[:, : counts[0]], values[:, : counts[0]]
         else:
             for row, (before, count) in enumerate(zip(self.lengths, counts, strict=True)):
-                place = slice(before, before + count)
-                self.keys[row, place], self.values[row, place] = keys[row, :count], values[row, :count]
+                added = slice(before, before + count)
+                self.keys[row, added], self.values[row, added] = keys[row, :count], values[row, :count]
         return KeyValueState(after, self.keys, self.values)
 
 
 class SoftmaxAttention(Attention, kind="softmax"):
     """``softmax(q k^T / sqrt(Dk)) v`` through torch's fused kernels; arguments as for :class:`Attention`."""
 
+    handles = ("key_mask", "rotary", "cu_seqlens", "share")
     unused = (*MIXING_OPTIONS, "normalize", "feature_map", "output_norm")
     uses_linear_options = False
     repeats_heads = False
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        rotary: Rotary | None = None,
-        cu_seqlens: Sequence[int] | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: AttentionInputs) -> Tensor:
         """See :meth:`Attention.attend`; packed sequences are attended to one by one (``cu_seqlens`` is read back)."""
-        q, k = _turned(q, k, rotary)
+        q, k = _turned(inputs)
+        v, key_mask, cu_seqlens = inputs.v, inputs.key_mask, inputs.cu_seqlens
+        if inputs.share is not None:
+            return self._attend_shared(q, k, v, inputs.share)
         if cu_seqlens is not None:
             bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
             parts = [slice(start, end) for start, end in pairwise(bounds) if end > start]
@@ -89,29 +85,20 @@ class SoftmaxAttention(Attention, kind="softmax"):
         out = self._scaled(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None)
         return hide_rows(out, key_mask)
 
-    def attend_shared(
-        self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare, rotary: Rotary | None = None
-    ) -> Tensor:
-        """See :meth:`Attention.attend_shared`; every process gathers the keys and values of all.
+    def _attend_shared(self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare) -> Tensor:
+        """Every process gathers the keys and values of all; their gradients are summed in float32.
 
-        Their gradients are summed in float32. Where torch has no fused kernel, a mask of these tokens times all is made.
+        Where torch has no fused kernel, a mask of these tokens times all is made.
         """
-        q, k = _turned(q, k, rotary)
         wide = torch.promote_types(k.dtype, torch.float32)
         k, v = (gather_shares(x, 1, share.lengths, share.group, wide)[:, : share.end].to(x.dtype) for x in (k, v))
         return self._scaled(q, k, v, attn_mask=causal_lower_right(q.shape[1], share.end))
 
     def continue_from(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: KeyValueState | None,
-        counts: Sequence[int],
-        rotary: Rotary | None = None,
+        self, inputs: AttentionInputs, state: KeyValueState | None, counts: Sequence[int]
     ) -> tuple[Tensor, KeyValueState]:
         """See :meth:`Attention.continue_from`."""
-        q, k = _turned(q, k, rotary)
+        (q, k), v = _turned(inputs), inputs.v
         batch, tokens = q.shape[:2]
         if state is None:
             state = KeyValueState(
@@ -122,14 +109,14 @@ class SoftmaxAttention(Attention, kind="softmax"):
         keys, values = state.keys[:, :longest], state.values[:, :longest]
         if len(set(state.lengths)) == 1 and (tokens == 1 or not any(before)):
             return self._scaled(q, keys, values, is_causal=tokens > 1), state
-        place = torch.arange(longest, device=q.device)
+        position = torch.arange(longest, device=q.device)
         last = torch.tensor(before, device=q.device)[:, None] + torch.arange(tokens, device=q.device)
-        visible = place <= last[..., None]
+        visible = position <= last[..., None]
         return self._scaled(q, keys, values, attn_mask=visible[:, None]), state
 
-    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rotary: Rotary | None = None) -> Tensor:
+    def weights(self, inputs: AttentionInputs) -> Tensor:
         """See :meth:`Attention.weights`."""
-        q, k = _turned(q, k, rotary)
+        (q, k), key_mask = _turned(inputs), inputs.key_mask
         k = k.repeat_interleave(self.heads // self.key_value_heads, 2)
         q, k = q.float().transpose(1, 2), k.float().transpose(1, 2)
         scores = q @ k.transpose(-1, -2) * self.key_width**-0.5
@@ -161,8 +148,8 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return visible.tril() if self.causal else visible
 
 
-def _turned(q: Tensor, k: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+def _turned(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Queries and keys turned by their positions."""
-    if rotary is None:
-        return q, k
-    return rotary.turn(q), rotary.turn(k)
+    if inputs.rotary is None:
+        return inputs.q, inputs.k
+    return inputs.rotary.turn(inputs.q), inputs.rotary.turn(inputs.k)

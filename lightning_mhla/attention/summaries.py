@@ -10,55 +10,42 @@ from mhla_kernels.mixing import MixingLike
 from mhla_kernels.sequence_parallel import mhla_sequence_parallel
 from torch import Tensor
 
-from lightning_mhla.attention.base import Attention, map_features
-from lightning_mhla.positions import Rotary
-from lightning_mhla.sequence import SequenceShare
+from lightning_mhla.attention.base import Attention, AttentionInputs
+from lightning_mhla.attention.features import apply_features
 
 
 class SummaryAttention(Attention):
     """The operator with the coefficients and blocks of :meth:`coefficients`; arguments as for :class:`Attention`."""
 
+    handles = ("key_mask", "rotary", "cu_seqlens", "share")
+
     def coefficients(self, q: Tensor) -> tuple[MixingLike, dict[str, Any]]:
         """What the operator takes as ``mixing``, and its blocks by name, for mapped queries ``[B, N, H, Dk]``."""
         raise NotImplementedError
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        rotary: Rotary | None = None,
-        cu_seqlens: Sequence[int] | None = None,
-    ) -> Tensor:
-        """See :meth:`Attention.attend`."""
-        q, k, mixing, options = self._operands(q, k, rotary)
-        return mhla_attention(q, k, v, mixing, causal=self.causal, key_mask=key_mask, cu_seqlens=cu_seqlens, **options)
-
-    def attend_shared(
-        self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare, rotary: Rotary | None = None
-    ) -> Tensor:
-        """See :meth:`Attention.attend_shared`; processes exchange summaries, see :mod:`mhla_kernels.sequence_parallel`."""
-        q, k, mixing, options = self._operands(q, k, rotary)
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """See :meth:`Attention.attend`; processes that share a sequence exchange summaries."""
+        q, k, mixing, options = self._operands(inputs)
+        share = inputs.share
+        if share is None:
+            return mhla_attention(
+                q, k, inputs.v, mixing, causal=self.causal, key_mask=inputs.key_mask, cu_seqlens=inputs.cu_seqlens, **options
+            )  # fmt: skip
         options["block_size"] = share.block_size  # linear attention is the same in blocks of any size
-        return mhla_sequence_parallel(q, k, v, mixing, group=share.group, tokens=share.tokens, causal=True, **options)
+        return mhla_sequence_parallel(
+            q, k, inputs.v, mixing, group=share.group, tokens=share.tokens, causal=True, **options
+        )
 
-    def weights(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rotary: Rotary | None = None) -> Tensor:
+    def weights(self, inputs: AttentionInputs) -> Tensor:
         """See :meth:`Attention.weights`."""
-        q, k, mixing, options = self._operands(q, k, rotary)
-        return attention_matrix(q, k, mixing, causal=self.causal, key_mask=key_mask, **options)
+        q, k, mixing, options = self._operands(inputs)
+        return attention_matrix(q, k, mixing, causal=self.causal, key_mask=inputs.key_mask, **options)
 
     def continue_from(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: MHLAState | None,
-        counts: Sequence[int],
-        rotary: Rotary | None = None,
+        self, inputs: AttentionInputs, state: MHLAState | None, counts: Sequence[int]
     ) -> tuple[Tensor, MHLAState]:
         """See :meth:`Attention.continue_from`."""
-        q, k, mixing, options = self._operands(q, k, rotary)
+        (q, k, mixing, options), v = self._operands(inputs), inputs.v
         if state is not None and q.shape[1] == 1 and all(counts):
             out, state = mhla_step(q[:, 0], k[:, 0], v[:, 0], mixing, state, donate_state=True, **options)
             return out[:, None], state
@@ -76,9 +63,7 @@ class SummaryAttention(Attention):
         inside = 0.0 if chunk is None else (chunk + 1) / 2 * (self.key_width + self.value_width)
         return 2.0 * self.heads * (tokens * (2 * summary + inside) + mixed * summary)
 
-    def _operands(
-        self, q: Tensor, k: Tensor, rotary: Rotary | None
-    ) -> tuple[Tensor, Tensor, MixingLike, dict[str, Any]]:
-        q, k, feature_map = map_features(q, k, self.config.feature_map, rotary)
+    def _operands(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, MixingLike, dict[str, Any]]:
+        q, k, feature_map = apply_features(inputs.q, inputs.k, self.config.feature_map, inputs.rotary)
         mixing, blocks = self.coefficients(q)
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, **blocks}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_mhla.strategies import LIVE, load_weights
+from lightning_mhla.checkpoints.weights import LIVE, load_weights
 
 
 class ExponentialMovingAverage(Callback):

@@ -10,7 +10,7 @@ import matplotlib
 from lightning import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 
-from lightning_mhla.callbacks.folder import checkpoint_folder
+from lightning_mhla.system.folders import checkpoint_folder
 
 matplotlib.use("Agg")
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_mhla.callbacks.seeding import StepSeed
-from lightning_mhla.processes import Agreement
+from lightning_mhla.system.processes import Agreement
 
 log = logging.getLogger(__name__)
 

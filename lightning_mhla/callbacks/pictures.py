@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mhla.attention import MHLA, Attention
-from lightning_mhla.callbacks.folder import run_folder
-from lightning_mhla.layout import BlockLayout
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.system.folders import run_folder
 
 
 def attention_rank(weights_HNN: Tensor) -> float:

@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-from lightning_mhla.callbacks.folder import checkpoint_folder, run_folder
-from lightning_mhla.checkpoint_io import RECOVERY
-from lightning_mhla.processes import Agreement
+from lightning_mhla.checkpoints.io import RECOVERY
+from lightning_mhla.system.folders import checkpoint_folder, run_folder
+from lightning_mhla.system.processes import Agreement
 
 log = logging.getLogger(__name__)
 

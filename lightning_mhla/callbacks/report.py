@@ -9,7 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
-from lightning_mhla.callbacks.folder import checkpoint_folder, run_folder
+from lightning_mhla.system.folders import checkpoint_folder, run_folder
 
 
 class RunReport(Callback):

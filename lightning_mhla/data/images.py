@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_mhla.data.module import ShardSets
 from lightning_mhla.data.shards import ShardReader
 from lightning_mhla.data.source import BrokenSampleError
-from lightning_mhla.untrusted import BROKEN, reason
+from lightning_mhla.system.untrusted import BROKEN, reason
 
 log = logging.getLogger(__name__)
 

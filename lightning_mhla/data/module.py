@@ -11,7 +11,7 @@ from lightning import LightningDataModule, Trainer
 from lightning_mhla.data.loader import Progress, ResumableLoader
 from lightning_mhla.data.shards import ShardReader, find_shards
 from lightning_mhla.data.source import SampleSource
-from lightning_mhla.hyperparameters import LoggedApart
+from lightning_mhla.system.options import LoggedApart
 
 
 class ShardSets:

@@ -27,7 +27,7 @@ from braceexpand import braceexpand
 from rich.progress import track
 
 from lightning_mhla.data.source import BrokenSampleError
-from lightning_mhla.untrusted import BROKEN, parse_array, reason
+from lightning_mhla.system.untrusted import BROKEN, parse_array, reason
 
 log = logging.getLogger(__name__)
 

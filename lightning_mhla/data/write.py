@@ -18,8 +18,8 @@ from rich.progress import track
 from torch import Tensor
 
 from lightning_mhla.data.source import BrokenSampleError
-from lightning_mhla.files import write_whole
-from lightning_mhla.untrusted import read_json
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.untrusted import read_json
 
 log = logging.getLogger(__name__)
 

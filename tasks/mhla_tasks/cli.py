@@ -26,10 +26,10 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from rich.logging import RichHandler
 
 from lightning_mhla.callbacks.recovery import RunStopped
-from lightning_mhla.checkpoint_io import RECOVERY, find_checkpoints, read_header
+from lightning_mhla.checkpoints.io import RECOVERY, find_checkpoints, read_header
+from lightning_mhla.checkpoints.runs import RunFolder
+from lightning_mhla.checkpoints.sharded import is_sharded
 from lightning_mhla.data import BrokenSampleError
-from lightning_mhla.runs import RunFolder
-from lightning_mhla.sharded import is_sharded
 from mhla_tasks.config_errors import Source, find_repeated_option, find_unknown_key, read_sources, shorten
 from mhla_tasks.trust import allow_imports, check_config, refusal
 
@@ -69,8 +69,8 @@ class SuiteCLI(LightningCLI):
             "--allow",
             type=list[str] | str | None,
             default=None,
-            help="Packages beyond those of this suite and Lightning whose classes configurations may name (comma between "
-            "them). Importing a package runs it. Only on the command line.",
+            help="Modules and packages beyond those of this suite and Lightning whose classes and attention kinds "
+            "configurations may name (comma between them). They are imported, which runs them. Only on the command line.",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from lightning_mhla.untrusted import YAML_CHARACTERS, check_yaml
+from lightning_mhla.system.untrusted import YAML_CHARACTERS, check_yaml
 
 SHORT_NAMES = {
     "callbacks": ("lightning.pytorch.callbacks",),

@@ -8,13 +8,12 @@ come from any number of processes, or be that of a run: then its furthest whole 
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from lightning_mhla.checkpoint_io import WholeCheckpointIO, resolve_checkpoint
+from lightning_mhla.checkpoints.io import WholeCheckpointIO, resolve_checkpoint
+from lightning_mhla.system.commands import command_parser, short_errors
 
 
 def consolidate(source: Path, target: Path) -> Path:
@@ -41,18 +40,12 @@ def consolidate(source: Path, target: Path) -> Path:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mhla_tasks.consolidate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mhla_tasks.consolidate", __doc__)
     parser.add_argument("source", type=Path, help="folder of a sharded checkpoint, or of a run")
     parser.add_argument("target", type=Path, help="file to write")
     args = parser.parse_args()
-    try:
+    with short_errors():
         found = consolidate(args.source, args.target)
-    except (FileNotFoundError, ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
     Console(soft_wrap=True).print(f"{args.target}: {args.target.stat().st_size / 2**20:.1f} MiB, from {found}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,7 +10,8 @@ from pathlib import Path
 import yaml
 from jsonargparse import set_parsing_settings
 
-from lightning_mhla.untrusted import YAML_CHARACTERS, check_yaml, reason
+from lightning_mhla.system.commands import find_in_working_folder, import_own
+from lightning_mhla.system.untrusted import YAML_CHARACTERS, check_yaml, reason
 from mhla_tasks.config_errors import Source
 
 PACKAGES = ("lightning", "lightning_mhla", "mhla_kernels", "mhla_tasks", "torchmetrics")
@@ -23,10 +23,11 @@ _allowed = list(PACKAGES)
 def allow_imports(sources: Sequence[Source]) -> None:
     """Let configurations name classes of :data:`PACKAGES`, of those that ``--allow`` names, and what was typed itself.
 
-    Modules and packages of these names are found in the working folder too.
+    Modules and packages of these names are found in the working folder too. Those of ``--allow`` are imported, so that
+    attention kinds that they define are known.
 
     Raises:
-        ValueError: when a file allows packages that the command line does not.
+        ValueError: when a file allows packages that the command line does not, or an allowed one does not exist.
     """
     typed = [source for source in sources if source.origin.startswith("-")]
     given = {name for source in typed for name in _names(source.values.get("allow"))}
@@ -35,14 +36,9 @@ def allow_imports(sources: Sequence[Source]) -> None:
             raise ValueError(f"{source.origin}: allow is for the command line: --allow={','.join(sorted(foreign))}")
     paths = {text for source in typed for text in _strings(source.values) if re.fullmatch(r"\w+(\.\w+)+", text)}
     _allowed[:] = [*PACKAGES, *sorted(given | paths)]
-    folder = Path.cwd()
-    own = {name.split(".")[0] for name in given | paths}
-    if (
-        any((folder / f"{name}.py").is_file() or (folder / name).is_dir() for name in own)
-        and str(folder) not in sys.path
-    ):
-        sys.path.append(str(folder))  # last, so that it hides no package
+    find_in_working_folder(paths)
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(_allowed))
+    import_own(sorted(given))
 
 
 def _names(value: object) -> list[str]:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_mhla import MHLA, AttentionConfig, Backbone, Block, BlockLayout
-from lightning_mhla.attention import Attention, build_attention, layout_for
-from lightning_mhla.positions import rotary_angles
+from lightning_mhla.attention import Attention, AttentionInputs, build_attention, layout_for
+from lightning_mhla.attention.positions import rotary_angles
 
 KINDS = ("mhla", "linear", "softmax")
 GRIDS = {"1d": ((12,), [3]), "2d": ((5, 7), [2, 3]), "3d": ((3, 4, 4), [1, 2, 2])}
@@ -47,11 +47,13 @@ def test_attention_matrix_is_what_the_layer_applies(kind: str, causal: bool) -> 
     )
     x, mask = torch.randn(2, 14, 16), torch.rand(2, 14) > 0.2
     q, k, v = layer._project(x)
-    weights = layer.weights(q, k, mask)
+    inputs = AttentionInputs(x, q, k, v, mask)
+    weights = layer.weights(inputs)
     if causal:
         assert (weights.triu(1) == 0).all(), "a later token is seen"
     hidden = v.masked_fill(~mask[..., None, None], 0)
-    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", weights, hidden), layer.attend(q, k, v, mask))
+    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", weights, hidden), layer.attend(inputs))
+    torch.testing.assert_close(Attention.weights(layer, inputs), weights, rtol=1e-4, atol=1e-5)
 
 
 def test_softmax_is_softmax() -> None:
@@ -160,8 +162,8 @@ def test_a_list_makes_a_hybrid() -> None:
 
 def test_a_new_kind_is_one_class() -> None:
     class Mean(Attention, kind="mean-of-values"):
-        def attend(self, q: Any, k: Any, v: torch.Tensor, key_mask: Any) -> torch.Tensor:
-            return v.mean(1, keepdim=True).expand_as(v)
+        def attend(self, inputs: AttentionInputs) -> torch.Tensor:
+            return inputs.v.mean(1, keepdim=True).expand_as(inputs.v)
 
     try:
         assert Backbone(8, 1, 2, (4,), AttentionConfig(kind="mean-of-values"))(torch.randn(1, 4, 8)).shape == (1, 4, 8)
@@ -251,10 +253,11 @@ def test_grouped_keys_serve_neighbouring_query_heads(kind: str) -> None:
 def test_causal_linear_attention_forgets_nothing() -> None:
     """Over many more tokens than it works on at once."""
     layer = build_attention(AttentionConfig(kind="linear"), 16, 2, BlockLayout((300,), (1,)), causal=True)
-    q, k, v = layer._project(torch.randn(1, 300, 16))
+    x = torch.randn(1, 300, 16)
+    q, k, v = layer._project(x)
     weights = torch.einsum("bihd,bjhd->bhij", q.relu() + 1e-6, k.relu() + 1e-6).tril()
     want = torch.einsum("bhij,bjhd->bihd", weights / (weights.sum(-1, keepdim=True) + 1e-6), v)
-    torch.testing.assert_close(layer.attend(q, k, v, None), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.attend(AttentionInputs(x, q, k, v)), want, rtol=1e-4, atol=1e-5)
 
 
 def test_rotary_angles_are_those_of_the_paper() -> None:

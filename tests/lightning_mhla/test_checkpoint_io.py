@@ -23,8 +23,16 @@ from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_mhla.checkpoint_io import WholeCheckpointIO, check_checkpoint, read_file, resolve_checkpoint
-from lightning_mhla.sharded import LAYOUT, MANIFEST, REST, check_sharded, load_tensors, load_whole, save_sharded
+from lightning_mhla.checkpoints.io import WholeCheckpointIO, check_checkpoint, read_file, resolve_checkpoint
+from lightning_mhla.checkpoints.sharded import (
+    LAYOUT,
+    MANIFEST,
+    REST,
+    check_sharded,
+    load_tensors,
+    load_whole,
+    save_sharded,
+)
 
 CONTENT = {"state_dict": {"w": torch.arange(2000.0)}, "epoch": 1, "global_step": 7}
 
@@ -54,7 +62,7 @@ def test_a_process_that_is_killed_while_writing_leaves_the_old_one(server: ForkS
     path = save(tmp_path / "a.ckpt")
     before = path.read_bytes()
     script = (
-        "import sys, torch; from pathlib import Path; from lightning_mhla.checkpoint_io import WholeCheckpointIO\n"
+        "import sys, torch; from pathlib import Path; from lightning_mhla.checkpoints.io import WholeCheckpointIO\n"
         "content = {'state_dict': {str(i): torch.zeros(1 << 20) for i in range(64)}}\n"
         "while True: WholeCheckpointIO().save_checkpoint(content, Path(sys.argv[1]) / 'b.ckpt')"
     )
@@ -224,7 +232,7 @@ def copied(source: Path, target: Path) -> Path:
 
 def signed(folder: Path) -> Path:
     """With a manifest that fits whatever lies there, as an attacker would write it."""
-    from lightning_mhla.sharded import _crc32
+    from lightning_mhla.checkpoints.sharded import _crc32
 
     files = [file for file in folder.iterdir() if file.name != MANIFEST]
     listed = {file.name: {"bytes": file.stat().st_size, "crc32": _crc32(file)} for file in files}

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from lightning_mhla import MHLA, AttentionConfig, BlockLayout
-from lightning_mhla.mixing import (
+from lightning_mhla.attention.mixing import (
     LOWER,
-    DenseMixing,
+    DenseCoefficients,
     ExponentialCoefficients,
     clip_mixing,
     locality_mixing,
     uniform_mixing,
 )
-from lightning_mhla.optim import OptimizerConfig, Schedule, build_optimizer, parameter_groups
+from lightning_mhla.training.optim import OptimizerConfig, Schedule, build_optimizer, parameter_groups
 
 
 def test_locality_follows_the_paper() -> None:
@@ -75,10 +75,10 @@ def test_coefficients_stay_float32_in_a_bfloat16_model() -> None:
 
 def test_frozen_and_per_head() -> None:
     layout = BlockLayout((4, 4), (2, 2))
-    assert not DenseMixing(layout, trainable=False).weight.requires_grad
-    assert DenseMixing(layout, heads=3).weight.shape == (3, 4, 4)
+    assert not DenseCoefficients(layout, trainable=False).weight.requires_grad
+    assert DenseCoefficients(layout, heads=3).weight.shape == (3, 4, 4)
     with pytest.raises(ValueError, match="'random' is not one of"):
-        DenseMixing(layout, init="random")  # type: ignore[arg-type]
+        DenseCoefficients(layout, init="random")  # type: ignore[arg-type]
 
 
 def test_parameter_groups() -> None:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_mhla import MHLA, AttentionConfig, Backbone, BlockLayout
-from lightning_mhla.mixing import DenseMixing, ExponentialCoefficients
-from lightning_mhla.pretrained import Pretrained, adopt, read_pretrained, resize_positions
+from lightning_mhla.attention.mixing import DenseCoefficients, ExponentialCoefficients
+from lightning_mhla.checkpoints.pretrained import Pretrained, adopt, read_pretrained, resize_positions
 
 SIZES: dict[str, Any] = {"dim": 16, "depth": 2, "heads": 2, "patch_size": 2, "channels": 1}
 
@@ -139,7 +139,7 @@ def test_exponential_coefficients_keep_their_reach() -> None:
 
 
 def test_coefficients_of_each_head_and_of_all() -> None:
-    shared, own = (DenseMixing(BlockLayout((4, 4), (2, 2)), heads) for heads in (None, 3))
+    shared, own = (DenseCoefficients(BlockLayout((4, 4), (2, 2)), heads) for heads in (None, 3))
     values = torch.rand(3, 4, 4)
     torch.testing.assert_close(shared.carried("weight", values, (2, 2)), values.mean(0))
     carried = own.carried("weight", values[0], (2, 2))

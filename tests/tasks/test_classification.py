@@ -22,7 +22,7 @@ from processes import fork_server
 from lightning_mhla import AttentionConfig
 from lightning_mhla.callbacks import LearningCurves
 from lightning_mhla.data import ShardReader
-from lightning_mhla.optim import OptimizerConfig, parameter_groups
+from lightning_mhla.training.optim import OptimizerConfig, parameter_groups
 
 CONSTANT = OptimizerConfig(schedule="constant")
 QUIET: dict[str, Any] = {

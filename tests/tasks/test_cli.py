@@ -20,7 +20,7 @@ from PIL import Image
 from lightning_mhla import AttentionConfig
 from lightning_mhla.attention import Attention
 from lightning_mhla.data.digits import load_digits
-from lightning_mhla.optim import OptimizerConfig
+from lightning_mhla.training.optim import OptimizerConfig
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "configs/classification/digits.yaml"

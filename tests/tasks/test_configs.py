@@ -23,7 +23,7 @@ from PIL import Image
 from tiny import save_vae
 from wan import save_pipeline, video_file
 
-from lightning_mhla.checkpoint_io import read_header, resolve_checkpoint
+from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 
 ROOT = Path(__file__).parents[2]
 MODELS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name not in ("eval", "trainer"))

@@ -12,7 +12,7 @@ from mhla_tasks import consolidate
 from mhla_tasks.cli import main
 from processes import run_cli
 
-from lightning_mhla.sharded import is_sharded
+from lightning_mhla.checkpoints.sharded import is_sharded
 
 ROOT = Path(__file__).parents[2]
 DDP = ROOT / "configs/trainer/ddp.yaml"

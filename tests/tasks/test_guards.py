@@ -168,7 +168,7 @@ import os, sys
 import torch
 from lightning import Trainer
 from lightning_mhla.callbacks import FiniteWatch
-from lightning_mhla.strategies import FullyShardedStrategy
+from lightning_mhla.training.strategies import FullyShardedStrategy
 from mhla_tasks.classification import Digits
 from test_guards import Poison
 from test_resume import small_classifier

@@ -21,7 +21,7 @@ from processes import fork_server
 from torch.utils.data import DataLoader
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.module import check_batch
+from lightning_mhla.training.module import check_batch
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/data.md").read_text()

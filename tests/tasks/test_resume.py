@@ -14,7 +14,7 @@ from mhla_tasks.classification import Digits, ImageClassifier
 from mhla_tasks.classification.module import MixupConfig
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.optim import OptimizerConfig
+from lightning_mhla.training.optim import OptimizerConfig
 
 STEPS = 5  # an epoch of 1,437 digits in batches of 256
 EPOCHS = 3

@@ -20,8 +20,8 @@ from mhla_tasks.cli import main
 from torch import nn
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.checkpoint_io import find_checkpoints, resolve_checkpoint
-from lightning_mhla.optim import OptimizerConfig, Schedule, build_optimizer, take_over
+from lightning_mhla.checkpoints.io import find_checkpoints, resolve_checkpoint
+from lightning_mhla.training.optim import OptimizerConfig, Schedule, build_optimizer, take_over
 
 ROOT = Path(__file__).parents[2]
 
@@ -352,7 +352,7 @@ def test_options_that_a_kind_does_not_use_are_named_once(caplog: pytest.LogCaptu
 
 
 def test_options_are_compared_as_plain_values() -> None:
-    from lightning_mhla.hyperparameters import plain
+    from lightning_mhla.system.options import plain
 
     ours = plain({"optimizer": OptimizerConfig(betas=(0.9, 0.99)), "attention": AttentionConfig(block_grid=[2, 2])})
     assert ours["optimizer.betas"] == plain({"optimizer": {"betas": [0.9, 0.99]}})["optimizer.betas"] == [0.9, 0.99]

@@ -19,7 +19,7 @@ from processes import fork_server
 from benchmarks.kills import differences
 from lightning_mhla.callbacks import Recovery
 from lightning_mhla.callbacks.recovery import GO_ON, RunStopped
-from lightning_mhla.runs import RunFolder
+from lightning_mhla.checkpoints.runs import RunFolder
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24  # two epochs of six steps, validation after each, in batches of 240
@@ -174,7 +174,7 @@ def wait_for_word(place: Path) -> None:
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = "import sys, time; from pathlib import Path; from lightning_mhla.runs import RunFolder\n"
+    script = "import sys, time; from pathlib import Path; from lightning_mhla.checkpoints.runs import RunFolder\n"
     script += "folder = RunFolder(Path(sys.argv[1])); print('taken', flush=True); time.sleep(60)"
     process = fork_server().start(script, str(tmp_path / "run"), module="-c", output=tmp_path / "said.txt")
     try:
@@ -204,7 +204,7 @@ def test_what_a_killed_process_left_is_tidied(tmp_path: Path) -> None:
 
 
 def test_a_requeued_job_waits_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "import sys, time; from pathlib import Path; from lightning_mhla.runs import RunFolder\n"
+    script = "import sys, time; from pathlib import Path; from lightning_mhla.checkpoints.runs import RunFolder\n"
     script += "folder = RunFolder(Path(sys.argv[1])); print('taken', flush=True); time.sleep(60)"
     process = fork_server().start(script, str(tmp_path), module="-c", output=tmp_path / "said.txt")
     wait_for_word(tmp_path / "said.txt")

@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples
 from lightning_mhla.data.images import FolderImages, class_names, labelled_images
-from lightning_mhla.hyperparameters import keep_plain
+from lightning_mhla.system.options import keep_plain
 
 
 class Digits(ResumableDataModule):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mhla import AttentionConfig, Backbone
-from lightning_mhla.sizes import Shape, model_shape
+from lightning_mhla.model.sizes import Shape, model_shape
 
 Size = Literal["tiny", "small", "base"]
 

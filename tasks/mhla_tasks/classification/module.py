@@ -14,10 +14,10 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.hyperparameters import keep_plain
-from lightning_mhla.module import TrainingModule
-from lightning_mhla.optim import OptimizerConfig
-from lightning_mhla.pretrained import adopt, read_pretrained
+from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
+from lightning_mhla.system.options import keep_plain
+from lightning_mhla.training.module import TrainingModule
+from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.classification.model import Size, VisionTransformer
 from mhla_tasks.classification.predict import PredictionTable
 

@@ -9,7 +9,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_mhla.callbacks.folder import gather_rows, run_folder
+from lightning_mhla.system.folders import gather_rows, run_folder
 
 log = logging.getLogger(__name__)
 

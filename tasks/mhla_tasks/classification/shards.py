@@ -9,9 +9,7 @@ truncated ones for instance, are skipped with a warning each, up to a limit. The
 
 from __future__ import annotations
 
-import argparse
 import logging
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +18,7 @@ from rich.logging import RichHandler
 
 from lightning_mhla.data import ShardReader, write_shards
 from lightning_mhla.data.images import LabelledFolder, decode_image
+from lightning_mhla.system.commands import command_parser, short_errors
 
 
 def images_to_shards(
@@ -52,11 +51,7 @@ def images_to_shards(
 def main() -> None:
     """Command line."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
-    parser = argparse.ArgumentParser(
-        prog="python -m mhla_tasks.classification.shards",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mhla_tasks.classification.shards", __doc__)
     parser.add_argument("source", type=Path, help="folder that holds one folder of images for each class")
     parser.add_argument("target", type=Path, help="folder for the shards")
     parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
@@ -66,12 +61,10 @@ def main() -> None:
         "--max-skipped", type=int, default=100, help="broken images that are left out before it stops (default: 100)"
     )
     args = parser.parse_args()
-    try:
+    with short_errors():
         paths, skipped = images_to_shards(
             args.source, args.target, args.prefix, args.per_shard, args.seed, args.max_skipped
         )
-    except (OSError, ValueError) as error:  # a broken sample is a ValueError
-        sys.exit(f"error: {error}")
     left_out = f"; {skipped} images skipped (to add them once repaired, delete the shards)" if skipped else ""
     Console(soft_wrap=True).print(f"{len(ShardReader(paths))} images in {len(paths)} shards: {paths[0]} ..{left_out}")
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from lightning_mhla.callbacks import PeriodicEvaluation
 from lightning_mhla.callbacks.averaging import evaluation_weights
-from lightning_mhla.callbacks.folder import run_folder
 from lightning_mhla.data import SampleSource
 from lightning_mhla.data.module import process_share
 from lightning_mhla.data.sampling import Ticket, evaluation_batches, kept_random_state
-from lightning_mhla.files import write_whole
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.folders import run_folder
 from mhla_tasks.diffusion.data import ClassImages
 from mhla_tasks.diffusion.features import FeatureNetwork, Features, InceptionFeatures, fingerprint
 from mhla_tasks.diffusion.fidelity import ImageSet, Scores, assemble, extract, image_set, read_set, score

@@ -13,33 +13,15 @@ and ``--model.init_args.pretrained=exported`` starts from it. The weights are th
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
-
-from rich.console import Console
-
-from lightning_mhla.checkpoints import load_module
+from lightning_mhla.training.export import export_module, export_parser
 from mhla_tasks.diffusion.module import ClassToImage
 from mhla_tasks.diffusion.pipeline import DiTPipeline
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mhla_tasks.diffusion.checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("checkpoint", type=Path, help="file that training wrote")
-    parser.add_argument("folder", type=Path, help="where the model goes")
-    parser.add_argument("--live", action="store_true", help="the weights as trained, not their moving average")
-    args = parser.parse_args()
-    try:
-        DiTPipeline.of_module(load_module(ClassToImage, args.checkpoint, args.live)).save_pretrained(args.folder)
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(f"error: {error}")
-    Console(soft_wrap=True).print(f"{args.folder}: {', '.join(sorted(path.name for path in args.folder.iterdir()))}")
+    parser = export_parser("mhla_tasks.diffusion.checkpoint", __doc__)
+    export_module(ClassToImage, parser, lambda module, args: DiTPipeline.of_module(module).save_pretrained(args.folder))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_mhla.attention import Attention
-from lightning_mhla.pretrained import Pretrained, adopt, read_trained
-from lightning_mhla.untrusted import BROKEN, read_json, reason
+from lightning_mhla.checkpoints.pretrained import Pretrained, adopt, read_trained
+from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 from mhla_tasks.diffusion.model import DiT
 
 BLOCKS = r"^(?:transformer_)?blocks\.(\d+)\."

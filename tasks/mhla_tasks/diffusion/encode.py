@@ -11,9 +11,7 @@ share the shards, and each takes the GPU of its local rank.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,11 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, find_shards
+from lightning_mhla.data import SampleSource, ShardReader, find_shards
 from lightning_mhla.data.images import LabelledFolder, ShardImages
 from lightning_mhla.data.write import array_bytes, check_manifest, shard_writer
-from lightning_mhla.processes import process_place
+from lightning_mhla.system.commands import command_parser, short_errors
+from lightning_mhla.system.processes import process_place
 from mhla_tasks.diffusion.codec import LatentCodec
 from mhla_tasks.diffusion.data import FLIPPED, LATENT, SignedImage
 
@@ -121,11 +120,7 @@ def open_source(name: str, image_size: int, num_classes: int) -> tuple[SampleSou
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mhla_tasks.diffusion.encode",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mhla_tasks.diffusion.encode", __doc__)
     parser.add_argument("source", help="folder of class folders, or shards of images")
     parser.add_argument("target", type=Path, help="folder for the latent shards")
     parser.add_argument("--vae", required=True, help="folder or hub name of a diffusers AutoencoderKL")
@@ -140,7 +135,7 @@ def main() -> None:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", local % torch.cuda.device_count())
-    try:
+    with short_errors():
         source, identity = open_source(args.source, args.image_size, args.num_classes)
         paths = encode_images(
             source,
@@ -154,8 +149,6 @@ def main() -> None:
             args.image_size,
             (rank, world),
         )
-    except (FileNotFoundError, ValueError, BrokenSampleError) as error:
-        sys.exit(f"error: {error}")
     mine = len(paths[rank::world])
     share = f", {mine} of them by process {rank} of {world}" if world > 1 else ""
     Console(soft_wrap=True).print(f"{len(source)} latents in {len(paths)} shards{share}: {paths[0]} ..")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_mhla import AttentionConfig, Backbone
 from lightning_mhla.attention import attention_per_layer
-from lightning_mhla.sizes import Shape, model_shape
+from lightning_mhla.model.sizes import Shape, model_shape
 
 Size = Literal["S", "B", "L", "XL"]
 

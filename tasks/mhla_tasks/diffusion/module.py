@@ -11,9 +11,9 @@ from torchmetrics import MeanMetric, SumMetric
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.data.sampling import sample_generator
-from lightning_mhla.hyperparameters import keep_plain
-from lightning_mhla.module import TrainingModule
-from lightning_mhla.optim import OptimizerConfig
+from lightning_mhla.system.options import keep_plain
+from lightning_mhla.training.module import TrainingModule
+from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.diffusion.codec import LatentCodec
 from mhla_tasks.diffusion.convert import load_pretrained
 from mhla_tasks.diffusion.model import DiT, Size

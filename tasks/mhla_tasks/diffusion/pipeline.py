@@ -14,7 +14,7 @@ from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput
 from PIL import Image
 
 from lightning_mhla.data.sampling import sample_generator
-from lightning_mhla.flow import TIMESTEPS
+from lightning_mhla.generative.flow import TIMESTEPS
 from mhla_tasks.diffusion.codec import LatentCodec
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.module import ClassToImage

@@ -19,7 +19,7 @@ from diffusers import (
 )
 from torch import Tensor
 
-from lightning_mhla.flow import TIMESTEPS, FlowTimes, draw_flow_times, flow_point
+from lightning_mhla.generative.flow import TIMESTEPS, FlowTimes, draw_flow_times, flow_point
 from mhla_tasks.diffusion.model import DiT
 
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler"]

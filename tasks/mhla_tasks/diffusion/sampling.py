@@ -13,7 +13,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from lightning_mhla.data.sampling import sample_generator
-from lightning_mhla.flow import TIMESTEPS
+from lightning_mhla.generative.flow import TIMESTEPS
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.process import NoiseProcess, Sampler
 

@@ -9,7 +9,6 @@ statistics (mu, sigma, mu_s, sigma_s), or of both, as for ADM's evaluator.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
@@ -17,17 +16,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_mhla.system.commands import command_parser, short_errors
 from mhla_tasks.diffusion.features import DigitFeatures, FeatureNetwork, InceptionFeatures, RandomFeatures, fingerprint
 from mhla_tasks.diffusion.fidelity import read_set, score
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mhla_tasks.diffusion.score",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mhla_tasks.diffusion.score", __doc__)
     parser.add_argument("samples", help="folder of images, or .npz")
     parser.add_argument("reference", help="folder of images, or .npz")
     parser.add_argument(
@@ -45,11 +41,9 @@ def main() -> None:
     chosen = networks.get(args.features)
     features: FeatureNetwork = InceptionFeatures(args.weights) if chosen is None else chosen()
     device = torch.device(args.device)
-    try:
+    with short_errors():
         one, two = (read_set(path, features, device, args.batch_size) for path in (args.samples, args.reference))
         scores = score(one, two)
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(f"error: {error}")
     depends = {
         "samples": one.count,
         "samples_sha256": one.digest,

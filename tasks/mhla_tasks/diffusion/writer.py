@@ -14,7 +14,7 @@ from numpy.lib.format import open_memmap, read_array_header_1_0, read_magic
 from PIL import Image
 from torch import Tensor
 
-from lightning_mhla.callbacks.folder import run_folder
+from lightning_mhla.system.folders import run_folder
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_mhla.callbacks.folder import run_folder
+from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.module import process_share
 from lightning_mhla.data.sampling import kept_random_state, seed_step
-from lightning_mhla.strategies import shards_weights
+from lightning_mhla.system.folders import run_folder
 
 log = logging.getLogger(__name__)
 

@@ -10,15 +10,14 @@ model's class. The weights are the moving average where the checkpoint has one.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lightning_mhla.checkpoints import load_module
+from lightning_mhla.training.export import export_module, export_parser
+from lightning_mhla.training.loading import load_module
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.module import LanguageModel
 from mhla_tasks.language.tokenizer import load_tokenizer
@@ -84,29 +83,21 @@ def export(model: LanguageModel, folder: Path) -> None:
             path.replace(folder / path.name)
 
 
+def write(model: LanguageModel, args: argparse.Namespace) -> None:
+    """Model and tokenizer, after the changes that the command line asks for."""
+    if args.tokenizer:
+        model.use_tokenizer(load_tokenizer(args.tokenizer))
+    if args.context:
+        model.network.extend(args.context)
+    export(model, args.folder)
+
+
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mhla_tasks.language.checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("checkpoint", type=Path, help="file that training wrote")
-    parser.add_argument("folder", type=Path, help="where the model goes")
+    parser = export_parser("mhla_tasks.language.checkpoint", __doc__)
     parser.add_argument("--tokenizer", help="folder or name on the hub, in place of the checkpoint's own")
-    parser.add_argument("--live", action="store_true", help="the weights as trained, not their moving average")
     parser.add_argument("--context", type=int, help="extend the model to so many tokens first")
-    args = parser.parse_args()
-    try:
-        model = load_checkpoint(args.checkpoint, args.live)
-        if args.tokenizer:
-            model.use_tokenizer(load_tokenizer(args.tokenizer))
-        if args.context:
-            model.network.extend(args.context)
-        export(model, args.folder)
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(f"error: {error}")
-    Console(soft_wrap=True).print(f"{args.folder}: {', '.join(sorted(path.name for path in args.folder.iterdir()))}")
+    export_module(LanguageModel, parser, write)
 
 
 if __name__ == "__main__":

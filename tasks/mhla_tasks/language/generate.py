@@ -8,24 +8,19 @@ terminal, one after the other.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator
 
 import torch
 from transformers import TextStreamer, set_seed
 
+from lightning_mhla.system.commands import add_allow, command_parser, short_errors
 from mhla_tasks.language.checkpoint import load_model
 from mhla_tasks.language.module import GenerationOptions
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mhla_tasks.language.generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mhla_tasks.language.generate", __doc__)
     default = GenerationOptions()
     parser.add_argument("model", help="checkpoint, exported folder, or name on the hub")
     parser.add_argument("prompt", nargs="?", help="what is continued")
@@ -35,9 +30,10 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=default.top_p)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_allow(parser)
     args = parser.parse_args()
     set_seed(args.seed)
-    try:
+    with short_errors():
         model, tokenizer = load_model(args.model)
         model = model.to(args.device)
         for prompt in _prompts(args.prompt):
@@ -50,8 +46,6 @@ def main() -> None:
             model.generate(
                 **tokens, **options.for_generate(), streamer=TextStreamer(tokenizer, skip_special_tokens=True)
             )
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(f"error: {error}")
 
 
 def _prompts(given: str | None) -> Iterator[str]:

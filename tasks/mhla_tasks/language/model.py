@@ -13,8 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from lightning_mhla import Backbone, Block, GenerationCache
-from lightning_mhla.mixing import MixingCoefficients
-from lightning_mhla.sequence import SequenceShare
+from lightning_mhla.attention.mixing import MixingCoefficients
+from lightning_mhla.attention.sequence import SequenceShare
 from mhla_tasks.language.config import MHLAConfig
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
 
@@ -48,7 +48,7 @@ class ForwardOptions(TypedDict, total=False):
         num_items_in_batch: divide the sum of the losses by it, not by the number of labels (gradient accumulation).
         loss_reduction: ``none`` gives the loss of each token, ``[B, N]``.
         skip_logits: whether to leave the logits out; None for exactly with ``shift_labels``.
-        share: see :class:`lightning_mhla.sequence.SequenceShare`.
+        share: see :class:`lightning_mhla.attention.sequence.SequenceShare`.
         output_attentions: what peft passes on; there are none.
     """
 

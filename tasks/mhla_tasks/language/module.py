@@ -14,11 +14,11 @@ from torchmetrics import SumMetric
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.attention import attention_per_layer
-from lightning_mhla.hyperparameters import keep_plain
-from lightning_mhla.module import TrainingModule
-from lightning_mhla.optim import OptimizerConfig
-from lightning_mhla.pretrained import adopt, read_pretrained
-from lightning_mhla.sequence import SequenceShare
+from lightning_mhla.attention.sequence import SequenceShare
+from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
+from lightning_mhla.system.options import keep_plain
+from lightning_mhla.training.module import TrainingModule
+from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.prompts import ContinuationFile

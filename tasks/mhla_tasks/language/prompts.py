@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
-from lightning_mhla.callbacks.folder import gather_rows, run_folder
-from lightning_mhla.files import write_whole
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.folders import gather_rows, run_folder
 
 log = logging.getLogger(__name__)
 

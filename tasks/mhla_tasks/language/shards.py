@@ -11,11 +11,9 @@ tokenizer is kept in the folder's tokenizer/.
 
 from __future__ import annotations
 
-import argparse
 import io
 import itertools
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data import ShardReader
 from lightning_mhla.data.write import check_manifest, shard_writer
+from lightning_mhla.system.commands import command_parser, short_errors
 from mhla_tasks.language.documents import check_text, encode_documents
 from mhla_tasks.language.token_shards import STARTS, TOKENS, ShardRuns
 from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer
@@ -176,11 +175,7 @@ def _npy(array: np.ndarray) -> bytes:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mhla_tasks.language.shards",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mhla_tasks.language.shards", __doc__)
     parser.add_argument("target", type=Path, help="folder for the shards")
     parser.add_argument(
         "sources", nargs="+", help="text, .jsonl and .parquet files, folders, hub:NAME[:CONFIG[:SPLIT]]"
@@ -195,14 +190,12 @@ def main() -> None:
     )
     parser.add_argument("--runs-per-shard", type=int, default=16, help="samples in a shard (default: 16)")
     args = parser.parse_args()
-    try:
+    with short_errors():
         tokenizer = load_tokenizer(args.tokenizer)
         paths = write_token_shards(
             args.target, args.sources, tokenizer, args.prefix, args.column, args.run_characters, args.runs_per_shard,
             args.skip, args.limit,
         )  # fmt: skip
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(f"error: {error}")
     runs = ShardRuns(ShardReader(paths))
     Console().print(f"{sum(runs.lengths):,} tokens in {len(paths)} shards: {paths[0]} ..")
 

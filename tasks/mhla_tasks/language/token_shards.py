@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
-from lightning_mhla.untrusted import parse_array, parse_array_header
+from lightning_mhla.system.untrusted import parse_array, parse_array_header
 
 TOKENS, STARTS = "tokens.npy", "starts.npy"
 """Members of a sample: its tokens, and the first token of each document."""

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lightning_mhla.untrusted import reason
+from lightning_mhla.system.untrusted import reason
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 

@@ -8,9 +8,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_mhla.callbacks import PeriodicEvaluation
 from lightning_mhla.callbacks.averaging import evaluation_weights
-from lightning_mhla.callbacks.folder import run_folder
+from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
-from lightning_mhla.strategies import shards_weights
+from lightning_mhla.system.folders import run_folder
 from mhla_tasks.video.module import VideoDiffusion
 from mhla_tasks.video.strips import draw_strips, write_animation
 

@@ -10,38 +10,27 @@ checkpoint has one; LoRA adapters are added to the weights that they adapt.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from rich.console import Console
-
-from lightning_mhla.checkpoints import load_module
+from lightning_mhla.training.export import export_module, export_parser
 from mhla_tasks.video.model import merge_adapters, save_adapters
 from mhla_tasks.video.module import VideoDiffusion
 
 
+def write(module: VideoDiffusion, args: argparse.Namespace) -> None:
+    """The transformer, and its adapters where they go elsewhere."""
+    if args.adapters is None:
+        merge_adapters(module.network)
+    else:
+        save_adapters(module.network, args.adapters)
+    module.network.save_pretrained(args.folder)
+
+
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mhla_tasks.video.checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("checkpoint", type=Path, help="file that training wrote")
-    parser.add_argument("folder", type=Path, help="where the transformer goes")
-    parser.add_argument("--live", action="store_true", help="the weights as trained, not their moving average")
+    parser = export_parser("mhla_tasks.video.checkpoint", __doc__)
     parser.add_argument("--adapters", type=Path, help="folder for LoRA adapters, instead of adding them to the weights")
-    args = parser.parse_args()
-    try:
-        network = load_module(VideoDiffusion, args.checkpoint, args.live).network
-        if args.adapters is None:
-            merge_adapters(network)
-        else:
-            save_adapters(network, args.adapters)
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(f"error: {error}")
-    network.save_pretrained(args.folder)
-    Console(soft_wrap=True).print(f"{args.folder}: {', '.join(sorted(path.name for path in args.folder.iterdir()))}")
+    export_module(VideoDiffusion, parser, write)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,9 @@ What only the new attention has, where the source lacks it, starts without effec
 
 from __future__ import annotations
 
-import argparse
 import logging
 import pickle
 import re
-import sys
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -34,10 +32,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.mixing import DenseMixing
-from lightning_mhla.pretrained import Pretrained, read_trained
+from lightning_mhla.attention.mixing import DenseCoefficients
+from lightning_mhla.checkpoints.pretrained import Pretrained, read_trained
 from lightning_mhla.swap import KEEP, SAVED, is_swapped
-from lightning_mhla.untrusted import BROKEN, read_json, reason
+from lightning_mhla.system.commands import command_parser, short_errors
+from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 from mhla_tasks.video.model import TransformerConfig, build_transformer
 
 log = logging.getLogger(__name__)
@@ -145,7 +144,9 @@ def load_weights(model: WanTransformer3DModel, path: str) -> None:
     """
     own, blocks = model.state_dict(), _blocks_of(path)
     state = {_inside_adapter(name, own): tensor for name, tensor in read_weights(path).items()}
-    mixing = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, DenseMixing)}
+    mixing = {
+        f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, DenseCoefficients)
+    }
     resized = [name for name in mixing if name in state and blocks not in (None, mixing[name].grid)]
     for name in resized:
         carried = mixing[name].carried("weight", state[name], blocks)
@@ -230,11 +231,7 @@ def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> A
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mhla_tasks.video.convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mhla_tasks.video.convert", __doc__)
     parser.add_argument("source", help="file with the authors' names")
     parser.add_argument("folder", type=Path, help="for config.json and safetensors, as load_swapped reads them")
     parser.add_argument(
@@ -246,10 +243,8 @@ def main() -> None:
         help="blocks along each axis (default: %(default)s)",
     )
     args = parser.parse_args()
-    try:
+    with short_errors():
         model = load_published(args.source, tuple(args.block_grid))
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(f"error: {error}")
     model.save_pretrained(args.folder)
     count = sum(parameter.numel() for parameter in model.parameters())
     Console(soft_wrap=True).print(f"{count:,} parameters written to {args.folder}")

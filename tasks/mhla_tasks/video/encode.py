@@ -12,10 +12,8 @@ the GPU of its local rank.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,8 @@ from rich.progress import track
 
 from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, find_shards
 from lightning_mhla.data.write import Skipped, array_bytes, check_manifest, shard_writer
-from lightning_mhla.processes import process_place
+from lightning_mhla.system.commands import command_parser, short_errors
+from lightning_mhla.system.processes import process_place
 from mhla_tasks.video.codec import ClipCodec
 from mhla_tasks.video.data import EMBEDDING, LATENT, ClipFolder, ShardClips, empty_caption_file
 from mhla_tasks.video.text import CaptionEncoder, TextConfig, make_encoder
@@ -112,11 +111,7 @@ def open_source(name: str, **options: Any) -> tuple[SampleSource, str]:
 def main() -> None:
     """Command line."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
-    parser = argparse.ArgumentParser(
-        prog="python -m mhla_tasks.video.encode",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mhla_tasks.video.encode", __doc__)
     parser.add_argument("source", help="shards of videos and captions, or a folder of them")
     parser.add_argument("target", type=Path, help="folder for the latent shards")
     parser.add_argument(
@@ -145,7 +140,7 @@ def main() -> None:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", local % torch.cuda.device_count())
     size = {"frames": args.frames, "height": args.height, "width": args.width}
-    try:
+    with short_errors():
         source, digest = open_source(args.source, **size, fps=args.fps, caption_key=args.caption_key)
         codec = ClipCodec(args.model)
         codec.latent_size(*size.values())
@@ -171,8 +166,6 @@ def main() -> None:
             args.max_skipped,
             (rank, world),
         )
-    except (FileNotFoundError, ValueError, BrokenSampleError) as error:
-        sys.exit(f"error: {error}")
     share = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
     left_out = f"; {skipped} videos skipped" if skipped else ""
     Console(soft_wrap=True).print(f"{len(source)} videos in {len(paths)} shards{share}: {paths[0]} ..{left_out}")

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_mhla import AttentionConfig
+from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import sample_generator
-from lightning_mhla.flow import FlowTimes, draw_flow_times, flow_point
-from lightning_mhla.hyperparameters import keep_plain
-from lightning_mhla.module import TrainingModule
-from lightning_mhla.optim import OptimizerConfig
-from lightning_mhla.strategies import shards_weights
+from lightning_mhla.generative.flow import FlowTimes, draw_flow_times, flow_point
 from lightning_mhla.swap import swapped_layers
+from lightning_mhla.system.options import keep_plain
+from lightning_mhla.training.module import TrainingModule
+from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.video.codec import ClipCodec
 from mhla_tasks.video.convert import load_weights
 from mhla_tasks.video.distillation import DistillationConfig, Teacher

@@ -9,9 +9,7 @@ a caption are skipped with a warning each, up to a limit. The command resumes af
 
 from __future__ import annotations
 
-import argparse
 import logging
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from lightning_mhla.data import ShardReader, write_shards
+from lightning_mhla.system.commands import command_parser, short_errors
 from mhla_tasks.video.clips import check_video
 from mhla_tasks.video.data import JSON, TEXT, VIDEO, ClipFolder
 
@@ -64,11 +63,7 @@ def clips_to_shards(
 def main() -> None:
     """Command line."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
-    parser = argparse.ArgumentParser(
-        prog="python -m mhla_tasks.video.shards",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("mhla_tasks.video.shards", __doc__)
     parser.add_argument("source", type=Path, help="folder of videos and captions")
     parser.add_argument("target", type=Path, help="folder for the shards")
     parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
@@ -81,12 +76,10 @@ def main() -> None:
         "--max-skipped", type=int, default=100, help="broken videos that are left out before it stops (default: 100)"
     )
     args = parser.parse_args()
-    try:
+    with short_errors():
         paths, skipped = clips_to_shards(
             args.source, args.target, args.prefix, args.per_shard, args.seed, args.caption_key, args.max_skipped
         )
-    except (OSError, ValueError) as error:  # a broken sample is a ValueError
-        sys.exit(f"error: {error}")
     left_out = f"; {skipped} videos skipped (to add them once repaired, delete the shards)" if skipped else ""
     Console(soft_wrap=True).print(f"{len(ShardReader(paths))} videos in {len(paths)} shards: {paths[0]} ..{left_out}")
 

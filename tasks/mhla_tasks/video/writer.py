@@ -11,8 +11,8 @@ from lightning import Callback, LightningModule, Trainer
 from rich.console import Console
 from torch import Tensor
 
-from lightning_mhla.callbacks.folder import run_folder
-from lightning_mhla.files import write_whole
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.folders import run_folder
 from mhla_tasks.video.clips import write_clip
 from mhla_tasks.video.strips import draw_strips
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.data import BrokenSampleError
-from lightning_mhla.optim import OptimizerConfig
+from lightning_mhla.training.optim import OptimizerConfig
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from tiny import ROOT, digits_config
 from torch import Tensor, nn
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.checkpoints import load_module
 from lightning_mhla.data.digits import load_digits
+from lightning_mhla.training.loading import load_module
 
 CPU = torch.device("cpu")
 

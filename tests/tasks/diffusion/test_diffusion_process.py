@@ -14,7 +14,7 @@ from scipy.stats import norm
 from tiny import tiny_dit
 from torch import Tensor, nn
 
-from lightning_mhla.flow import draw_flow_times
+from lightning_mhla.generative.flow import draw_flow_times
 
 ALL_SAMPLERS = [
     *((ProcessConfig(learn_sigma=False), sampler) for sampler in ("ddpm", "ddim", "dpm-solver++")),

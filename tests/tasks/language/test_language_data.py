@@ -22,7 +22,7 @@ from mhla_tasks.language.tokenizer import load_tokenizer, pack_tokenizer, token_
 from small import SENTENCES, small_model
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
-from lightning_mhla.optim import OptimizerConfig
+from lightning_mhla.training.optim import OptimizerConfig
 
 TEXTS = [f"{sentence} Number {number}: {'x' * (number % 7)}é" for number, sentence in enumerate(SENTENCES * 8)]
 

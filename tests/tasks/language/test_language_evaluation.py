@@ -26,7 +26,7 @@ from small import SENTENCES, small_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
-from lightning_mhla.optim import OptimizerConfig
+from lightning_mhla.training.optim import OptimizerConfig
 
 TASKS = ["mmlu_abstract_algebra", "mmlu_anatomy", "longbench_2wikimqa", "longbench_trec"]
 STEPS = 120

@@ -11,7 +11,7 @@ import torch
 from processes import fork_server, run_cli
 from worker import DOMAINS, SAVED, SHARED, STEPS
 
-from lightning_mhla.sharded import is_sharded
+from lightning_mhla.checkpoints.sharded import is_sharded
 
 WORKER = Path(__file__).with_name("worker.py")
 ROOT = Path(__file__).parents[3]
@@ -128,7 +128,7 @@ from pathlib import Path
 from lightning import Trainer
 from mhla_tasks.language import PythonSource
 from worker import build
-from lightning_mhla.strategies import FullyShardedStrategy
+from lightning_mhla.training.strategies import FullyShardedStrategy
 
 def fit(name, model, data, size=2):
     options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)

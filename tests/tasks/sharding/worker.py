@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_mhla import AttentionConfig
 from lightning_mhla.callbacks import ExponentialMovingAverage, seeding
 from lightning_mhla.data.module import process_share
-from lightning_mhla.optim import OptimizerConfig
-from lightning_mhla.strategies import FullyShardedStrategy
+from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.strategies import FullyShardedStrategy
 
 STEPS, SAVED, DECAY = 10, 5, 0.8
 DOMAINS = ("classification", "language", "diffusion", "video")

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_mhla.callbacks.averaging import evaluation_weights
-from lightning_mhla.callbacks.folder import run_folder
 from lightning_mhla.callbacks.periodic import PeriodicEvaluation
+from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
-from lightning_mhla.files import write_whole
-from lightning_mhla.strategies import shards_weights
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.folders import run_folder
 from mhla_tasks.language.callbacks import TokenThroughput
 from mhla_tasks.language.model import MHLAForCausalLM
 

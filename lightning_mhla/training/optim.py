@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_mhla.mixing import MixingCoefficients, clip_mixing
+from lightning_mhla.attention.mixing import MixingCoefficients, clip_mixing
 
 log = logging.getLogger(__name__)
 

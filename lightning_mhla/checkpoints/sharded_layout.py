@@ -53,7 +53,7 @@ def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
 
     Raises:
         ValueError: when an entry is not what belongs there, is larger than all files together, or lies elsewhere; other
-            errors of :data:`lightning_mhla.untrusted.BROKEN` for values of other types.
+            errors of :data:`lightning_mhla.system.untrusted.BROKEN` for values of other types.
     """
     room = sum(files.values())
     entries = {name: _entry(name, entry, room) for name, entry in listed["entries"].items()}

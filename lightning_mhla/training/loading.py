@@ -6,10 +6,10 @@ import inspect
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_mhla.checkpoint_io import WholeCheckpointIO
-from lightning_mhla.module import TrainingModule
-from lightning_mhla.strategies import LIVE
-from lightning_mhla.untrusted import BROKEN, reason
+from lightning_mhla.checkpoints.io import WholeCheckpointIO
+from lightning_mhla.checkpoints.weights import LIVE
+from lightning_mhla.system.untrusted import BROKEN, reason
+from lightning_mhla.training.module import TrainingModule
 
 Module = TypeVar("Module", bound=TrainingModule)
 

@@ -1,42 +1,18 @@
-"""Other attention for pretrained models: ``swap_attention`` replaces the self-attention of a diffusers transformer.
-
-    model = WanTransformer3DModel.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", subfolder="transformer")
-    swap_attention(model, AttentionConfig(block_grid=[3, 5, 10], normalize=False, gate=True))
-    model.save_pretrained("swapped")
-    model = load_swapped("swapped")
-
-Projections of queries, keys, values and outputs, and the norms of queries and keys, stay where they are and as they are.
-The new attention is the *processor* of diffusers' attention module, so that the model's other names do not change, and
-what it adds (mixing coefficients, output norm, gate) is found under ``...attn1.processor``. Its start depends on nothing
-random: the gate is open and ``lepe`` adds nothing. A swapped model takes images or clips of any size: blocks are fitted to
-each, and where an axis has fewer tokens than blocks, the coefficients are resized (:func:`mhla_kernels.resize_mixing`).
-"""
+"""Transformers of diffusers as hosts: attention of ours as the processor of their attention modules."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_mhla.attention import Attention, AttentionConfig, build_attention
-from lightning_mhla.attention.base import Projections
-from lightning_mhla.attention.mhla import MHLA
-from lightning_mhla.layout import BlockLayout
-from lightning_mhla.positions import Rotary
-from lightning_mhla.untrusted import read_json
+from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, Projections, build_attention
+from lightning_mhla.attention.positions import Rotary
 
 log = logging.getLogger(__name__)
-
-KEEP, REPLACE = "keep", "replace"
-"""In place of a kind: a layer that is left as it is, and one that becomes the configuration's kind."""
-
-SAVED = "swapped_attention"
-"""Entry of a diffusers model's ``config`` that says what was swapped."""
 
 HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor", "processor")
 PROCESSORS = {
@@ -241,78 +217,7 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
                 )
 
 
-def kinds_of_layers(
-    attention: AttentionConfig, depth: int, layers: Sequence[int] | None, layer_kinds: Sequence[str] | None
-) -> list[str]:
-    """The kind that each of ``depth`` layers becomes, or :data:`KEEP`.
-
-    Raises:
-        ValueError: when both or a layer that there is not are given, or kinds whose number does not divide the depth.
-    """
-    if layers is not None and layer_kinds is not None:
-        raise ValueError("give layers or layer_kinds, not both")
-    if layer_kinds is not None:
-        if not layer_kinds or depth % len(layer_kinds):
-            raise ValueError(
-                f"layer_kinds={list(layer_kinds)} is repeated to the depth, so its length must divide the {depth} layers"
-            )
-        return [attention.kind if kind == REPLACE else kind for kind in layer_kinds] * (depth // len(layer_kinds))
-    chosen = set(range(depth)) if layers is None else set(layers)
-    if wrong := sorted(chosen - set(range(depth))):
-        raise ValueError(f"layers {wrong} are not among the model's 0 to {depth - 1}")
-    return [attention.kind if index in chosen else KEEP for index in range(depth)]
-
-
-def swap_attention(
-    model: Any,
-    attention: AttentionConfig,
-    layers: Sequence[int] | None = None,
-    layer_kinds: Sequence[str] | None = None,
-) -> dict[int, Attention]:
-    """Replace self-attention of a diffusers transformer in place; see the module's description.
-
-    Args:
-        model: a ``WanTransformer3DModel``, ``DiTTransformer2DModel``, ``SanaTransformer2DModel`` or another of
-            :data:`PROCESSORS`.
-        attention: what comes in. ``rotary`` is the model's own: wherever it turns queries and keys, so does the new
-            attention, after the feature map; ``normalize`` must then be off.
-        layers: numbers of those to replace; None for all.
-        layer_kinds: kinds of the layers instead, repeated to the depth; ``"keep"`` for those that stay, ``"replace"`` for
-            ``attention.kind``: ``["keep", "replace", "replace"]`` replaces two of three.
-
-    Returns:
-        The new attention by the number of its layer.
-
-    Raises:
-        ValueError: for another kind of model or attention, blocks that do not fit its axes, or one that is swapped already.
-    """
-    hosts = attention_layers(model)
-    if SAVED in model.config:
-        raise ValueError("the model's attention is swapped already; load it again to swap it otherwise")
-    kinds = kinds_of_layers(attention, len(hosts), layers, layer_kinds)
-    check_supported(model, {index: host for index, host in enumerate(hosts) if kinds[index] != KEEP})
-    configs = {
-        index: replace(attention, kind=kind, rotary=hasattr(model, "rope"))
-        for index, kind in enumerate(kinds)
-        if kind != KEEP
-    }
-    patch = model.config.patch_size
-    axes = len(patch) if isinstance(patch, Sequence) else 2
-    grid = TokenGrid(tuple(patch) if isinstance(patch, Sequence) else (patch, patch))
-    swapped = {index: _build(hosts[index], config, axes) for index, config in configs.items()}
-    for index, built in swapped.items():
-        hosts[index].set_processor(SwappedAttention(built, built.layout.block_grid, grid))
-    if configs:
-        model.register_forward_pre_hook(grid, with_kwargs=True)
-        saved = {
-            "attention": asdict(attention),
-            "layers": {str(index): config.kind for index, config in configs.items()},
-        }
-        model.register_to_config(**{SAVED: saved})
-    return swapped
-
-
-def _build(host: Any, config: AttentionConfig, axes: int) -> Attention:
+def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
     """The attention that takes the place of ``host``'s, on its device and in its dtype."""
     blocks = (1,) * axes
     if Attention.kinds[config.kind].uses_blocks:
@@ -339,91 +244,3 @@ def _build(host: Any, config: AttentionConfig, axes: int) -> Attention:
         attention = attention.to(weight.dtype)
     attention.open_gate()
     return attention
-
-
-def swapped_layers(model: nn.Module) -> dict[int, Attention]:
-    """The attention modules that :func:`swap_attention` put in, by the number of their layer."""
-    processors = ((index, layer.processor) for index, layer in enumerate(attention_layers(model)))
-    return {index: each.attention for index, each in processors if isinstance(each, SwappedAttention)}
-
-
-def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
-    """Carry the mixing coefficients of a swapped model to other blocks, for good: for clips of another size.
-
-    Args:
-        model: swapped, with kind mhla in some layers.
-        block_grid: blocks along each axis.
-
-    Raises:
-        ValueError: when no layer has blocks, or the axes are not as many.
-    """
-    new = tuple(block_grid)
-    processors = [layer.processor for layer in attention_layers(model) if isinstance(layer.processor, SwappedAttention)]
-    mixed = [each for each in processors if isinstance(each.attention, MHLA)]
-    if not mixed or any(len(each.blocks) != len(new) for each in mixed):
-        raise ValueError(
-            f"no blocks of a swapped attention can become {list(new)}: as many axes, and layers of kind mhla"
-        )
-    for each in mixed:
-        assert isinstance(each.attention, MHLA)
-        each.attention.mixing.resize(new)
-        each.attention.config = replace(each.attention.config, block_grid=list(new))
-        each.blocks = new
-    saved = dict(model.config[SAVED])
-    model.register_to_config(**{SAVED: {**saved, "attention": {**saved["attention"], "block_grid": list(new)}}})
-
-
-def is_swapped(folder: str | Path) -> bool:
-    """Whether ``folder`` holds a model that was saved after a swap."""
-    path = Path(folder) / "config.json"
-    return path.is_file() and SAVED in read_json(path)
-
-
-def load_swapped(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
-    """A model that ``save_pretrained`` wrote after :func:`swap_attention`, with its attention, in evaluation mode.
-
-    Args:
-        folder: with ``config.json`` and safetensors files.
-        dtype: of the weights, but those that diffusers and mixing keep in float32; None as they were saved.
-
-    Raises:
-        FileNotFoundError: when there is no such model in the folder.
-        ValueError: when its attention was never swapped, or weights do not fit.
-    """
-    import diffusers
-    from safetensors.torch import load_file
-
-    place = Path(folder)
-    if not (place / "config.json").is_file():
-        raise FileNotFoundError(f"{place} has no config.json; give a folder that save_pretrained wrote")
-    config = read_json(place / "config.json")
-    saved = config.pop(SAVED, None)
-    if saved is None:
-        raise ValueError(
-            f"the attention of {place} was never swapped; load it with {config.get('_class_name')}.from_pretrained"
-        )
-    model = getattr(diffusers, config["_class_name"]).from_config(config)
-    swap_saved(model, saved)
-    files = sorted(place.glob("*.safetensors"))
-    state: dict[str, Tensor] = {}
-    for file in files:
-        state |= load_file(file)
-    if set(state) != set(model.state_dict()):
-        differing = sorted(set(state) ^ set(model.state_dict()))
-        raise ValueError(f"the weights in {place} are not those of its config.json: {', '.join(differing[:3])}")
-    model.load_state_dict(state, assign=True)
-    if dtype is not None:
-        kept = (*(model._keep_in_fp32_modules or ()), "mixing")
-        for name, parameter in model.named_parameters():
-            if not set(kept) & set(name.split(".")):
-                parameter.data = parameter.data.to(dtype)
-    return model.eval()
-
-
-def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:
-    """Swap as a saved model's config says."""
-    kinds = saved["layers"]
-    depth = len(attention_layers(model))
-    swap_attention(
-        model, AttentionConfig(**saved["attention"]), layer_kinds=[kinds.get(str(i), KEEP) for i in range(depth)]
-    )

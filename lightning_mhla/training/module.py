@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_mhla.attention.mixing import MixingCoefficients
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
 from lightning_mhla.callbacks.finite import FiniteWatch
 from lightning_mhla.callbacks.forecast import Forecast
 from lightning_mhla.callbacks.recovery import Recovery
 from lightning_mhla.callbacks.seeding import StepSeed
 from lightning_mhla.callbacks.stalls import StallWatch
-from lightning_mhla.checkpoint_io import WholeCheckpointIO
-from lightning_mhla.hyperparameters import LoggedApart, plain
-from lightning_mhla.mixing import MixingCoefficients
-from lightning_mhla.optim import Asked, OptimizerConfig, build_optimizer, parameter_groups, take_over
-from lightning_mhla.strategies import LIVE, SEQUENCE, load_weights, shards_weights
+from lightning_mhla.checkpoints.io import WholeCheckpointIO
+from lightning_mhla.checkpoints.weights import LIVE, load_weights, shards_weights
+from lightning_mhla.system.options import LoggedApart, plain
+from lightning_mhla.training.optim import Asked, OptimizerConfig, build_optimizer, parameter_groups, take_over
+from lightning_mhla.training.strategies import SEQUENCE
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from timm.layers import DropPath, Mlp, SwiGLU
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mhla.attention import AttentionConfig, build_attention, layout_for, next_positions
-from lightning_mhla.generation import GenerationCache
-from lightning_mhla.layout import BlockLayout, LayoutTables
-from lightning_mhla.positions import Rotary, sequence_positions
-from lightning_mhla.sequence import SequenceShare
+from lightning_mhla.attention import AttentionConfig, build_attention, layout_for
+from lightning_mhla.attention.layout import BlockLayout, LayoutTables
+from lightning_mhla.attention.positions import Rotary, next_positions, sequence_positions
+from lightning_mhla.attention.sequence import SequenceShare
+from lightning_mhla.model.cache import GenerationCache
 
 NormKind = Literal["layernorm", "rmsnorm"]
 MlpKind = Literal["gelu", "gelu_tanh", "swiglu"]

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_mhla.files import written_whole
-from lightning_mhla.sharded import check_sharded, is_sharded, load_rest, load_whole
-from lightning_mhla.untrusted import BROKEN, reason
+from lightning_mhla.checkpoints.sharded import check_sharded, is_sharded, load_rest, load_whole
+from lightning_mhla.system.files import written_whole
+from lightning_mhla.system.untrusted import BROKEN, reason
 
 log = logging.getLogger(__name__)
 

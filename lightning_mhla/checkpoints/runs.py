@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from lightning_mhla.checkpoint_io import find_checkpoints
-from lightning_mhla.processes import process_place
+from lightning_mhla.checkpoints.io import find_checkpoints
+from lightning_mhla.system.processes import process_place
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from mhla_kernels import ExponentialMixing, extend_mixing, resize_mixing
 from mhla_kernels.mixing import MixingLike
 from torch import Tensor, nn
 
-from lightning_mhla.layout import BlockLayout
+from lightning_mhla.attention.layout import BlockLayout
 
 LOWER, UPPER = 1e-5, 1.0
 """Bounds of a coefficient after each optimiser step (the paper's public code)."""
@@ -111,7 +111,7 @@ class MixingCoefficients(nn.Module):
         return self
 
 
-class DenseMixing(MixingCoefficients):
+class DenseCoefficients(MixingCoefficients):
     """One free coefficient for each pair of blocks.
 
     Args:

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_mhla.files import flush, write_whole
-from lightning_mhla.sharded_layout import pack_layout, unpack_layout
-from lightning_mhla.untrusted import BROKEN, read_json, reason
+from lightning_mhla.checkpoints.sharded_layout import pack_layout, unpack_layout
+from lightning_mhla.system.files import flush, write_whole
+from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 MANIFEST, LAYOUT, REST = "manifest.json", "layout.json", "meta.pt"
 

@@ -65,3 +65,11 @@ def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = No
         return place
     bounds = torch.as_tensor(cu_seqlens, device=x.device)
     return place - bounds[torch.searchsorted(bounds, place, right=True) - 1]
+
+
+def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
+    """Positions of the next tokens ``[B, N, dim]`` after rows of ``lengths``: ``[N]``, or ``[B, N]`` where they differ."""
+    place = torch.arange(x.shape[1], device=x.device)
+    if len(set(lengths)) < 2:
+        return place + max(lengths, default=0)
+    return place + torch.tensor(lengths, device=x.device)[:, None]

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mhla.checkpoint_io import WholeCheckpointIO, find_checkpoints
-from lightning_mhla.mixing import MixingCoefficients
-from lightning_mhla.sharded import is_sharded
-from lightning_mhla.untrusted import BROKEN, read_json, reason
+from lightning_mhla.attention.mixing import MixingCoefficients
+from lightning_mhla.checkpoints.io import WholeCheckpointIO, find_checkpoints
+from lightning_mhla.checkpoints.sharded import is_sharded
+from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 log = logging.getLogger(__name__)
 

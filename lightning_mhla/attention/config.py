@@ -1,0 +1,166 @@
+"""Which attention a model uses: one configuration for every domain, and the kinds that it may name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.system.options import as_dataclass
+
+Features = Literal["relu", "elu", "softplus", "identity"]
+
+CHOICES = {
+    "mixing": ("dense", "exponential"),
+    "mixing_init": ("locality", "uniform"),
+    "feature_map": get_args(Features),
+}
+"""Options of :class:`AttentionConfig` that are one of a few words."""
+
+KINDS: dict[str, Any] = {}
+"""Attention classes by the name of their kind; :class:`lightning_mhla.attention.Attention` adds those that derive from it."""
+
+OWN_KIND_HINT = (
+    "a kind of your own is known once its module is imported: --allow=MODULE on the command line, import in Python"
+)
+
+MIXING_OPTIONS = (
+    "block_grid", "block_size", "mixing", "mixing_terms", "mixing_init", "mixing_per_head", "mixing_trainable"
+)  # fmt: skip
+"""Options of :class:`AttentionConfig` that only mhla looks at."""
+
+
+@dataclass
+class AttentionConfig:
+    """Which attention a model uses; the same keys in every domain.
+
+    Args:
+        kind: mhla (mixed block summaries), linear (one summary of all tokens), softmax, or a kind of your own.
+        block_grid: number of blocks along each axis of the token grid (images, video).
+        block_size: tokens in a block (sequences). One of block_grid and block_size; only mhla uses them.
+        mixing: how the mixing coefficients are parametrised. dense is one free coefficient for each pair of blocks,
+            exponential a sum of exponentials of their distance, at a cost that is linear in the number of blocks.
+        mixing_terms: number of exponentials.
+        mixing_init: how they start. locality gives near blocks more weight, uniform gives all the same.
+        mixing_per_head: whether every head has coefficients of its own.
+        mixing_trainable: whether they are learned.
+        normalize: whether the weights of a query are divided by their sum (mhla, linear).
+        feature_map: applied to queries and keys (mhla, linear). relu and elu are relu(x) + 1e-6 and elu(x) + 1.
+        lepe: width of the depthwise convolution of the values that is added to the output, odd; 0 for none.
+        rotary: whether queries and keys are turned by their position, after the feature map; sequences. It makes features
+            signed, so mhla and linear need normalize off.
+        rotary_base: of the geometric series of rotary frequencies.
+        gate: whether the output is multiplied by SiLU of a projection of the input.
+        output_norm: whether each head's output passes an RMSNorm; null for exactly where normalize is off.
+        options: options of the kind itself, by name. mhla, linear and softmax have none
+    """
+
+    kind: str = "mhla"
+    block_grid: list[int] | None = None
+    block_size: int | None = None
+    mixing: Literal["dense", "exponential"] = "dense"
+    mixing_terms: int = 4
+    mixing_init: Literal["locality", "uniform"] = "locality"
+    mixing_per_head: bool = False
+    mixing_trainable: bool = True
+    normalize: bool = True
+    feature_map: Features = "relu"
+    lepe: int = 0
+    rotary: bool = False
+    rotary_base: float = 10_000.0
+    gate: bool = False
+    output_norm: bool | None = None
+    options: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            close = get_close_matches(str(self.kind), KINDS, 1)
+            hint = f"did you mean {close[0]!r}?" if close else OWN_KIND_HINT
+            raise ValueError(f"attention kind {self.kind!r} is not one of {sorted(KINDS)}; {hint}")
+        self.options = self._checked_options()
+        for name, allowed in CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                close = get_close_matches(str(value), allowed, 1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}{hint}")
+        if self.mixing_terms < 1:
+            raise ValueError(f"mixing_terms={self.mixing_terms} must be positive")
+        for name in ("block_grid", "block_size"):
+            value = getattr(self, name)
+            if value is not None and min(value if isinstance(value, Sequence) else [value]) < 1:
+                raise ValueError(f"{name}={value} must be positive")
+        if self.block_grid is not None and self.block_size is not None:
+            raise ValueError("give block_grid or block_size, not both")
+        if self.lepe < 0 or (self.lepe and self.lepe % 2 == 0):
+            raise ValueError(f"lepe={self.lepe} must be an odd width, or 0 for none")
+        if self.normalize and self.feature_map == "identity" and KINDS[self.kind].uses_linear_options:
+            raise ValueError("normalize wants nonnegative queries and keys; feature_map 'identity' does not give them")
+        if self.normalize and self.rotary and KINDS[self.kind].uses_linear_options:
+            raise ValueError(
+                "normalize wants nonnegative queries and keys, and rotary turns them; set normalize: false"
+            )
+
+    def _checked_options(self) -> dict[str, Any] | None:
+        """The options of the kind, those left out at their defaults; None for a kind without any."""
+        kind = KINDS[self.kind].Options
+        if kind is None:
+            if self.options:
+                raise ValueError(f"attention kind {self.kind!r} has no options of its own, but got {self.options}")
+            return None
+        return asdict(as_dataclass(kind, self.options or {}, f"attention kind {self.kind!r}"))
+
+    def with_kind(self, kind: str) -> AttentionConfig:
+        """The same for another kind; the options of the kind itself go where the kind is the same."""
+        return replace(self, kind=kind, options=self.options if kind == self.kind else None)
+
+
+def register_kind(name: str, kind: Any) -> None:
+    """Make an attention class known by its kind, to configurations and to their help."""
+    KINDS[name] = kind
+    listed = [f"{name} has {_described(each.Options)}" for name, each in KINDS.items() if each.Options is not None]
+    names = [each for each in KINDS if each not in ("mhla", "linear", "softmax")]
+    own = f"a kind of your own ({', '.join(names)})." if names else OWN_KIND
+    AttentionConfig.__doc__ = DOC.replace(OWN_KIND, own).replace(NO_OPTIONS, "; ".join([NO_OPTIONS, *listed]))
+
+
+def _described(options: Any) -> str:
+    return ", ".join(f"{field.name} ({field.type}, default {field.default!r})" for field in fields(options))
+
+
+DOC, OWN_KIND, NO_OPTIONS = AttentionConfig.__doc__ or "", "a kind of your own.", "mhla, linear and softmax have none"
+"""Of the configuration's help, and its parts that kinds of one's own change."""
+
+
+def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0) -> BlockLayout:
+    """The one layout that all layers of a model share; a single block if no layer uses blocks.
+
+    Raises:
+        ValueError: when layers ask for different blocks, or a kind that uses blocks is given none.
+    """
+    using = [config for config in configs if KINDS[config.kind].uses_blocks]
+    if not using:
+        return BlockLayout(tuple(grid), blocks=(1,) * len(grid), prefix_tokens=prefix_tokens)
+    first = using[0]
+    if any((c.block_grid, c.block_size) != (first.block_grid, first.block_size) for c in using):
+        raise ValueError("all layers must ask for the same block_grid or block_size; tokens are put in order only once")
+    if first.block_grid is None and first.block_size is None:
+        raise ValueError(f"attention kind {first.kind!r} needs block_grid (blocks along each axis) or block_size")
+    blocks = None if first.block_grid is None else tuple(first.block_grid)
+    return BlockLayout(tuple(grid), blocks, first.block_size, prefix_tokens)
+
+
+def attention_per_layer(config: AttentionConfig, kinds: Sequence[str] | None, depth: int) -> list[AttentionConfig]:
+    """One configuration for each of ``depth`` layers: ``kinds`` repeated to the depth, or ``config.kind`` everywhere.
+
+    Raises:
+        ValueError: when the number of kinds does not divide the depth, or none of them takes ``config.options``.
+    """
+    if kinds is None:
+        return [config] * depth
+    if not kinds or depth % len(kinds):
+        raise ValueError(f"layer_kinds={list(kinds)} is repeated to the depth, so its length must divide depth={depth}")
+    if config.options and config.kind not in kinds:
+        raise ValueError(f"options={config.options} are those of kind {config.kind!r}, which layer_kinds does not list")
+    return [config.with_kind(kind) for kind in kinds] * (depth // len(kinds))

@@ -1,0 +1,36 @@
+"""Weights of a module, whole on every process or spread over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning import Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+LIVE = "current_model_state"
+"""Under this name a checkpoint keeps the weights as they are trained, where ``state_dict`` is their moving average."""
+
+
+def shards_weights(trainer: Trainer) -> bool:
+    """Whether no process holds all weights."""
+    return isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy)
+
+
+def load_weights(module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+    """Copy weights into a module, of which every process may hold a share; every process calls it.
+
+    Args:
+        module: sharded or not.
+        state: in shards like the module's, or whole on every process.
+        strict: whether the names have to be the same.
+    """
+    sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    if sharded and not any(isinstance(value, DTensor) for value in state.values()):
+        set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, strict=strict))
+    else:
+        with torch.no_grad():
+            module.load_state_dict(state, strict=strict)

@@ -1,0 +1,1 @@
+"""Generative models: flow matching."""

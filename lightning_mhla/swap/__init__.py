@@ -1,0 +1,27 @@
+"""Other attention for pretrained models; see :mod:`lightning_mhla.swap.swapping`."""
+
+from lightning_mhla.swap.diffusers import SwappedAttention, attention_layers
+from lightning_mhla.swap.layers import KEEP, REPLACE
+from lightning_mhla.swap.swapping import (
+    SAVED,
+    is_swapped,
+    load_swapped,
+    resize_blocks,
+    swap_attention,
+    swap_saved,
+    swapped_layers,
+)
+
+__all__ = [
+    "KEEP",
+    "REPLACE",
+    "SAVED",
+    "SwappedAttention",
+    "attention_layers",
+    "is_swapped",
+    "load_swapped",
+    "resize_blocks",
+    "swap_attention",
+    "swap_saved",
+    "swapped_layers",
+]

@@ -1,0 +1,1 @@
+"""Files, processes and options: what everything above stands on."""

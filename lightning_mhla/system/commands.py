@@ -1,0 +1,72 @@
+"""What the commands beside ``lightning`` have in common: ``--help`` from the module's text, short errors, own modules."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+
+
+def command_parser(module: str, text: str | None) -> argparse.ArgumentParser:
+    """The parser of ``python -m module``, whose description is the text of the module."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_allow(parser: argparse.ArgumentParser) -> None:
+    """Let a command import modules of the user's own, such as those of attention kinds."""
+    parser.add_argument(
+        "--allow",
+        type=_imported,
+        metavar="MODULE",
+        help="modules to import (comma between them): attention kinds of your own",
+    )
+
+
+@contextmanager
+def short_errors() -> Iterator[None]:
+    """End a command with the message of an error that a check raised, and status 1."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a broken sample is a ValueError
+        sys.exit(f"error: {error}")
+
+
+def find_in_working_folder(names: Iterable[str]) -> None:
+    """Let Python find modules and packages that lie in the working folder, after all others."""
+    folder, own = Path.cwd(), {name.split(".")[0] for name in names}
+    there = any((folder / f"{name}.py").is_file() or (folder / name).is_dir() for name in own)
+    if there and str(folder) not in sys.path:
+        sys.path.append(str(folder))  # last, so that it hides no package
+
+
+def import_own(names: Iterable[str]) -> None:
+    """Import modules that the command line allows: what they register, such as attention kinds, is known from then on.
+
+    Raises:
+        ValueError: for a name that is no module.
+    """
+    names = list(names)
+    find_in_working_folder(names)
+    for name in names:
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise ValueError(
+                f"--allow={name}: there is no module {error.name!r}, installed or in the working folder"
+            ) from None
+
+
+def _imported(value: str) -> list[str]:
+    names = [name.strip() for name in value.split(",") if name.strip()]
+    try:
+        import_own(names)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return names

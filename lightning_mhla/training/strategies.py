@@ -1,0 +1,122 @@
+"""Strategies that Lightning has all but the last step of."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from lightning_mhla.checkpoints.io import read_file, resolve_checkpoint
+from lightning_mhla.checkpoints.sharded import load_rest, load_tensors, save_sharded, saved_names
+from lightning_mhla.checkpoints.weights import LIVE, load_weights
+
+SEQUENCE = "sequence_parallel"
+"""Name of the dimension of the device mesh whose processes share sequences."""
+
+
+class FullyShardedStrategy(ModelParallelStrategy):
+    """FSDP2 over all processes, through Lightning's ModelParallelStrategy, and sequence parallelism if asked for.
+
+    Works on GPUs (NCCL) and CPUs (gloo), on any number of nodes. Checkpoints are there whole or not at all, and load on
+    any number of processes. Weights are sharded over all processes, those that share a sequence included.
+
+    Args:
+        save_distributed_checkpoint: write a folder of shards, one file for each process, instead of one file.
+        gather_dtype: in which weights are gathered for a block, and computed with; gradients are reduced in float32, and
+            the weights that the optimiser updates stay float32. Mixing coefficients are always gathered in float32.
+        sequence_parallel_size: neighbouring processes that share each sequence and exchange block summaries, for
+            sequences that one device has no room for; a divisor of the number of processes. Language models only.
+
+    Raises:
+        ValueError: when ``sequence_parallel_size`` does not divide the number of processes, once that is known.
+    """
+
+    def __init__(
+        self,
+        save_distributed_checkpoint: bool = True,
+        gather_dtype: Literal["float32", "bfloat16"] = "float32",
+        sequence_parallel_size: int = 1,
+    ) -> None:
+        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint)
+        self.gather_dtype, self.sequence_parallel_size = gather_dtype, sequence_parallel_size
+
+    def setup_environment(self) -> None:
+        """Make the mesh of devices; only now the number of processes is known."""
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        each, processes = self.sequence_parallel_size, self.world_size
+        if each < 1 or processes % each:
+            raise ValueError(f"sequence_parallel_size={each} does not divide the {processes} processes")
+        names = ("data_parallel", SEQUENCE)
+        self._device_mesh = init_device_mesh(self.root_device.type, (processes // each, each), mesh_dim_names=names)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any = None
+    ) -> None:
+        """Write the folder of shards, or one file; every process calls it."""
+        path = Path(self.broadcast(filepath))
+        if not self._save_distributed_checkpoint:
+            Strategy.save_checkpoint(self, checkpoint, path)
+            return
+        tensors = {name: checkpoint.pop(name) for name in ("state_dict", LIVE) if name in checkpoint}
+        for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
+            tensors[f"optimizer_{index}"] = state
+        save_sharded(path, tensors, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load weights and optimisers from a folder of shards or from one file, and give the other entries back.
+
+        Live weights beside a moving average come back under their own name, in shards like the module's own.
+        """
+        path = resolve_checkpoint(Path(self.broadcast(checkpoint_path)))
+        assert self.model is not None
+        if path.is_file():
+            content = read_file(path)
+            load_weights(self.model, content.pop("state_dict"), self._strict)
+            for optimizer, state in zip(self.optimizers, content.get("optimizer_states", []), strict=False):
+                named = _named(state, optimizer, self.model)
+                set_optimizer_state_dict(
+                    self.model, optimizer, optim_state_dict=named, options=StateDictOptions(full_state_dict=True)
+                )
+            return content
+        names = saved_names(path)
+        own: dict[str, Any] = get_model_state_dict(self.model)
+        weights = {
+            name: {key: value.clone() for key, value in own.items()} for name in ("state_dict", LIVE) if name in names
+        }
+        load_tensors(path, weights)
+        set_model_state_dict(self.model, weights.pop("state_dict"), options=StateDictOptions(strict=self._strict))
+        for index, optimizer in enumerate(self.optimizers):
+            state = {f"optimizer_{index}": get_optimizer_state_dict(self.model, optimizer)}
+            load_tensors(path, state)
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{index}"])
+        return {**load_rest(path), **weights}
+
+    @property
+    def _strict(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.strict_loading
+
+
+def _named(state: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """The state of an optimiser by name of the parameter, as sharded weights need it, in place of by number."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        "state": {order[number]: values for number, values in state["state"].items()},
+        "param_groups": [{**g, "params": [order[number] for number in g["params"]]} for g in state["param_groups"]],
+    }
