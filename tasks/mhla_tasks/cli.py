@@ -6,7 +6,6 @@ checkpoint given by ``--ckpt_path`` remembers of its model and data.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -19,25 +18,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import Namespace
 from lightning import Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from rich.logging import RichHandler
 
 from lightning_mhla.callbacks.recovery import RunStopped
-from lightning_mhla.checkpoints.io import RECOVERY, find_checkpoints, read_header
-from lightning_mhla.checkpoints.runs import RunFolder
-from lightning_mhla.checkpoints.sharded import is_sharded
 from lightning_mhla.data import BrokenSampleError
-from mhla_tasks.config_errors import Source, find_repeated_option, find_unknown_key, read_sources, shorten
+from mhla_tasks.config_errors import find_repeated_option, find_unknown_key, shorten
+from mhla_tasks.settle import (
+    agree,
+    defaults_from,
+    inside,
+    leave_out_monitors,
+    settle,
+    with_config_of_run,
+    with_folder_of_logger,
+    write_beside_checkpoint,
+)
+from mhla_tasks.sources import read_sources
 from mhla_tasks.trust import allow_imports, check_config, refusal
 
 log = logging.getLogger(__name__)
 
 OWN = ("mhla_kernels", "lightning_mhla", "mhla_tasks")
 EXPECTED = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
-MEMORY = (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters"))
 
 
 class ShortErrorParser(LightningArgumentParser):
@@ -87,7 +92,7 @@ class SuiteCLI(LightningCLI):
         subcommand = next((word for word in words if word in self._subcommand_parsers), None)
         if subcommand is not None:
             chosen = self._subcommand_parsers[subcommand]
-            sources = [_inside(source, subcommand) for source in read_sources(words)]
+            sources = [inside(source, subcommand) for source in read_sources(words)]
             problems = [check_config(Path(source.origin)) for source in sources if not source.origin.startswith("-")]
             try:
                 allow_imports(sources)
@@ -155,133 +160,6 @@ def _printable(text: str) -> str:
     return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)[:2000]
 
 
-def with_config_of_run(words: list[str]) -> list[str]:
-    """The command line, with the configuration that a run was started with where it names a run folder and none."""
-    folders = [value for source in read_sources(words) if isinstance(value := source.values.get("run_dir"), str)]
-    if any(word.split("=")[0] in ("--config", "-c") for word in words) or not folders:
-        return words
-    kept = Path(folders[-1]) / "config.yaml"
-    return [words[0], f"--config={kept}", *words[1:]] if kept.is_file() else words
-
-
-def with_folder_of_logger(words: list[str]) -> list[str]:
-    """The command line, with a folder for a logger that is named by its class alone."""
-    named = [word for word in words if re.fullmatch(r"--trainer\.logger=[\w.]*(CSV|TensorBoard)Logger", word)]
-    if not named or any(word.startswith("--trainer.logger.") for word in words):
-        return words
-    place = words.index(named[-1]) + 1
-    return [*words[:place], "--trainer.logger.save_dir=runs", *words[place:]]
-
-
-def settle(options: Any, subcommand: str) -> RunFolder | None:
-    """Point a command at the folder of a run: its files go there, and it resumes from the furthest checkpoint in it.
-
-    Args:
-        options: of the command, changed in place.
-        subcommand: only ``fit`` writes there, and locks it.
-    """
-    path = Path(options.run_dir)
-    if subcommand != "fit":
-        if options.ckpt_path is None:
-            options.ckpt_path = str(path)
-        return None
-    folder = RunFolder(path)
-    options.trainer.default_root_dir = str(path)
-    own = {"save_dir": str(path), "name": "", "version": ""}
-    if options.trainer.logger in (None, True):
-        options.trainer.logger = [
-            Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=Namespace(own))
-        ]
-    loggers = options.trainer.logger or []
-    for logger in loggers if isinstance(loggers, list) else [loggers]:
-        if logger.class_path.rsplit(".", 1)[-1] in ("TensorBoardLogger", "CSVLogger"):
-            logger.init_args.update(Namespace(own))
-            if folder.taken and logger.class_path.endswith("CSVLogger"):
-                folder.keep("metrics.csv")  # Lightning deletes the table of an earlier start
-    if folder.has_checkpoints():
-        options.ckpt_path = str(path)
-    return folder
-
-
-def write_beside_checkpoint(options: Any, subcommand: str, sources: Sequence[Source]) -> None:
-    """Have predictions go into a folder of their checkpoint's run, ``predict``, ``predict-2`` and so on, unless told otherwise.
-
-    Args:
-        options: of the command, changed in place.
-        subcommand: which of validate, test and predict it is; only the last one writes.
-        sources: what the user said.
-    """
-    said = {name for source in sources for name in _mapping(source.values.get("trainer"))}
-    checkpoint = options.get("ckpt_path")
-    if not checkpoint or said & {"logger", "default_root_dir"} or not Path(checkpoint).exists():
-        return
-    folder = Path(checkpoint)
-    if folder.is_file() or is_sharded(folder):
-        folder = next((each for each in folder.parents if each.name not in ("checkpoints", RECOVERY)), folder.parent)
-    if subcommand == "predict":
-        names = (f"predict-{number}" if number > 1 else "predict" for number in itertools.count(1))
-        folder = next(folder / name for name in names if not (folder / name).exists())
-    options.trainer.logger, options.trainer.default_root_dir = False, str(folder)
-
-
-AGREE = ("num_classes", "image_size", "sample_size", "channels", "context")
-"""Options that model and data have under one name, and that mean one thing."""
-
-
-def agree(options: Any, sources: Sequence[Source]) -> None:
-    """Take what is said of model or data for both, where both have the option; the stronger source wins.
-
-    Args:
-        options: of the command, changed in place.
-        sources: what the user said, the weakest first; all words of the command line are equally strong.
-
-    Raises:
-        ValueError: when one source says two things.
-    """
-    parts = {part: options.get(part, {}).get("init_args", {}) for part in ("model", "data")}
-    files = [source for source in sources if not source.origin.startswith("-")]
-    for name in AGREE:
-        values = {part: given[name] for part, given in parts.items() if name in given}
-        if len(values) < 2 or values["model"] == values["data"]:
-            continue
-        rank = {}
-        for part in parts:
-            said = [
-                len(files) if source.origin.startswith("-") else files.index(source)
-                for source in sources
-                if name in _arguments(source.values.get(part))
-            ]
-            rank[part] = max(said, default=-1)
-        if name == "context" and min(rank.values()) >= 0 and values["data"] < values["model"]:
-            continue  # shorter samples will do
-        if max(rank.values()) < 0:  # a checkpoint remembers the model, or both are defaults
-            parts["data"][name] = values["model"]
-            continue
-        if rank["model"] == rank["data"]:
-            raise ValueError(
-                f"model.init_args.{name}={values['model']} and data.init_args.{name}={values['data']} must be equal; "
-                "give one of them, and it is taken for both"
-            )
-        stronger, weaker = sorted(rank, key=lambda part: rank[part], reverse=True)
-        parts[weaker][name] = values[stronger]
-        log.info("%s.init_args.%s=%s is taken for the %s too", stronger, name, values[stronger], weaker)
-
-
-def _arguments(value: Any) -> dict[str, Any]:
-    """Arguments of a class that a source gives; short forms (``--data.batch_size=8``) included."""
-    options = _mapping(value)
-    return {**options, **_mapping(options.get("init_args"))}
-
-
-def leave_out_monitors(trainer: Any) -> None:
-    """Without a logger there is nothing that a LearningRateMonitor could write to; Lightning would stop."""
-    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else []
-    kept = [each for each in callbacks if not each.class_path.endswith("LearningRateMonitor")]
-    if len(kept) < len(callbacks):
-        log.info("LearningRateMonitor is left out: there is no logger")
-        trainer.callbacks = kept
-
-
 def remove_unused(trainer: Trainer) -> None:
     """Remove the numbered log folder of a fit that ended before its first step, so that failures use up no number."""
     folder = Path(trainer.log_dir or "")
@@ -296,55 +174,6 @@ class EpochBar(RichProgressBar):
     def _get_train_description(self, current_epoch: int) -> str:
         limit = self.trainer.max_epochs
         return f"Epoch {current_epoch}" if limit in (None, -1) else super()._get_train_description(current_epoch)
-
-
-def _inside(source: Source, subcommand: str) -> Source:
-    """The options of a subcommand, where a file keeps them under its name."""
-    own = source.values.get(subcommand)
-    return Source(source.origin, own) if set(source.values) == {subcommand} and isinstance(own, dict) else source
-
-
-def defaults_from(checkpoint: str, sources: Sequence[Source]) -> dict[str, Any]:
-    """Model and data options that a checkpoint remembers, except where a source names another class.
-
-    Args:
-        checkpoint: a file, the folder of a sharded checkpoint or of a run, or one of Lightning's words such as ``last``.
-        sources: all other options.
-
-    Raises:
-        ValueError: when it looks like a path, but holds no checkpoint that can be read.
-    """
-    path = Path(checkpoint)
-    if not path.exists():
-        if "://" in checkpoint or ("/" not in checkpoint and not path.suffix):
-            return {}
-        raise ValueError(f"ckpt_path {checkpoint} does not exist")
-    if path.is_dir() and not is_sharded(path):
-        below = find_checkpoints(path)
-        if not below:
-            return {}
-        path = below[0]
-    try:
-        content = read_header(path)
-        found = [(root, content.get(key, {})) for root, key in MEMORY]
-    except Exception as error:
-        raise ValueError(f"ckpt_path {checkpoint} is no checkpoint that can be read safely ({error})") from error
-    options = {}
-    for root, memory in found:
-        named = [s.values[root]["class_path"] for s in sources if "class_path" in _mapping(s.values.get(root))]
-        if not isinstance(memory, dict) or not all(isinstance(name, str) for name in memory):
-            raise ValueError(f"ckpt_path {checkpoint}: its options of the {root} are no named values")
-        class_path = memory.get("_class_path")
-        if class_path and (refused := refusal(str(class_path))):
-            raise ValueError(f"ckpt_path {checkpoint} was trained with the class {str(class_path)[:80]}: {refused}")
-        if class_path and (not named or named[-1] == class_path):
-            known = {name: value for name, value in memory.items() if not name.startswith("_")}
-            options[root] = {"class_path": class_path, "init_args": known}
-    return options
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _is_deliberate(error: BaseException) -> bool:

@@ -13,9 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lightning_mhla.system.untrusted import YAML_CHARACTERS, check_yaml
+from mhla_tasks.sources import Source
 
 SHORT_NAMES = {
     "callbacks": ("lightning.pytorch.callbacks",),
@@ -30,58 +28,6 @@ NOISE = re.compile(
     r"^-?\s*(Does not validate against any|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
     r"|Not a valid subclass of|Subclass types expect|- a (class path|dict))"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """One place that options come from.
-
-    Attributes:
-        origin: for messages: a file name, or the argument as typed.
-        values: nested options.
-    """
-
-    origin: str
-    values: dict[str, Any]
-
-
-def read_sources(arguments: Sequence[str]) -> list[Source]:
-    """Every ``--config`` file and every ``--key=value`` of a command line, in order; what cannot be read is left out."""
-    sources = []
-    for place, word in enumerate(arguments):
-        if not word.startswith("-"):
-            continue
-        key, equals, value = word.partition("=")
-        key = key.lstrip("-")
-        if not equals:
-            following = arguments[place + 1 : place + 2]
-            value = following[0] if following and not following[0].startswith("--") else ""
-        if key in ("config", "c"):
-            sources.append(Source(value, _load(Path(value))))
-            continue
-        nested: Any = _literal(value)
-        for part in reversed(key.split(".")):
-            nested = {part: nested}
-        sources.append(Source(word if equals else f"{word} {value}".strip(), nested))
-    return sources
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8") if path.is_file() and path.stat().st_size <= YAML_CHARACTERS else ""
-        check_yaml(text)
-        loaded = yaml.safe_load(text)
-    except (OSError, yaml.YAMLError, ValueError, RecursionError):
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
-
-
-def _literal(text: str) -> Any:
-    try:
-        check_yaml(text)
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return text
 
 
 def find_unknown_key(sources: Sequence[Source], options: Collection[str]) -> str | None:

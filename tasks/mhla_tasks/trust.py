@@ -12,7 +12,7 @@ from jsonargparse import set_parsing_settings
 
 from lightning_mhla.system.commands import find_in_working_folder, import_own
 from lightning_mhla.system.untrusted import YAML_CHARACTERS, check_yaml, reason
-from mhla_tasks.config_errors import Source
+from mhla_tasks.sources import Source
 
 PACKAGES = ("lightning", "lightning_mhla", "mhla_kernels", "mhla_tasks", "torchmetrics")
 """Packages whose classes a configuration may name; importing a module runs it, so others have to be allowed."""
