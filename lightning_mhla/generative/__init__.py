@@ -1,1 +1,1 @@
-"""Generative models: flow matching."""
+"""What generative domains share: flow matching, frozen encoders and VAEs, adapters, distillation, samples, fidelity."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,6 +13,27 @@ FlowTimes = Literal["uniform", "logit_normal"]
 
 TIMESTEPS = 1000
 """The time of pure noise, as networks see it; data are at 0."""
+
+
+@dataclass(frozen=True)
+class FlowConfig:
+    """Flow matching: the network predicts noise minus data on straight paths between them.
+
+    Args:
+        times: how timesteps are drawn in training, uniform or logit_normal.
+        shift: moves timesteps towards noise, in training and sampling; Wan's is 3 for 480 rows.
+        caption_dropout: share of samples trained with the empty caption, which guidance needs.
+    """
+
+    times: FlowTimes = "logit_normal"
+    shift: float = 3.0
+    caption_dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.caption_dropout < 1:
+            raise ValueError(f"flow.caption_dropout={self.caption_dropout} must be at least 0 and below 1")
+        if self.shift <= 0:
+            raise ValueError(f"flow.shift={self.shift} must be positive")
 
 
 def draw_flow_times(

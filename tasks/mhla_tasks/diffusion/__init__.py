@@ -1,8 +1,14 @@
 """Class-to-image diffusion: DiT with mhla, linear or softmax attention."""
 
-from mhla_tasks.diffusion.callbacks import GenerationMetrics, SampleGrid
+from lightning_mhla.generative.drawing import SampleGrid
+from lightning_mhla.generative.fidelity import (
+    DigitFeatures,
+    FeatureNetwork,
+    GenerationMetrics,
+    InceptionFeatures,
+    RandomFeatures,
+)
 from mhla_tasks.diffusion.data import DigitImages, ImageShards, LatentShards
-from mhla_tasks.diffusion.features import DigitFeatures, FeatureNetwork, InceptionFeatures, RandomFeatures
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.module import ClassToImage
 from mhla_tasks.diffusion.pipeline import DiTPipeline

@@ -18,8 +18,8 @@ from torchvision.transforms import v2
 from lightning_mhla.data import BrokenSampleError, ResumableDataModule, SampleSource, ShardReader, ShardSets
 from lightning_mhla.data.digits import DigitSamples
 from lightning_mhla.data.images import labelled_images
+from lightning_mhla.generative.codecs import draw_latents
 from lightning_mhla.system.untrusted import read_json
-from mhla_tasks.diffusion.codec import draw_latents
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from rich.progress import track
 from lightning_mhla.data import SampleSource, ShardReader, find_shards
 from lightning_mhla.data.images import LabelledFolder, ShardImages
 from lightning_mhla.data.write import array_bytes, check_manifest, shard_writer
+from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.system.commands import command_parser, short_errors
 from lightning_mhla.system.processes import process_place
-from mhla_tasks.diffusion.codec import LatentCodec
 from mhla_tasks.diffusion.data import FLIPPED, LATENT, SignedImage
 
 SHUFFLE_SEED = 0

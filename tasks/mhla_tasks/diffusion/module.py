@@ -7,25 +7,20 @@ from typing import Any
 import torch
 from lightning import Callback
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, SumMetric
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.data.sampling import sample_generator
+from lightning_mhla.generative.codecs import LatentCodec
+from lightning_mhla.generative.images import OutputFormat, SampleWriter, to_pixels
+from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.system.options import keep_plain
-from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
-from mhla_tasks.diffusion.codec import LatentCodec
 from mhla_tasks.diffusion.convert import load_pretrained
 from mhla_tasks.diffusion.model import DiT, Size
 from mhla_tasks.diffusion.process import ProcessConfig, make_process
-from mhla_tasks.diffusion.sampling import SamplingConfig, check_labels, check_sampling, draw_samples, to_pixels
-from mhla_tasks.diffusion.writer import OutputFormat, SampleWriter
-
-VALIDATION_SEED = 0
-"""Of the noise and timesteps that validation uses: for each sample the same, each time and on any number of processes."""
+from mhla_tasks.diffusion.sampling import SamplingConfig, check_labels, check_sampling, draw_samples
 
 
-class ClassToImage(TrainingModule):
+class ClassToImage(GenerativeModule):
     """A DiT trained on labelled images or latents, and sampled by class.
 
     Args:
@@ -114,21 +109,20 @@ class ClassToImage(TrainingModule):
         )
         self._pretrained = pretrained
         self.codec = None if vae is None else LatentCodec(vae)
-        self.val_loss, self.val_samples = MeanMetric(), SumMetric()
 
     def layers(self) -> list[nn.Module]:
-        """See :meth:`TrainingModule.layers`."""
+        """See :meth:`GenerativeModule.layers`."""
         return list(self.network.backbone.blocks)
 
     def configure_model(self) -> None:
-        """Take over published weights; then see :meth:`TrainingModule.configure_model`."""
+        """Take over published weights; then see :meth:`GenerativeModule.configure_model`."""
         if self._pretrained is not None:
             load_pretrained(self.network, self._pretrained)
             self._pretrained = None
         super().configure_model()
 
     def prediction_callbacks(self) -> list[Callback]:
-        """See :meth:`TrainingModule.prediction_callbacks`."""
+        """See :meth:`GenerativeModule.prediction_callbacks`."""
         return [SampleWriter(self.output)]
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
@@ -143,14 +137,6 @@ class ClassToImage(TrainingModule):
         loss = self.process.losses(self.network, clean, torch.randn_like(clean), times, labels).mean()
         return self.log_loss(loss, len(clean))
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """The same loss, at timesteps and with noise that belong to each sample."""
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """As in validation."""
-        self._evaluate(batch, "test")
-
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Pixels, labels and indices of the samples that count."""
         pixels = self.draw(batch["label"], batch["index"].tolist(), int(batch["seed"][0]), self.sampling)
@@ -162,12 +148,35 @@ class ClassToImage(TrainingModule):
         samples = draw_samples(self.network, self.process, sampling, labels, indices, seed)
         return to_pixels(samples if self.codec is None else self.codec.decode(samples))
 
-    def check_drawable(self) -> None:
-        """Find out before training whether samples can become images.
+    @property
+    def num_conditions(self) -> int:
+        """Number of classes; see :class:`lightning_mhla.generative.drawing.ImageGenerator`."""
+        return self.network.num_classes
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """See :class:`lightning_mhla.generative.drawing.ImageGenerator`."""
+        side = self.network.sample_size
+        return (self.network.channels, side, side) if self.codec is None else (3, 64, 64)
+
+    def draw_numbered(self, indices: list[int], seed: int, sampling: SamplingConfig | None) -> Tensor:
+        """See :class:`lightning_mhla.generative.drawing.ImageGenerator`; sample i is of class i modulo their number."""
+        labels = torch.tensor(indices, device=self.device) % self.num_conditions
+        return self.draw(labels, indices, seed, sampling or self.sampling)
+
+    def describe_sampling(self, sampling: SamplingConfig | None) -> dict[str, Any]:
+        """See :class:`lightning_mhla.generative.drawing.ImageGenerator`."""
+        used = sampling or self.sampling
+        sampler = used.sampler or self.process.samplers[0]
+        return {"sampler": sampler, "sampling_steps": used.steps, "guidance": used.guidance}
+
+    def check_drawable(self, sampling: SamplingConfig | None = None) -> None:
+        """Find out before training whether samples can be drawn and become images.
 
         Raises:
-            ValueError: for latents without a VAE.
+            ValueError: for latents without a VAE, or sampling that the process cannot do.
         """
+        check_sampling(self.process, sampling or self.sampling)
         if self.codec is None and self.network.channels not in (1, 3):
             raise ValueError(
                 f"samples of {self.network.channels} channels are latents; name the VAE that decodes them: "
@@ -180,18 +189,12 @@ class ClassToImage(TrainingModule):
         """See :meth:`check_drawable`."""
         self.check_drawable()
 
-    def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
-        valid, cpu = batch["valid"], torch.device("cpu")
-        generators = [sample_generator(VALIDATION_SEED, int(index)) for index in batch["index"]]
+    def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
+        """See :meth:`GenerativeModule.sample_losses`."""
         clean = self._clean(batch, generators)
-        times = torch.cat([self.process.draw_times(1, each, cpu) for each in generators]).to(clean.device)
-        noise = torch.stack([torch.randn(clean.shape[1:], generator=each) for each in generators]).to(clean)
-        losses = self.process.losses(self.network, clean, noise, times, batch["label"])[valid]
-        if len(losses):
-            self.val_loss.update(losses)
-            self.val_samples.update(valid.sum())
-        self.log(f"{stage}/loss", self.val_loss, on_epoch=True, prog_bar=True, batch_size=len(valid))
-        self.log(f"{stage}/samples", self.val_samples, on_epoch=True, batch_size=len(valid))
+        times = torch.cat([self.process.draw_times(1, each, torch.device("cpu")) for each in generators])
+        noise = sample_noise(clean, generators)
+        return self.process.losses(self.network, clean, noise, times.to(clean.device), batch["label"])
 
     def _clean(self, batch: dict[str, Any], generators: list[torch.Generator] | None = None) -> Tensor:
         """What is denoised: latents as they come or encoded (with noise of ``generators``, one each), or pixels.

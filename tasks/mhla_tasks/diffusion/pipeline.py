@@ -14,11 +14,12 @@ from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput
 from PIL import Image
 
 from lightning_mhla.data.sampling import sample_generator
+from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.generative.flow import TIMESTEPS
-from mhla_tasks.diffusion.codec import LatentCodec
+from lightning_mhla.generative.images import to_pixels
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.module import ClassToImage
-from mhla_tasks.diffusion.sampling import check_labels, denoise, to_pixels
+from mhla_tasks.diffusion.sampling import check_labels, denoise
 
 
 class DiTPipeline(DiffusionPipeline):

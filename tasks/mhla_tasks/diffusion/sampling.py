@@ -135,8 +135,3 @@ def check_labels(labels: Iterable[int], num_classes: int) -> None:
     for label in labels:
         if not 0 <= label < num_classes:
             raise ValueError(f"class {label} is not one of 0 to {num_classes - 1}")
-
-
-def to_pixels(images: Tensor) -> Tensor:
-    """Images in -1 .. 1 as 8-bit pixels."""
-    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)

@@ -16,9 +16,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_mhla.generative.fidelity.features import (
+    DigitFeatures,
+    FeatureNetwork,
+    InceptionFeatures,
+    RandomFeatures,
+    fingerprint,
+)
+from lightning_mhla.generative.fidelity.scores import read_set, score
 from lightning_mhla.system.commands import command_parser, short_errors
-from mhla_tasks.diffusion.features import DigitFeatures, FeatureNetwork, InceptionFeatures, RandomFeatures, fingerprint
-from mhla_tasks.diffusion.fidelity import read_set, score
 
 
 def main() -> None:

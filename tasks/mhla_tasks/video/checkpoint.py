@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from diffusers import WanPipeline
+
+from lightning_mhla.generative.adapters import merge_adapters, save_adapters
 from lightning_mhla.training.export import export_module, export_parser
-from mhla_tasks.video.model import merge_adapters, save_adapters
 from mhla_tasks.video.module import VideoDiffusion
 
 
@@ -22,7 +24,7 @@ def write(module: VideoDiffusion, args: argparse.Namespace) -> None:
     if args.adapters is None:
         merge_adapters(module.network)
     else:
-        save_adapters(module.network, args.adapters)
+        save_adapters(module.network, args.adapters, WanPipeline)
     module.network.save_pretrained(args.folder)
 
 

@@ -19,6 +19,7 @@ import logging
 import pickle
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from torch import Tensor
 from lightning_mhla import AttentionConfig
 from lightning_mhla.attention.mixing import DenseCoefficients
 from lightning_mhla.checkpoints.pretrained import Pretrained, read_trained
+from lightning_mhla.generative.distillation import Teacher
 from lightning_mhla.swap import KEEP, SAVED, is_swapped
 from lightning_mhla.system.commands import command_parser, short_errors
 from lightning_mhla.system.untrusted import BROKEN, read_json, reason
@@ -169,6 +171,13 @@ def load_weights(model: WanTransformer3DModel, path: str) -> None:
     model.load_state_dict(state, strict=False)
     taken = len(state) - len(resized)
     log.info("started from %s: %d tensors taken, %d resized, %d made anew", path, taken, len(resized), len(added))
+
+
+def build_teacher(shape: TransformerConfig, path: str) -> Teacher:
+    """The frozen softmax transformer with the weights at ``path``; errors as of :func:`load_weights`."""
+    model = WanTransformer3DModel(**asdict(shape))
+    load_weights(model, path)
+    return Teacher(model)
 
 
 def _blocks_of(path: str) -> tuple[int, ...] | None:

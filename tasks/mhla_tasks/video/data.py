@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_mhla.data import BrokenSampleError, ResumableDataModule, SampleSource, ShardReader, ShardSets
+from lightning_mhla.generative.text import read_prompts
 from lightning_mhla.system.untrusted import read_json, reason
 from mhla_tasks.video.clips import read_clip, to_signed
 from mhla_tasks.video.digits import MovingDigitSamples, every_caption
-from mhla_tasks.video.text import read_prompts
 
 VIDEO, TEXT, JSON = "mp4", "txt", "json"
 

@@ -24,11 +24,11 @@ from rich.progress import track
 
 from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, find_shards
 from lightning_mhla.data.write import Skipped, array_bytes, check_manifest, shard_writer
+from lightning_mhla.generative.codecs import ClipCodec
+from lightning_mhla.generative.text import CaptionEncoder, TextConfig, make_encoder
 from lightning_mhla.system.commands import command_parser, short_errors
 from lightning_mhla.system.processes import process_place
-from mhla_tasks.video.codec import ClipCodec
 from mhla_tasks.video.data import EMBEDDING, LATENT, ClipFolder, ShardClips, empty_caption_file
-from mhla_tasks.video.text import CaptionEncoder, TextConfig, make_encoder
 
 
 def encode_clips(

@@ -3,57 +3,31 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, SumMetric
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.weights import shards_weights
-from lightning_mhla.data.sampling import sample_generator
-from lightning_mhla.generative.flow import FlowTimes, draw_flow_times, flow_point
+from lightning_mhla.generative.adapters import LoraOptions, TrainedPart, choose_trained
+from lightning_mhla.generative.codecs import ClipCodec
+from lightning_mhla.generative.distillation import DistillationConfig, Teacher
+from lightning_mhla.generative.flow import FlowConfig, draw_flow_times, flow_point
+from lightning_mhla.generative.module import GenerativeModule, sample_noise
+from lightning_mhla.generative.text import TextConfig, make_encoder
 from lightning_mhla.swap import swapped_layers
 from lightning_mhla.system.options import keep_plain
-from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
-from mhla_tasks.video.codec import ClipCodec
-from mhla_tasks.video.convert import load_weights
-from mhla_tasks.video.distillation import DistillationConfig, Teacher
-from mhla_tasks.video.model import LoraOptions, TrainedPart, TransformerConfig, build_transformer, choose_trained
+from mhla_tasks.video.convert import build_teacher, load_weights
+from mhla_tasks.video.model import TransformerConfig, build_transformer
 from mhla_tasks.video.sampling import SamplingConfig, draw_clips, latent_shape
-from mhla_tasks.video.text import TextConfig, make_encoder
 from mhla_tasks.video.writer import ClipWriter
 
-VALIDATION_SEED = 0
-"""Of the noise and timesteps that validation uses: for each clip the same, each time and on any number of processes."""
 
-
-@dataclass(frozen=True)
-class FlowConfig:
-    """Flow matching: the network predicts noise minus data on straight paths between them.
-
-    Args:
-        times: how timesteps are drawn in training, uniform or logit_normal.
-        shift: moves timesteps towards noise, in training and sampling; Wan's is 3 for 480 rows.
-        caption_dropout: share of clips trained with the empty caption, which guidance needs.
-    """
-
-    times: FlowTimes = "logit_normal"
-    shift: float = 3.0
-    caption_dropout: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.caption_dropout < 1:
-            raise ValueError(f"flow.caption_dropout={self.caption_dropout} must be at least 0 and below 1")
-        if self.shift <= 0:
-            raise ValueError(f"flow.shift={self.shift} must be positive")
-
-
-class VideoDiffusion(TrainingModule):
+class VideoDiffusion(GenerativeModule):
     """A Wan transformer trained on captioned clips or their latents, and sampled by prompt.
 
     Args:
@@ -128,21 +102,20 @@ class VideoDiffusion(TrainingModule):
         self._started = False
         self._teacher: Teacher | None = None
         self._empty: Tensor | None = None
-        self.val_loss, self.val_samples = MeanMetric(), SumMetric()
 
     def layers(self) -> list[nn.Module]:
-        """See :meth:`TrainingModule.layers`."""
+        """See :meth:`GenerativeModule.layers`."""
         return list(self.network.blocks)
 
     def configure_model(self) -> None:
-        """Take over weights to start from; then see :meth:`TrainingModule.configure_model`."""
+        """Take over weights to start from; then see :meth:`GenerativeModule.configure_model`."""
         if self.pretrained is not None and not self._started:
             load_weights(self.network, self.pretrained)
         self._started = True
         super().configure_model()
 
     def prediction_callbacks(self) -> list[Callback]:
-        """See :meth:`TrainingModule.prediction_callbacks`."""
+        """See :meth:`GenerativeModule.prediction_callbacks`."""
         return [self._writer]
 
     def on_fit_start(self) -> None:
@@ -151,7 +124,7 @@ class VideoDiffusion(TrainingModule):
         if self.distillation.layer_steps:
             self._check_layer_steps()
         if path is not None and self._teacher is None:
-            self._teacher = Teacher(self._shape, path)
+            self._teacher = build_teacher(self._shape, path)
         if self._teacher is not None:
             self._teacher.model.to(self.device)
         self._check_encoded_captions()
@@ -238,14 +211,6 @@ class VideoDiffusion(TrainingModule):
             loss = self.distillation.flow_weight * loss + self.distillation.velocity_weight * distance
         return self.log_loss(loss, len(clean))
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """The plain loss, at timesteps and with noise that belong to each clip."""
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """As in validation."""
-        self._evaluate(batch, "test")
-
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         """Frames of the clips that count and are not there yet, their prompts and files, and the seconds that each took."""
         counted = batch["valid"].nonzero()[:, 0].tolist()
@@ -329,17 +294,11 @@ class VideoDiffusion(TrainingModule):
                 self._empty[0, : len(tokens)] = tokens[: data.text_length]
         return self._empty.to(self.device)
 
-    def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
-        valid, cpu = batch["valid"], torch.device("cpu")
+    def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
+        """See :meth:`GenerativeModule.sample_losses`; the plain loss."""
+        cpu = torch.device("cpu")
         clean, text = self.clean(batch), self.encode_captions(batch)
-        generators = [sample_generator(VALIDATION_SEED, int(index)) for index in batch["index"]]
         times = torch.cat([draw_flow_times(self.flow.times, self.flow.shift, 1, each, cpu) for each in generators])
-        noise = torch.stack([torch.randn(clean.shape[1:], generator=each) for each in generators]).to(clean)
-        noisy, velocity = flow_point(clean, noise, times.to(clean.device))
-        predicted = self(noisy, times.to(clean.device), text)
-        losses = (predicted - velocity).square().flatten(1).mean(1)[valid]
-        if len(losses):
-            self.val_loss.update(losses)
-            self.val_samples.update(valid.sum())
-        self.log(f"{stage}/loss", self.val_loss, on_epoch=True, prog_bar=True, batch_size=len(valid))
-        self.log(f"{stage}/samples", self.val_samples, on_epoch=True, batch_size=len(valid))
+        times = times.to(clean.device)
+        noisy, velocity = flow_point(clean, sample_noise(clean, generators), times)
+        return (self(noisy, times, text) - velocity).square().flatten(1).mean(1)

@@ -15,7 +15,6 @@ from lightning import Trainer
 from mhla_tasks.classification.shards import images_to_shards
 from mhla_tasks.diffusion import ClassToImage, DigitImages, ImageShards, LatentShards
 from mhla_tasks.diffusion import encode as encode_command
-from mhla_tasks.diffusion.codec import LatentCodec
 from mhla_tasks.diffusion.data import RequestedSamples, SampleRequest, SignedImage
 from mhla_tasks.diffusion.sampling import SamplingConfig
 from PIL import Image
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.training.optim import OptimizerConfig
 
 

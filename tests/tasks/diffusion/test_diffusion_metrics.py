@@ -13,8 +13,6 @@ import torch
 from mhla_tasks import cli
 from mhla_tasks.diffusion import ClassToImage, DigitFeatures, DiT, FeatureNetwork, InceptionFeatures
 from mhla_tasks.diffusion import score as score_command
-from mhla_tasks.diffusion.features import Features, fingerprint
-from mhla_tasks.diffusion.fidelity import ImageSet, Moments, frechet_distance, moments, read_set, score
 from mhla_tasks.diffusion.sampling import SamplingConfig
 from PIL import Image
 from processes import fork_server, run_cli
@@ -24,6 +22,8 @@ from torch import Tensor, nn
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.data.digits import load_digits
+from lightning_mhla.generative.fidelity.features import Features, fingerprint
+from lightning_mhla.generative.fidelity.scores import ImageSet, Moments, frechet_distance, moments, read_set, score
 from lightning_mhla.training.loading import load_module
 
 CPU = torch.device("cpu")
@@ -313,7 +313,7 @@ def test_samples_of_one_mode_are_precise_and_recall_little() -> None:
 
 
 def test_random_features_are_a_function_of_their_seed() -> None:
-    from mhla_tasks.diffusion.features import RandomFeatures, _random_network
+    from lightning_mhla.generative.fidelity.features import RandomFeatures, _random_network
 
     first, other = (fingerprint(RandomFeatures(seed).network()) for seed in (0, 1))
     _random_network.cache_clear()

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from mhla_tasks.diffusion.process import DenoisingProcess, ProcessConfig, make_process
-from mhla_tasks.diffusion.sampling import SamplingConfig, check_sampling, draw_samples, to_pixels
+from mhla_tasks.diffusion.sampling import SamplingConfig, check_sampling, draw_samples
 from scipy.stats import norm
 from tiny import tiny_dit
 from torch import Tensor, nn
 
 from lightning_mhla.generative.flow import draw_flow_times
+from lightning_mhla.generative.images import to_pixels
 
 ALL_SAMPLERS = [
     *((ProcessConfig(learn_sigma=False), sampler) for sampler in ("ddpm", "ddim", "dpm-solver++")),

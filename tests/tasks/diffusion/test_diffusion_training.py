@@ -13,12 +13,12 @@ import torch
 import yaml
 from mhla_tasks import cli
 from mhla_tasks.diffusion import ClassToImage, GenerationMetrics
-from mhla_tasks.diffusion.callbacks import draw_grid
 from PIL import Image
 from processes import run_cli
 from tiny import ROOT, digits_config
 
 from lightning_mhla import AttentionConfig
+from lightning_mhla.generative.drawing import draw_grid
 
 DRESSED = {"kind": "mhla", "block_grid": [2, 2], "lepe": 3, "gate": True}
 DDP = ["--config", str(ROOT / "configs/trainer/ddp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2"]

@@ -63,7 +63,8 @@ def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:
         return ClassToImage(attention, **sizes, **training), DigitImages(batch_size=24)
     from mhla_tasks.video import MovingDigits, VideoDiffusion
     from mhla_tasks.video.model import TransformerConfig
-    from mhla_tasks.video.text import TextConfig
+
+    from lightning_mhla.generative.text import TextConfig
 
     attention = AttentionConfig(kind="mhla", block_grid=[2, 2, 2], normalize=False, gate=True)
     transformer = TransformerConfig(

@@ -17,7 +17,6 @@ import torch
 from diffusers import WanPipeline
 from mhla_tasks.video import encode, shards
 from mhla_tasks.video.clips import check_video, cover, read_clip, to_frames, to_signed, write_clip
-from mhla_tasks.video.codec import ClipCodec
 from mhla_tasks.video.data import (
     ClipFolder,
     LatentClips,
@@ -29,11 +28,12 @@ from mhla_tasks.video.data import (
     VideoShards,
 )
 from mhla_tasks.video.digits import MOVES, NAMES, MovingDigitSamples, every_caption, render
-from mhla_tasks.video.text import TextConfig, make_encoder, read_prompts
 from wan import video_file
 
 from lightning_mhla.data import BrokenSampleError, ResumableLoader, ShardReader
 from lightning_mhla.data.digits import load_digits
+from lightning_mhla.generative.codecs import ClipCodec
+from lightning_mhla.generative.text import TextConfig, make_encoder, read_prompts
 
 SIZE = {"frames": 5, "height": 16, "width": 24}
 

@@ -17,12 +17,8 @@ from lightning import Trainer
 from mhla_tasks import cli
 from mhla_tasks.video import MovingDigits, VideoDiffusion, checkpoint, encode
 from mhla_tasks.video.clips import read_clip
-from mhla_tasks.video.distillation import DistillationConfig
-from mhla_tasks.video.model import LoraOptions
-from mhla_tasks.video.module import FlowConfig
 from mhla_tasks.video.sampling import SamplingConfig, latent_shape
 from mhla_tasks.video.strips import write_animation
-from mhla_tasks.video.text import TextConfig
 from peft import PeftModel
 from PIL import Image
 from processes import run_cli
@@ -30,6 +26,10 @@ from wan import PAPER, ROOT, TINY, digits_config, tiny_wan, video_file
 
 from lightning_mhla import AttentionConfig, load_swapped
 from lightning_mhla.data.sampling import sample_generator
+from lightning_mhla.generative.adapters import LoraOptions
+from lightning_mhla.generative.distillation import DistillationConfig
+from lightning_mhla.generative.flow import FlowConfig
+from lightning_mhla.generative.text import TextConfig
 from lightning_mhla.swap import swapped_layers
 
 DDP = ["--config", str(ROOT / "configs/trainer/ddp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2"]

@@ -1,27 +1,33 @@
-"""Between clips and what the network denoises: Wan's VAE, or nothing."""
+"""Between samples and what a network denoises: a frozen VAE of diffusers, or nothing."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+CHUNK = 8
+"""Images that go through the VAE together: its activations are far larger than the images."""
 
-class ClipCodec:
-    """A frozen Wan VAE of diffusers, loaded when first used; no module, so that it is neither trained nor kept.
+
+class FrozenVAE:
+    """A VAE of diffusers, loaded when first used; not a module, so that it is neither trained nor kept in checkpoints.
 
     Args:
-        path: folder of a diffusers ``AutoencoderKLWan`` (or of a pipeline that has one in ``vae/``), or the hub name of a
-            Wan pipeline.
+        path: folder of the VAE (or of a pipeline that has one in ``vae/``), or a name on the hub.
+        model: the VAE itself, where it is loaded already.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._model: Any = None
+    vae_class: ClassVar[str]
+    """Of diffusers."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ClipCodec:
+    def __init__(self, path: str, model: Any = None) -> None:
+        self.path = path
+        self._model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # the weight average copies the module
 
     def rest(self) -> None:
@@ -36,15 +42,63 @@ class ClipCodec:
             FileNotFoundError: when there is none at the path.
         """
         if self._model is None:
-            from diffusers import AutoencoderKLWan
+            import diffusers
 
-            options = {} if (Path(self.path) / "config.json").is_file() else {"subfolder": "vae"}
             try:
-                self._model = AutoencoderKLWan.from_pretrained(self.path, **options).eval().requires_grad_(False)
+                model = getattr(diffusers, self.vae_class).from_pretrained(self.path, **self._where())
             except OSError as error:
                 reason = str(error).splitlines()[0]
                 raise FileNotFoundError(f"vae {self.path} is no folder and no name on the hub ({reason})") from error
+            self._model = model.eval().requires_grad_(False)
         return self._model.to(device)
+
+    def _where(self) -> dict[str, str]:
+        """Options of ``from_pretrained`` that find the VAE at the path."""
+        return {"subfolder": "vae"} if (Path(self.path) / "vae").is_dir() else {}
+
+
+class LatentCodec(FrozenVAE):
+    """Images by a diffusers ``AutoencoderKL``; arguments as for :class:`FrozenVAE`."""
+
+    vae_class = "AutoencoderKL"
+
+    @torch.no_grad()
+    def moments(self, images: Tensor) -> Tensor:
+        """Mean and standard deviation ``[B, 2 * C, s, s]`` float32 of the latents of images ``[B, 3, S, S]`` in -1 .. 1."""
+        model = self.model(images.device)
+        with torch.autocast(images.device.type, enabled=False):
+            posteriors = [model.encode(part).latent_dist for part in images.float().split(CHUNK)]
+        return torch.cat([torch.cat([each.mean, each.std], 1) for each in posteriors])
+
+    def encode(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Latents ``[B, C, s, s]`` drawn from the posterior, scaled as diffusion wants them.
+
+        Args:
+            images: ``[B, 3, S, S]`` in -1 .. 1.
+            noise: standard normal, as the latents; None to draw it.
+        """
+        return draw_latents(self.moments(images), self.scale(images.device), noise)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images ``[B, 3, S, S]`` in about -1 .. 1 of scaled latents."""
+        model = self.model(latents.device)
+        scaled = (latents.float() / self.scale(latents.device)).to(model.dtype)
+        with torch.autocast(latents.device.type, enabled=False):
+            return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
+
+    def scale(self, device: torch.device) -> float:
+        """Factor from the VAE's latents to those that diffusion works on."""
+        return float(self.model(device).config.scaling_factor)
+
+
+class ClipCodec(FrozenVAE):
+    """Clips by Wan's VAE; arguments as for :class:`FrozenVAE`, a hub name being that of a whole pipeline."""
+
+    vae_class = "AutoencoderKLWan"
+
+    def _where(self) -> dict[str, str]:
+        return {} if (Path(self.path) / "config.json").is_file() else {"subfolder": "vae"}
 
     @torch.no_grad()
     def encode(self, clips: Tensor) -> Tensor:
@@ -96,3 +150,9 @@ class ClipCodec:
                 f"clips of {frames} frames of {height} x {width}: the VAE wants 1 frame more than a multiple of {time}, and "
                 f"sides that are multiples of {space}"
             )
+
+
+def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> Tensor:
+    """Scaled latents drawn from ``[..., 2 * C, s, s]`` of means and standard deviations, with ``noise`` if given."""
+    mean, deviation = moments.float().chunk(2, dim=-3)
+    return (mean + deviation * (torch.randn_like(mean) if noise is None else noise)) * scale

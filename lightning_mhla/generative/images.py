@@ -1,4 +1,4 @@
-"""What predict writes: a folder of PNG files, or one npz file as ADM's evaluator reads it."""
+"""Images as pixels, and the files that predict writes: a folder of PNGs, or one npz as ADM's evaluator reads it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
+import torch
 from lightning import Callback, LightningModule, Trainer
 from numpy.lib.format import open_memmap, read_array_header_1_0, read_magic
 from PIL import Image
@@ -19,6 +20,11 @@ from lightning_mhla.system.folders import run_folder
 log = logging.getLogger(__name__)
 
 OutputFormat = Literal["png", "npz"]
+
+
+def to_pixels(images: Tensor) -> Tensor:
+    """Images in -1 .. 1 as 8-bit pixels."""
+    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 class SampleWriter(Callback):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mhla.swap import SwappedAttention, attention_layers, swapped_layers
-from mhla_tasks.video.convert import load_weights
-from mhla_tasks.video.model import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class DistillationConfig:
     """What is learned from a teacher, the model before its attention was replaced.
 
     Args:
-        teacher: its weights, see mhla_tasks.video.convert; null for plain fine-tuning.
+        teacher: its weights, as for pretrained; null for plain fine-tuning.
         layer_steps: optimiser steps, from the first, that match the outputs of each replaced layer, given the teacher's
             inputs; nothing else is trained meanwhile.
         velocity_weight: of the squared distance to the teacher's velocity, afterwards.
@@ -44,18 +41,11 @@ class Teacher:
     """A frozen transformer without replaced layers; no module, so that it is neither trained, averaged nor kept.
 
     Args:
-        shape: of the student.
-        path: its weights.
-
-    Raises:
-        FileNotFoundError: when there are no weights at the path.
-        ValueError: when they are of a model of another shape.
+        model: a transformer of diffusers, with its weights.
     """
 
-    def __init__(self, shape: TransformerConfig, path: str) -> None:
-        self.model = WanTransformer3DModel(**asdict(shape))
-        load_weights(self.model, path)
-        self.model.eval().requires_grad_(False)
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval().requires_grad_(False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Teacher:
         return self
@@ -65,7 +55,7 @@ class Teacher:
         """What the teacher predicts, float32."""
         return self.model(noisy, times, text).sample.float()
 
-    def layer_loss(self, student: WanTransformer3DModel, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
+    def layer_loss(self, student: Any, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """How far each replaced layer's output is from the teacher's for the same input, mean over the layers.
 
         A layer's distance is the mean square of the difference over the variance of the teacher's output, so that all

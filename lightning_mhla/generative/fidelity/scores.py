@@ -20,7 +20,7 @@ from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, KEY_METRIC_KID_STD, k
 from torch_fidelity.metric_prc import KEY_METRIC_PRECISION, KEY_METRIC_RECALL, prc_features_to_metric
 
 from lightning_mhla.data.images import decode_image, image_files
-from mhla_tasks.diffusion.features import FeatureNetwork, Features
+from lightning_mhla.generative.fidelity.features import FeatureNetwork, Features
 
 PUBLISHED_COUNT = 50_000
 """Samples behind a published FID."""

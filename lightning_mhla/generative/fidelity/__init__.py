@@ -1,0 +1,11 @@
+"""FID and its kin: feature networks, scores of sets of images, and a callback."""
+
+from lightning_mhla.generative.fidelity.callback import GenerationMetrics
+from lightning_mhla.generative.fidelity.features import (
+    DigitFeatures,
+    FeatureNetwork,
+    InceptionFeatures,
+    RandomFeatures,
+)
+
+__all__ = ["DigitFeatures", "FeatureNetwork", "GenerationMetrics", "InceptionFeatures", "RandomFeatures"]

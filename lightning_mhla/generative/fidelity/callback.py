@@ -1,0 +1,209 @@
+"""Metrics of samples during training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from lightning import LightningModule, Trainer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from lightning_mhla.data import SampleSource
+from lightning_mhla.generative.drawing import GRID, ImageGenerator, SampleGrid, gather_round
+from lightning_mhla.generative.fidelity.features import FeatureNetwork, Features, InceptionFeatures, fingerprint
+from lightning_mhla.generative.fidelity.scores import ImageSet, Scores, assemble, extract, image_set, read_set, score
+from lightning_mhla.generative.images import to_pixels
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.folders import run_folder
+
+MOST_REAL = 50_000
+"""Images of the data that samples are compared with, at most."""
+
+
+@runtime_checkable
+class HasRealImages(Protocol):
+    """A data module whose images samples can be compared with."""
+
+    def real_images(self, part: str) -> SampleSource:
+        """Samples of ``"train"`` or ``"validate"`` with an ``image`` ``[C, S, S]`` in -1 .. 1."""
+
+
+class GenerationMetrics(SampleGrid):
+    """Draws samples, balanced over the conditions, from the weights that validation uses, and scores them.
+
+    Logs ``NAME/fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as features and
+    reference allow; ``NAME/label_accuracy`` where the feature network knows the classes. ``NAME.jsonl`` in the log folder
+    gets a line for each evaluation, with everything that the values depend on and what is to be said of them; a grid of
+    samples goes to ``pictures/`` and TensorBoard.
+
+    Sample i has condition i modulo their number and noise of its own, so any number of processes draws the same.
+
+    Args:
+        samples: number of samples; published figures use 50,000.
+        reference: train or validate, for that part of the data (50,000 images of it at most, spread evenly); a folder of
+            images; or an .npz of ADM's evaluator.
+        features: network whose features are compared.
+        sampling: options of the model's sampling, by name; null for the model's own.
+        every_n_steps: optimiser steps between two evaluations; null for none on the way.
+        at_end: whether the last weights are scored.
+        batch_size: samples that each process draws together.
+        seed: of the noise.
+        name: of the metrics; two callbacks need two names.
+    """
+
+    def __init__(
+        self,
+        samples: int = 50_000,
+        reference: str = "train",
+        features: FeatureNetwork | None = None,
+        sampling: dict[str, Any] | None = None,
+        every_n_steps: int | None = 50_000,
+        at_end: bool = True,
+        batch_size: int = 64,
+        seed: int = 0,
+        name: str = "generation",
+    ) -> None:
+        super().__init__(samples, sampling, every_n_steps, at_end, batch_size, seed, name)
+        self.reference = reference
+        self.features = features if features is not None else InceptionFeatures()
+        self.rows: list[dict[str, Any]] = []
+        self._reference: ImageSet | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out now, not hours later, whether samples can be drawn and compared: VAE, features, reference, sampler.
+
+        Raises:
+            ValueError: for what does not fit together.
+            FileNotFoundError: for what is not there.
+        """
+        super().on_fit_start(trainer, pl_module)
+        self._find_reference(trainer, self._checked(pl_module))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also the rows so far."""
+        return {**super().state_dict(), "rows": self.rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Rows so far, and the step of the last."""
+        super().load_state_dict(state_dict)
+        self.rows = state_dict["rows"]
+
+    @torch.no_grad()
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw and score, on every process; log and draw on the first."""
+        module = self._checked(pl_module)
+        self._find_reference(trainer, module)
+        with self._drawing(trainer, pl_module):
+            generated, grid, right = self._draw(trainer, module)
+        folder = run_folder(trainer)
+        if trainer.is_global_zero:
+            assert self._reference is not None
+            scores = score(generated, self._reference)
+            if right is not None:
+                scores.values["label_accuracy"] = right
+            self._keep(trainer, module, folder, scores, grid)
+        trainer.strategy.barrier()
+
+    def _draw(self, trainer: Trainer, module: ImageGenerator) -> tuple[ImageSet, Tensor, float | None]:
+        """All samples' features in order, pixels of the first ones, and the share that shows its class."""
+        network, classes, wanted = self.features.network().to(module.device), module.num_conditions, GRID * GRID
+        parts: list[Features] = []
+        shown: list[Tensor] = []
+        right = 0
+        for tickets, pixels in self._rounds(trainer, module, self.samples):
+            features = extract(self.features, network, pixels)
+            present = [each for each in features if each is not None]
+            pixels, order, *columns = gather_round(module, tickets, pixels, *present)
+            gathered = iter(each.cpu() for each in columns)
+            part = Features(*(None if each is None else next(gathered) for each in features))  # type: ignore[arg-type]
+            parts.append(part)
+            if sum(map(len, shown)) < wanted:
+                shown.append(pixels.cpu())
+            if self.features.names_labels and part.logits is not None:
+                right += int((part.logits.argmax(1) == order.cpu() % classes).sum())
+        network.cpu()
+        generated = assemble("the samples", "", parts)
+        share = right / self.samples if self.features.names_labels else None
+        return generated, torch.cat(shown)[:wanted], share
+
+    def _find_reference(self, trainer: Trainer, module: ImageGenerator) -> None:
+        """Features of the reference, computed on the first process when first needed; all processes meet its errors."""
+        failed: Exception | None = None
+        if trainer.is_global_zero and self._reference is None:
+            try:
+                reference = self._read_reference(trainer, module.device)
+                self._check_width(reference, module)
+                self._reference = reference
+            except (ValueError, FileNotFoundError) as error:
+                failed = (FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)(str(error))
+        failed = trainer.strategy.broadcast(failed)
+        if failed is not None:
+            raise failed
+
+    def _read_reference(self, trainer: Trainer, device: torch.device) -> ImageSet:
+        if self.reference not in ("train", "validate"):
+            return read_set(self.reference, self.features, device, self.batch_size)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
+        if not isinstance(data, HasRealImages):
+            raise ValueError(f"reference={self.reference!r} names a part of {type(data).__name__}, which has no images")
+        batches = _batches(data.real_images(self.reference), self.batch_size)
+        return image_set(f"the data's part {self.reference!r}", batches, self.features, device)
+
+    def _check_width(self, reference: ImageSet, module: ImageGenerator) -> None:
+        """Find out before samples are drawn whether reference and samples have the same features."""
+        known = reference.moments("pooled")
+        if known is None or reference.pooled is not None:
+            return
+        image = torch.zeros(1, *module.image_shape, dtype=torch.uint8)
+        width = extract(self.features, self.features.network().cpu(), image).pooled.shape[1]
+        if len(known.mean) != width:
+            raise ValueError(
+                f"reference {self.reference} has {len(known.mean)} features, {type(self.features).__name__} gives {width}: "
+                "they are of different feature networks"
+            )
+
+    def _keep(self, trainer: Trainer, module: ImageGenerator, folder: Path, scores: Scores, grid: Tensor) -> None:
+        assert self._reference is not None
+        drawn, step = module.describe_sampling(self._sampling(module)), trainer.global_step
+        balanced = self.samples % module.num_conditions == 0
+        if not balanced:
+            scores.marks.append(f"{self.samples} samples are not the same number of each class")
+        row = {
+            "step": step,
+            **scores.values,
+            "marks": scores.marks,
+            "samples": self.samples,
+            **drawn,
+            "seed": self.seed,
+            "ema_decay": module.ema_decay,
+            "reference": self.reference,
+            "reference_images": self._reference.count,
+            "reference_sha256": self._reference.digest,
+            "features": type(self.features).__name__,
+            "features_sha256": fingerprint(self.features.network()),
+        }
+        self.rows = [*(each for each in self.rows if each["step"] < step), row]
+        write_whole(folder / f"{self.name}.jsonl", "".join(json.dumps(each) + "\n" for each in self.rows))
+        self.log_values(trainer, self.name, scores.values)
+        self._show(trainer, module, folder, grid)
+        sampler = f"{drawn['sampler']} {drawn['sampling_steps']} steps, guidance {drawn['guidance']:g}"
+        depends = f"{self.samples:,} samples, {sampler}"
+        table = Table("metric", "value", title=f"{self.name}, step {step}: {depends}", caption="\n".join(scores.marks))
+        for key, value in scores.values.items():
+            table.add_row(key, f"{value:.4f}")
+        Console().print(table)
+
+
+def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
+    """Images of a source, at most ``MOST_REAL`` spread evenly over it, in batches ``[b, C, S, S]`` uint8."""
+    count = min(len(source), MOST_REAL)
+    chosen = [index * len(source) // count for index in range(count)]
+    chunks = range(0, count, batch_size)
+    for start in track(chunks, "features of the reference", disable=len(chunks) < 50):
+        yield to_pixels(torch.stack([source[index]["image"] for index in chosen[start : start + batch_size]]))
