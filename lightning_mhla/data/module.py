@@ -76,6 +76,8 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
     """
 
     logged_as = "data"
+    shards: ShardSets | None = None
+    """Set by data modules that read shards; found, downloaded and tabled before training."""
 
     def __init__(
         self,
@@ -93,6 +95,11 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         self._trained_with: dict[str, Any] | None = None
         self._order: dict[str, Any] = {}
         self._train_loader: ResumableLoader | None = None
+
+    def prepare_data(self) -> None:
+        """See :meth:`ShardSets.prepare`."""
+        if self.shards is not None:
+            self.shards.prepare(self.trainer)
 
     def source(self, stage: str) -> SampleSource:
         """The samples of ``stage``: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``."""

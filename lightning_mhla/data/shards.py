@@ -224,6 +224,11 @@ def _checked_table(kept: Mapping[str, np.ndarray], total: int) -> MemberTable:
     return MemberTable(keys, tuple(extensions.tolist()), offsets, sizes)
 
 
+def beside_shard(shard: Path, name: str) -> Path:
+    """A file that belongs to all shards of one prefix: ``train-manifest.json`` beside ``train-00017.tar``."""
+    return shard.with_name(f"{shard.stem.rpartition('-')[0]}-{name}")
+
+
 class ShardReader:
     """Members of samples by index, over many shards. Safe to share between processes.
 

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import webdataset as wds
-from rich.progress import track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from lightning_mhla.data.source import BrokenSampleError
@@ -64,7 +64,7 @@ def write_shards(
 ) -> list[Path]:
     """Write ``items`` in order as ``folder/prefix-0000.tar`` and so on.
 
-    A shard gets its name when it is complete; one that exists is left alone, so calling again after a stop goes on.
+    A shard gets its name when it is complete; one that exists is left alone, so calling again after a stop resumes.
 
     Args:
         items: what to write; sample i gets the key ``i`` in eight digits.
@@ -86,9 +86,7 @@ def write_shards(
     digest = hashlib.sha256(repr(list(items)).encode()).hexdigest()
     manifest = {"samples": len(items), "per_shard": per_shard, "items": digest, **(made_with or {})}
     check_manifest(folder / f"{prefix}-manifest.json", manifest)
-    starts = range(0, len(items), per_shard)
-    paths = [folder / f"{prefix}-{number:04d}.tar" for number in range(len(starts))]
-    skipped = Skipped(max_skipped)
+    shards, skipped = shard_ranges(folder, prefix, len(items), per_shard, digits=4), Skipped(max_skipped)
 
     def attempt(item: Item) -> dict[str, Any] | BrokenSampleError:
         try:
@@ -96,18 +94,18 @@ def write_shards(
         except BrokenSampleError as error:
             return error
 
+    def samples(here: range) -> Iterator[dict[str, Any]]:
+        for few in (here[i : i + AT_ONCE] for i in range(0, len(here), AT_ONCE)):
+            for number, members in zip(few, pool.map(attempt, [items[i] for i in few]), strict=True):
+                if isinstance(members, BrokenSampleError):
+                    skipped.add(members)
+                else:
+                    yield {"__key__": f"{number:08d}", **members}
+
     with ThreadPoolExecutor() as pool:
-        for start, path in track(list(zip(starts, paths, strict=True)), f"writing {prefix} shards"):
-            if path.exists():
-                continue
-            here = range(start, min(start + per_shard, len(items)))
-            with shard_writer(path) as writer:
-                for few in (here[i : i + AT_ONCE] for i in range(0, len(here), AT_ONCE)):
-                    for number, members in zip(few, pool.map(attempt, [items[i] for i in few]), strict=True):
-                        if isinstance(members, BrokenSampleError):
-                            skipped.add(members)
-                        else:
-                            writer.write({"__key__": f"{number:08d}", **members})
+        paths = fill_shards(
+            ((path, len(here), samples(here)) for path, here in shards), f"writing {prefix} shards", len(items)
+        )
     if items and skipped.count == len(items):
         for path in paths:
             path.unlink()
@@ -115,10 +113,55 @@ def write_shards(
     return paths
 
 
-def array_bytes(values: Tensor) -> bytes:
+def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: int = 5) -> list[tuple[Path, range]]:
+    """Path and samples of each shard: ``folder/prefix-00000.tar`` and so on, ``per_shard`` of ``count`` samples in each."""
+    starts = range(0, count, per_shard)
+    return [
+        (folder / f"{prefix}-{number:0{digits}d}.tar", range(start, min(start + per_shard, count)))
+        for number, start in enumerate(starts)
+    ]
+
+
+def fill_shards(
+    shards: Iterable[tuple[Path, int, Iterable[dict[str, Any]]]], title: str, total: int | None, quiet: bool = False
+) -> list[Path]:
+    """Write shards that do not exist yet, each under its name once it is complete.
+
+    Args:
+        shards: path, number of samples and samples of each; samples of a shard that exists are not asked for.
+        title: of the progress bar.
+        total: samples of all shards; None if unknown.
+        quiet: whether there is no progress bar.
+
+    Returns:
+        Paths of all shards.
+    """
+    paths, done = [], 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, disable=quiet) as progress:
+        bar = progress.add_task(title, total=total)
+        for path, count, samples in shards:
+            paths.append(path)
+            if not path.exists():
+                with shard_writer(path) as writer:
+                    for sample in samples:
+                        writer.write(sample)
+                        progress.advance(bar)
+            done += count
+            progress.update(bar, completed=done)
+    return paths
+
+
+def files_digest(names: Iterable[tuple[Path, str]]) -> str:
+    """What identifies files by name and size: ``names`` are paths and how they are called."""
+    lines = [f"{name} {path.stat().st_size}" for path, name in names]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def array_bytes(values: Tensor | np.ndarray) -> bytes:
     """A tensor as the bytes of a ``.npy`` file, which :meth:`ShardReader.array` reads."""
     stream = io.BytesIO()
-    np.save(stream, values.cpu().numpy(), allow_pickle=False)
+    np.save(stream, values.cpu().numpy() if isinstance(values, Tensor) else values, allow_pickle=False)
     return stream.getvalue()
 
 

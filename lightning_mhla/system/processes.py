@@ -20,6 +20,14 @@ def process_place() -> tuple[int, int, int]:
     return rank, world, local
 
 
+def process_device(asked: str | None) -> torch.device:
+    """The device that a command was asked to use, or the GPU of this process, or the CPU."""
+    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", process_place()[2] % torch.cuda.device_count())
+    return device
+
+
 class Agreement:
     """What any of the processes says, on every process, without waiting for an accelerator.
 

@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples
 from lightning_mhla.data.images import FolderImages, class_names, labelled_images
-from lightning_mhla.system.options import keep_plain
+from lightning_mhla.system.options import as_dataclass, keep_plain
 
 
 class Digits(ResumableDataModule):
@@ -117,14 +117,11 @@ class ImageNetShards(ResumableDataModule):
         keep_plain(self)
         if channels not in (1, 3):
             raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
-        self.shards, self.channels = ShardSets(train, val, cache_dir), channels
+        self.shards: ShardSets = ShardSets(train, val, cache_dir)
+        self.channels = channels
         self.image_size, self.num_classes, self.crop_share = image_size, num_classes, crop_share
-        self.augment = AugmentConfig(**augment) if isinstance(augment, dict) else augment
+        self.augment = as_dataclass(AugmentConfig, augment)
         self.predict_dir = predict_dir
-
-    def prepare_data(self) -> None:
-        """See :meth:`ShardSets.prepare`."""
-        self.shards.prepare(self.trainer)
 
     def source(self, stage: str) -> SampleSource:
         """See :meth:`ResumableDataModule.source`."""

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from lightning_mhla import AttentionConfig, Backbone
 from lightning_mhla.model.sizes import Shape, model_shape
+from lightning_mhla.system.options import as_dataclass
 
 Size = Literal["tiny", "small", "base"]
 
@@ -91,7 +92,7 @@ class VisionTransformer(
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
+        attention = as_dataclass(AttentionConfig, attention)
         width, layers, number = model_shape(SIZES, size, dim, depth, heads)
         side = image_size if pad_to is None else pad_to
         if side < image_size or (side - image_size) % 2:

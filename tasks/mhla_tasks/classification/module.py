@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
-from lightning_mhla.system.options import keep_plain
+from lightning_mhla.system.options import as_dataclass, keep_plain
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.classification.model import Size, VisionTransformer
@@ -98,9 +98,9 @@ class ImageClassifier(TrainingModule):
         class_names: list[str] | None = None,
         pretrained: str | None = None,
     ) -> None:
-        attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
-        mixup = MixupConfig(**mixup) if isinstance(mixup, dict) else mixup
-        optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
+        attention = as_dataclass(AttentionConfig, attention)
+        mixup = as_dataclass(MixupConfig, mixup)
+        optimizer = as_dataclass(OptimizerConfig, optimizer)
         super().__init__(optimizer, ema_decay)
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)

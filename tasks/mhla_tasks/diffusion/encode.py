@@ -11,7 +11,6 @@ share the shards, and each takes the GPU of its local rank.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from lightning_mhla.data import SampleSource, ShardReader, find_shards
 from lightning_mhla.data.images import LabelledFolder, ShardImages
-from lightning_mhla.data.write import array_bytes, check_manifest, shard_writer
+from lightning_mhla.data.write import array_bytes, check_manifest, files_digest, fill_shards, shard_ranges
 from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.system.commands import command_parser, short_errors
-from lightning_mhla.system.processes import process_place
-from mhla_tasks.diffusion.data import FLIPPED, LATENT, SignedImage
+from lightning_mhla.system.processes import process_device, process_place
+from mhla_tasks.diffusion.sources import FLIPPED, LATENT, SignedImage
 
 SHUFFLE_SEED = 0
 """Of the order in which images of a folder are encoded."""
@@ -75,17 +73,15 @@ def encode_images(
         "scale": vae.scale(device),
     }
     check_manifest(target / f"{prefix}-manifest.json", manifest)
-    starts = range(0, len(source), per_shard)
-    paths = [target / f"{prefix}-{number:05d}.tar" for number in range(len(starts))]
-    mine = list(zip(starts, paths, strict=True))[share[0] :: share[1]]
-    for start, path in track(mine, f"encoding {prefix} shards", disable=share[0] > 0):
-        if not path.exists():
-            with shard_writer(path) as writer:
-                for sample in _encoded(
-                    source, range(start, min(start + per_shard, len(source))), vae, batch_size, device
-                ):
-                    writer.write(sample)
-    return paths
+    shards = shard_ranges(target, prefix, len(source), per_shard)
+    mine = shards[share[0] :: share[1]]
+    fill_shards(
+        ((path, len(here), _encoded(source, here, vae, batch_size, device)) for path, here in mine),
+        f"encoding {prefix} shards",
+        sum(len(here) for _, here in mine),
+        quiet=share[0] > 0,
+    )
+    return [path for path, _ in shards]
 
 
 def _encoded(
@@ -104,18 +100,14 @@ def _encoded(
 def open_source(name: str, image_size: int, num_classes: int) -> tuple[SampleSource, str]:
     """The images of a folder or of shards, and what identifies them."""
     transform = SignedImage(image_size)
-    source: SampleSource
     if Path(name).is_dir() and not list(Path(name).glob("*.tar")):
         folder = LabelledFolder(name, transform)
         order = np.random.default_rng(SHUFFLE_SEED).permutation(len(folder))  # or a shard would hold one class
         folder.labelled = [folder.labelled[index] for index in order]
-        parts = [f"{path.relative_to(name)} {path.stat().st_size}" for path, _ in folder.labelled]
-        source = folder
-    else:
-        shards = find_shards(name)
-        parts = [f"{path.name} {path.stat().st_size}" for path in shards]
-        source = ShardImages(ShardReader(shards), transform, num_classes)
-    return source, hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return folder, files_digest((path, str(path.relative_to(name))) for path, _ in folder.labelled)
+    shards = find_shards(name)
+    source = ShardImages(ShardReader(shards), transform, num_classes)
+    return source, files_digest((path, path.name) for path in shards)
 
 
 def main() -> None:
@@ -131,10 +123,7 @@ def main() -> None:
     parser.add_argument("--num-classes", type=int, default=1000, help="labels of shards lie below it (default: 1000)")
     parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
     args = parser.parse_args()
-    rank, world, local = process_place()
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", local % torch.cuda.device_count())
+    (rank, world, _), device = process_place(), process_device(args.device)
     with short_errors():
         source, identity = open_source(args.source, args.image_size, args.num_classes)
         paths = encode_images(

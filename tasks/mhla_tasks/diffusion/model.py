@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_mhla import AttentionConfig, Backbone
 from lightning_mhla.attention import attention_per_layer
 from lightning_mhla.model.sizes import Shape, model_shape
+from lightning_mhla.system.options import as_dataclass
 
 Size = Literal["S", "B", "L", "XL"]
 
@@ -75,7 +76,7 @@ class DiT(ModelMixin, ConfigMixin):
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
+        attention = as_dataclass(AttentionConfig, attention)
         self.register_to_config(attention=asdict(attention))  # JSON, where the decorator kept the object
         width, layers, number = model_shape(SIZES, size, dim, depth, heads)
         if sample_size % patch_size:

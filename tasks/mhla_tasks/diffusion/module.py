@@ -12,7 +12,7 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.generative.images import OutputFormat, SampleWriter, to_pixels
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
-from lightning_mhla.system.options import keep_plain
+from lightning_mhla.system.options import as_dataclass, keep_plain
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.diffusion.convert import load_pretrained
 from mhla_tasks.diffusion.model import DiT, Size
@@ -80,10 +80,10 @@ class ClassToImage(GenerativeModule):
         optimizer: OptimizerConfig = OptimizerConfig(),
         ema_decay: float | None = None,
     ) -> None:
-        attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
-        process = ProcessConfig(**process) if isinstance(process, dict) else process
-        sampling = SamplingConfig(**sampling) if isinstance(sampling, dict) else sampling
-        optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
+        attention = as_dataclass(AttentionConfig, attention)
+        process = as_dataclass(ProcessConfig, process)
+        sampling = as_dataclass(SamplingConfig, sampling)
+        optimizer = as_dataclass(OptimizerConfig, optimizer)
         super().__init__(optimizer, ema_decay)
         self.save_hyperparameters(ignore=["pretrained", "output"])
         keep_plain(self)

@@ -283,12 +283,8 @@ class TokenShards(TextData):
             shuffle_window=shuffle_window,
         )
         self.save_hyperparameters(ignore=["prompts"])
-        self.shards = ShardSets(train, val, cache_dir)
+        self.shards: ShardSets = ShardSets(train, val, cache_dir)
         self.tokenizer_name = tokenizer
-
-    def prepare_data(self) -> None:
-        """See :meth:`ShardSets.prepare`."""
-        self.shards.prepare(self.trainer)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -16,7 +16,7 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.attention import attention_per_layer
 from lightning_mhla.attention.sequence import SequenceShare
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
-from lightning_mhla.system.options import keep_plain
+from lightning_mhla.system.options import as_dataclass, keep_plain
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
@@ -119,8 +119,8 @@ class LanguageModel(TrainingModule):
         generation: GenerationOptions = GenerationOptions(),
         pretrained: str | None = None,
     ) -> None:
-        optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
-        generation = GenerationOptions(**generation) if isinstance(generation, dict) else generation
+        optimizer = as_dataclass(OptimizerConfig, optimizer)
+        generation = as_dataclass(GenerationOptions, generation)
         super().__init__(optimizer, ema_decay)
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)

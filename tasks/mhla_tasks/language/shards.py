@@ -11,7 +11,6 @@ tokenizer is kept in the folder's tokenizer/.
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
@@ -20,11 +19,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data import ShardReader
-from lightning_mhla.data.write import check_manifest, shard_writer
+from lightning_mhla.data.write import array_bytes, check_manifest, fill_shards
 from lightning_mhla.system.commands import command_parser, short_errors
 from mhla_tasks.language.documents import check_text, encode_documents
 from mhla_tasks.language.token_shards import STARTS, TOKENS, ShardRuns
@@ -139,24 +137,17 @@ def write_token_shards(
     dtype = np.uint16 if len(tokenizer) <= 65_536 else np.uint32
     documents = itertools.islice(read_documents(sources, column), skip, None if limit is None else skip + limit)
     runs = text_runs(documents, run_characters)
-    paths: list[Path] = []
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
-    with Progress(*columns) as progress:
-        bar = progress.add_task(f"writing {prefix} shards", total=None)
+
+    def shards() -> Iterator[tuple[Path, int, Iterator[dict[str, Any]]]]:
         for number in itertools.count():
             shard = list(itertools.islice(runs, runs_per_shard))
             if not shard:
-                break
-            path = target / f"{prefix}-{number:05d}.tar"
-            paths.append(path)
-            if not path.exists():
-                with shard_writer(path) as writer:
-                    for place, texts in enumerate(shard):
-                        key = f"{number * runs_per_shard + place:08d}"
-                        writer.write({"__key__": key, **_encode(texts, tokenizer, dtype)})
-                        progress.advance(bar)
-            else:
-                progress.advance(bar, len(shard))
+                return
+            keyed = zip(itertools.count(number * runs_per_shard), shard, strict=False)
+            samples = ({"__key__": f"{key:08d}", **_encode(texts, tokenizer, dtype)} for key, texts in keyed)
+            yield target / f"{prefix}-{number:05d}.tar", len(shard), samples
+
+    paths = fill_shards(shards(), f"writing runs to {prefix} shards", None)
     if not paths:
         raise ValueError(f"{', '.join(sources)} gave no document")
     return paths
@@ -164,13 +155,7 @@ def write_token_shards(
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, dtype: Any) -> dict[str, bytes]:
     tokens, starts = encode_documents(texts, tokenizer)
-    return {TOKENS: _npy(tokens.astype(dtype)), STARTS: _npy(starts)}
-
-
-def _npy(array: np.ndarray) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array, allow_pickle=False)
-    return stream.getvalue()
+    return {TOKENS: array_bytes(tokens.astype(dtype)), STARTS: array_bytes(starts)}
 
 
 def main() -> None:

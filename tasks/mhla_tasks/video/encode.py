@@ -12,23 +12,22 @@ the GPU of its local rank.
 
 from __future__ import annotations
 
-import hashlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.progress import track
 
 from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, find_shards
-from lightning_mhla.data.write import Skipped, array_bytes, check_manifest, shard_writer
+from lightning_mhla.data.write import Skipped, array_bytes, check_manifest, files_digest, fill_shards, shard_ranges
 from lightning_mhla.generative.codecs import ClipCodec
 from lightning_mhla.generative.text import CaptionEncoder, TextConfig, make_encoder
 from lightning_mhla.system.commands import command_parser, short_errors
-from lightning_mhla.system.processes import process_place
-from mhla_tasks.video.data import EMBEDDING, LATENT, ClipFolder, ShardClips, empty_caption_file
+from lightning_mhla.system.processes import process_device, process_place
+from mhla_tasks.video.sources import EMBEDDING, LATENT, ClipFolder, ShardClips, empty_caption_file
 
 
 def encode_clips(
@@ -67,45 +66,42 @@ def encode_clips(
     manifest = {"samples": len(source), "per_shard": per_shard, **identity}
     begun = bool(list(target.glob(f"{prefix}-*.tar")))
     check_manifest(target / f"{prefix}-manifest.json", manifest)
-    starts = range(0, len(source), per_shard)
-    paths = [target / f"{prefix}-{number:05d}.tar" for number in range(len(starts))]
-    empty = empty_caption_file(paths[0])
+    shards = shard_ranges(target, prefix, len(source), per_shard)
+    empty = empty_caption_file(shards[0][0])
     if not (begun and empty.exists()):
         aside = empty.with_name(f"{empty.name}.{share[0]}.part")
         aside.write_bytes(array_bytes(captions.tokens("", device).half()))
         aside.replace(empty)
-    mine = list(zip(starts, paths, strict=True))[share[0] :: share[1]]
-    skipped = Skipped(max_skipped)
-    for start, path in track(mine, f"encoding {prefix} shards", disable=share[0] > 0):
-        if path.exists():
-            continue
-        with shard_writer(path) as writer:
-            for index in range(start, min(start + per_shard, len(source))):
-                try:
-                    sample = source[index]
-                except BrokenSampleError as error:
-                    skipped.add(error)
-                    continue
-                latent = codec.encode(sample["video"][None].to(device))[0].half()
-                tokens = captions.tokens(sample["caption"], device).half()
-                members = {
-                    LATENT: array_bytes(latent),
-                    EMBEDDING: array_bytes(tokens),
-                    "txt": sample["caption"].encode(),
-                }
-                writer.write({"__key__": f"{index:08d}", **members})
-    return paths, skipped.count
+    mine, skipped = shards[share[0] :: share[1]], Skipped(max_skipped)
+
+    def samples(here: range) -> Iterator[dict[str, Any]]:
+        for index in here:
+            try:
+                sample = source[index]
+            except BrokenSampleError as error:
+                skipped.add(error)
+                continue
+            latent = codec.encode(sample["video"][None].to(device))[0].half()
+            tokens = captions.tokens(sample["caption"], device).half()
+            members = {LATENT: array_bytes(latent), EMBEDDING: array_bytes(tokens), "txt": sample["caption"].encode()}
+            yield {"__key__": f"{index:08d}", **members}
+
+    fill_shards(
+        ((path, len(here), samples(here)) for path, here in mine),
+        f"encoding {prefix} shards",
+        sum(len(here) for _, here in mine),
+        quiet=share[0] > 0,
+    )
+    return [path for path, _ in shards], skipped.count
 
 
 def open_source(name: str, **options: Any) -> tuple[SampleSource, str]:
     """The clips of a folder or of shards, and what identifies them; ``options`` as for :class:`ShardClips`."""
     if Path(name).is_dir() and not list(Path(name).glob("*.tar")):
         folder = ClipFolder(name, **options)
-        parts = [f"{path.relative_to(name)} {path.stat().st_size}" for path in folder.paths]
-        return folder, hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return folder, files_digest((path, str(path.relative_to(name))) for path in folder.paths)
     shards = find_shards(name)
-    parts = [f"{path.name} {path.stat().st_size}" for path in shards]
-    return ShardClips(ShardReader(shards), **options), hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return ShardClips(ShardReader(shards), **options), files_digest((path, path.name) for path in shards)
 
 
 def main() -> None:
@@ -135,10 +131,7 @@ def main() -> None:
     )
     parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
     args = parser.parse_args()
-    rank, world, local = process_place()
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", local % torch.cuda.device_count())
+    (rank, world, _), device = process_place(), process_device(args.device)
     size = {"frames": args.frames, "height": args.height, "width": args.width}
     with short_errors():
         source, digest = open_source(args.source, **size, fps=args.fps, caption_key=args.caption_key)

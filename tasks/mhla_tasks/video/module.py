@@ -19,7 +19,7 @@ from lightning_mhla.generative.flow import FlowConfig, draw_flow_times, flow_poi
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.generative.text import TextConfig, make_encoder
 from lightning_mhla.swap import swapped_layers
-from lightning_mhla.system.options import keep_plain
+from lightning_mhla.system.options import as_dataclass, keep_plain
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.video.convert import build_teacher, load_weights
 from mhla_tasks.video.model import TransformerConfig, build_transformer
@@ -75,14 +75,14 @@ class VideoDiffusion(GenerativeModule):
         optimizer: OptimizerConfig = OptimizerConfig(),
         ema_decay: float | None = None,
     ) -> None:
-        attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
-        transformer = TransformerConfig(**transformer) if isinstance(transformer, dict) else transformer
-        flow = FlowConfig(**flow) if isinstance(flow, dict) else flow
-        text = TextConfig(**text) if isinstance(text, dict) else text
-        lora = LoraOptions(**lora) if isinstance(lora, dict) else lora
-        distillation = DistillationConfig(**distillation) if isinstance(distillation, dict) else distillation
-        sampling = SamplingConfig(**sampling) if isinstance(sampling, dict) else sampling
-        optimizer = OptimizerConfig(**optimizer) if isinstance(optimizer, dict) else optimizer
+        attention = as_dataclass(AttentionConfig, attention)
+        transformer = as_dataclass(TransformerConfig, transformer)
+        flow = as_dataclass(FlowConfig, flow)
+        text = as_dataclass(TextConfig, text)
+        lora = as_dataclass(LoraOptions, lora)
+        distillation = as_dataclass(DistillationConfig, distillation)
+        sampling = as_dataclass(SamplingConfig, sampling)
+        optimizer = as_dataclass(OptimizerConfig, optimizer)
         super().__init__(optimizer, ema_decay)
         self.save_hyperparameters(ignore=["pretrained", "output"])
         keep_plain(self)

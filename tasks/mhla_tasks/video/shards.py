@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 from lightning_mhla.data import ShardReader, write_shards
 from lightning_mhla.system.commands import command_parser, short_errors
 from mhla_tasks.video.clips import check_video
-from mhla_tasks.video.data import JSON, TEXT, VIDEO, ClipFolder
+from mhla_tasks.video.sources import JSON, TEXT, VIDEO, ClipFolder
 
 
 def clips_to_shards(

@@ -15,8 +15,9 @@ from lightning import Trainer
 from mhla_tasks.classification.shards import images_to_shards
 from mhla_tasks.diffusion import ClassToImage, DigitImages, ImageShards, LatentShards
 from mhla_tasks.diffusion import encode as encode_command
-from mhla_tasks.diffusion.data import RequestedSamples, SampleRequest, SignedImage
+from mhla_tasks.diffusion.data import RequestedSamples, SampleRequest
 from mhla_tasks.diffusion.sampling import SamplingConfig
+from mhla_tasks.diffusion.sources import SignedImage
 from PIL import Image
 from tiny import save_vae
 from torch import Tensor
@@ -254,7 +255,7 @@ def test_models_train_validate_and_draw_with_a_vae(place: Path, tmp_path: Path, 
 
 def test_images_of_twice_the_size_are_halved_by_boxes() -> None:
     """As guided-diffusion's center_crop_arr does."""
-    from mhla_tasks.diffusion.data import shrink
+    from mhla_tasks.diffusion.sources import shrink
 
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     want = pixels.reshape(16, 2, 16, 2, 3).astype(float).mean((1, 3))

@@ -17,17 +17,9 @@ import torch
 from diffusers import WanPipeline
 from mhla_tasks.video import encode, shards
 from mhla_tasks.video.clips import check_video, cover, read_clip, to_frames, to_signed, write_clip
-from mhla_tasks.video.data import (
-    ClipFolder,
-    LatentClips,
-    MovingDigits,
-    PromptRequest,
-    RequestedClips,
-    ShardClips,
-    VideoLatentShards,
-    VideoShards,
-)
+from mhla_tasks.video.data import MovingDigits, PromptRequest, RequestedClips, VideoLatentShards, VideoShards
 from mhla_tasks.video.digits import MOVES, NAMES, MovingDigitSamples, every_caption, render
+from mhla_tasks.video.sources import ClipFolder, LatentClips, ShardClips
 from wan import video_file
 
 from lightning_mhla.data import BrokenSampleError, ResumableLoader, ShardReader

@@ -1,0 +1,143 @@
+"""Samples of the diffusion domain: images in -1 .. 1, and latents of shards."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import v2
+
+from lightning_mhla.data import BrokenSampleError, ShardReader
+from lightning_mhla.data.shards import beside_shard
+from lightning_mhla.generative.codecs import draw_latents
+from lightning_mhla.system.untrusted import read_json
+
+log = logging.getLogger(__name__)
+
+LATENT, FLIPPED = "latent.npy", "flip.npy"
+"""Members of a latent sample: means and standard deviations of the image and of its mirror image."""
+
+
+class SignedImage:
+    """Image to tensor ``[C, S, S]`` in -1 .. 1: shrunk until its shorter side is S, the middle cut out, maybe mirrored.
+
+    Args:
+        size: S.
+        flip: probability of a mirror image.
+        channels: C, 3 or 1 (grey).
+    """
+
+    def __init__(self, size: int, flip: float = 0.0, channels: int = 3) -> None:
+        self.size, self.flip, self.mode = size, flip, "RGB" if channels == 3 else "L"
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """The tensor of one image."""
+        image = shrink(image.convert(self.mode), self.size)
+        left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
+        image = image.crop((left, top, left + self.size, top + self.size))
+        pixels = v2.functional.pil_to_tensor(image).float() / 127.5 - 1
+        return pixels.flip(-1) if self.flip and float(torch.rand(())) < self.flip else pixels
+
+
+def shrink(image: Image.Image, size: int) -> Image.Image:
+    """Image whose shorter side is ``size``: halved by boxes while twice as large, then bicubic (ADM's preprocessing)."""
+    while min(image.size) >= 2 * size:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    factor = size / min(image.size)
+    return image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC)
+
+
+class LatentSamples:
+    """Latents of shards as a source.
+
+    Args:
+        reader: the shards.
+        sample_size: side that the latents must have.
+        num_classes: labels must lie below it.
+        flip: probability of the mirror image's latent.
+
+    Raises:
+        ValueError: when the shards hold latents of another size, or none.
+    """
+
+    def __init__(self, reader: ShardReader, sample_size: int, num_classes: int, flip: float) -> None:
+        self.reader, self.sample_size, self.num_classes, self.flip = reader, sample_size, num_classes, flip
+        self.shard_sizes: Sequence[int] = reader.shard_sizes
+        self.scale = latent_scale(reader)
+        if not 0 <= flip <= 1:
+            raise ValueError(f"flip={flip} must lie between 0 and 1")
+        if len(reader):
+            side = self._moments(0, LATENT).shape[-1]
+            if side != sample_size:
+                raise ValueError(
+                    f"{reader.describe(0)}: latents of {side} x {side} for a model of {sample_size} x {sample_size}; set "
+                    f"--data.init_args.sample_size={side} and --model.init_args.sample_size={side}, or encode images of "
+                    "another size"
+                )
+
+    def __len__(self) -> int:
+        """Number of latents."""
+        return len(self.reader)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``latent`` ``[C, S, S]`` float32, scaled; ``label`` and ``index``."""
+        mirrored = self.flip > 0 and float(torch.rand(())) < self.flip
+        moments = torch.from_numpy(self._moments(index, FLIPPED if mirrored else LATENT))
+        if moments.shape[-2:] != (self.sample_size, self.sample_size):
+            raise BrokenSampleError(
+                f"{self.reader.describe(index)}: a latent of {tuple(moments.shape[-2:])} among those of {self.sample_size}"
+            )
+        return {
+            "latent": draw_latents(moments, self.scale),
+            "label": self.reader.label(index, self.num_classes),
+            "index": index,
+        }
+
+    def _moments(self, index: int, member: str) -> np.ndarray:
+        moments = self.reader.array(index, member)
+        if moments.ndim != 3 or moments.shape[0] % 2:
+            raise BrokenSampleError(
+                f"{self.reader.describe(index)}: .{member} is {moments.shape}, not means and deviations [2 C, S, S]"
+            )
+        return moments
+
+
+def latent_scale(reader: ShardReader) -> float:
+    """The factor that the shards' manifest names for their latents.
+
+    Raises:
+        FileNotFoundError: when there is no manifest beside the shards.
+        ValueError: when shards have different factors, or hold no latents.
+    """
+    scales = set()
+    for manifest in sorted({beside_shard(path, "manifest.json") for path in reader.shards}):
+        if not manifest.is_file():
+            raise FileNotFoundError(
+                f"{manifest} is missing: it says how the latents are scaled; copy it along with the shards that "
+                "python -m mhla_tasks.diffusion.encode wrote"
+            )
+        content = read_json(manifest)
+        if "scale" not in content:
+            raise ValueError(
+                f"{manifest} is not of latents: encode the shards first, with python -m mhla_tasks.diffusion.encode, or "
+                "train on images with ImageShards and --model.init_args.vae"
+            )
+        scale, samples = content["scale"], content.get("samples")
+        if not isinstance(scale, int | float) or not math.isfinite(scale) or scale <= 0 or not isinstance(samples, int):
+            raise ValueError(
+                f"{manifest} gives scale {str(scale)[:40]} and samples {str(samples)[:40]}, no such numbers"
+            )
+        scales.add(float(scale))
+        shards = zip(reader.shards, reader.shard_sizes, strict=True)
+        here = sum(size for path, size in shards if beside_shard(path, "manifest.json") == manifest)
+        if here != samples:
+            log.warning("%s: %d of %d latents are here", str(manifest).removesuffix("-manifest.json"), here, samples)
+    if len(scales) > 1:
+        raise ValueError(f"the shards hold latents of different scales, {sorted(scales)}: they are of different VAEs")
+    return scales.pop() if scales else 1.0
