@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from mhla_tasks.language import LanguageModel, PythonSource
-from mhla_tasks.language.checkpoint import load_checkpoint
+from mhla_tasks.language.export import load_checkpoint
 from rich.progress import track
 from torch import Tensor
 

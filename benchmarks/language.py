@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from lightning import Trainer
 from mhla_tasks.language import PythonSource
-from mhla_tasks.language.checkpoint import load_checkpoint
+from mhla_tasks.language.export import load_checkpoint
 
 from benchmarks.runs import report
 

@@ -23,8 +23,8 @@ import torch
 from matplotlib.figure import Figure
 from mhla_tasks.video import VideoDiffusion
 from mhla_tasks.video.clips import to_frames
-from mhla_tasks.video.convert import load_weights
 from mhla_tasks.video.digits import MOVES, SIDE, MovingDigitSamples, every_caption
+from mhla_tasks.video.pretrained import load_weights
 from mhla_tasks.video.strips import draw_strips
 from sklearn.svm import SVC
 from torch import Tensor

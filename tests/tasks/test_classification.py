@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer, shards
 from mhla_tasks.classification.data import AugmentConfig
 from mhla_tasks.classification.module import MixupConfig
-from mhla_tasks.classification.shards import images_to_shards
+from mhla_tasks.classification.prepare import images_to_shards
 from PIL import Image
 from processes import fork_server
 
@@ -61,7 +61,7 @@ def photo_folder(folder: Path, classes: int = 2, each: int = 6) -> Path:
 
 def test_the_command_makes_shards_that_hold_every_image(tmp_path: Path) -> None:
     source = photo_folder(tmp_path / "photos")
-    command = partial(fork_server().run, module="mhla_tasks.classification.shards")
+    command = partial(fork_server().run, module="mhla_tasks.classification.prepare")
     status, said = command(str(source), str(tmp_path / "shards"), "--per-shard", "5")
     assert status == 0
     assert "12 images in 3 shards" in " ".join(said.split())

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from fork_server import ForkServer
-from mhla_tasks.classification.shards import images_to_shards
+from mhla_tasks.classification.prepare import images_to_shards
 from mhla_tasks.language.tokenizer import train_tokenizer
 from PIL import Image
 from tiny import save_vae
@@ -65,9 +65,9 @@ def world(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (world / "prompts.txt").write_text("The old river\nThe town\n")
     for part in ("train", "val"):
         commands = {
-            "mhla_tasks.diffusion.encode": ("images/" + part, "latents", "--vae", "vae", "--image-size", "16"),
-            "mhla_tasks.language.shards": ("tokens", "texts", "--tokenizer", "tokenizer"),
-            "mhla_tasks.video.encode": (
+            "mhla_tasks.diffusion.prepare_latents": ("images/" + part, "latents", "--vae", "vae", "--image-size", "16"),
+            "mhla_tasks.language.prepare": ("tokens", "texts", "--tokenizer", "tokenizer"),
+            "mhla_tasks.video.prepare_latents": (
                 "clips", "clip-latents", "--model", "wan", "--frames", "5", "--height", "32", "--width", "48",
                 "--fps", "8", "--text-length", "16",
             ),

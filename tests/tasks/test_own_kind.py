@@ -46,7 +46,7 @@ def test_it_classifies_images(folder: Path) -> None:
     run(folder, "fit", "--config", config, *KIND, *SHORT)
     checkpoint = last_checkpoint(folder)
     assert "val/accuracy" in run(folder, "validate", "--ckpt_path", checkpoint, "--allow=toykind")
-    export = "mhla_tasks.classification.checkpoint"
+    export = "mhla_tasks.classification.export"
     said = run(folder, checkpoint, "exported", module=export, status=1)
     assert "attention kind 'toy' is not one of ['linear', 'mhla', 'softmax']" in said
     assert "--allow=MODULE" in said
@@ -74,7 +74,7 @@ def test_it_models_language(folder: Path, cache_dir: Path) -> None:
         folder, checkpoint, "import", "--allow=toykind", "--max-new-tokens=8", module="mhla_tasks.language.generate"
     )
     assert streamed.rpartition("\nimport")[2].strip()
-    run(folder, checkpoint, "exported", "--allow=toykind", module="mhla_tasks.language.checkpoint")
+    run(folder, checkpoint, "exported", "--allow=toykind", module="mhla_tasks.language.export")
     status, said = fork_server().program(
         "import toykind, torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"

@@ -200,9 +200,9 @@ class ImageShards(ClassImages):
 
 
 class LatentShards(ClassImages):
-    """Latents in WebDataset tar shards, as ``python -m mhla_tasks.diffusion.encode`` writes them: no VAE while training.
+    """Latents in WebDataset tar shards, as ``python -m mhla_tasks.diffusion.prepare_latents`` writes them.
 
-    A latent is drawn from the stored posterior of the image, or of its mirror image, each time anew.
+    No VAE is needed in training: a latent is drawn from the stored posterior of the image, or of its mirror image.
 
     Args:
         train: shards to train on: a folder, DIR/train-{00000..01281}.tar, a glob, or a list of these.

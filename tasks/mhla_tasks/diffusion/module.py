@@ -14,8 +14,8 @@ from lightning_mhla.generative.images import OutputFormat, SampleWriter, to_pixe
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.system.options import as_dataclass, keep_plain
 from lightning_mhla.training.optim import OptimizerConfig
-from mhla_tasks.diffusion.convert import load_pretrained
 from mhla_tasks.diffusion.model import DiT, Size
+from mhla_tasks.diffusion.pretrained import load_pretrained
 from mhla_tasks.diffusion.process import ProcessConfig, make_process
 from mhla_tasks.diffusion.sampling import SamplingConfig, check_labels, check_sampling, draw_samples
 
@@ -42,7 +42,7 @@ class ClassToImage(GenerativeModule):
         process: what the network learns.
         sampling: how predict and callbacks draw samples, unless they say otherwise.
         vae: folder or hub name of a diffusers AutoencoderKL, for latents; null for pixels.
-        pretrained: weights to start from, see mhla_tasks.diffusion.convert; not read where --ckpt_path brings weights.
+        pretrained: weights to start from, see mhla_tasks.diffusion.pretrained; not read where --ckpt_path brings weights.
         output: what predict writes: png (a file for each sample) or npz (one file, as ADM's evaluator reads it).
         optimizer: AdamW and its schedule.
         ema_decay: decay of the moving average of the weights that validation and samples use; null for none.

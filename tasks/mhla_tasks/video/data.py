@@ -206,7 +206,7 @@ class VideoShards(ClipData):
 
 
 class VideoLatentShards(ClipData):
-    """Latents and encoded captions in shards, as ``python -m mhla_tasks.video.encode`` writes them: no VAE, no text encoder.
+    """Latents and encoded captions in shards, as ``python -m mhla_tasks.video.prepare_latents`` writes them.
 
     Args:
         train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, or a list of these.
@@ -270,6 +270,6 @@ class VideoLatentShards(ClipData):
         if not place.is_file():
             raise FileNotFoundError(
                 f"{place} is missing: it is the empty caption, for caption_dropout; copy it along with the shards that "
-                "python -m mhla_tasks.video.encode wrote, or set caption_dropout to 0"
+                "python -m mhla_tasks.video.prepare_latents wrote, or set caption_dropout to 0"
             )
         return torch.from_numpy(np.load(place, allow_pickle=False)).float()

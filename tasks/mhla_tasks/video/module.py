@@ -21,8 +21,8 @@ from lightning_mhla.generative.text import TextConfig, make_encoder
 from lightning_mhla.swap import swapped_layers
 from lightning_mhla.system.options import as_dataclass, keep_plain
 from lightning_mhla.training.optim import OptimizerConfig
-from mhla_tasks.video.convert import build_teacher, load_weights
 from mhla_tasks.video.model import TransformerConfig, build_transformer
+from mhla_tasks.video.pretrained import build_teacher, load_weights
 from mhla_tasks.video.sampling import SamplingConfig, draw_clips, latent_shape
 from mhla_tasks.video.writer import ClipWriter
 
@@ -44,7 +44,7 @@ class VideoDiffusion(GenerativeModule):
         distillation: from the model that is replaced.
         checkpointing: recompute blocks in the backward pass, to save memory.
         sampling: how predict and callbacks draw clips.
-        pretrained: weights to start from, see mhla_tasks.video.convert; not read where --ckpt_path brings weights.
+        pretrained: weights to start from, see mhla_tasks.video.pretrained; not read where --ckpt_path brings weights.
         output: folder for the clips that predict draws; those that are there already are not drawn again. null for the
             run's own.
         optimizer: AdamW and its schedule.

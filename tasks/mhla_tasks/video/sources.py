@@ -169,7 +169,9 @@ class LatentClips:
                 break
             except BrokenSampleError as error:
                 if index + 1 == min(len(reader), TRIED):
-                    raise ValueError(f"{error}; these are no shards of python -m mhla_tasks.video.encode") from error
+                    raise ValueError(
+                        f"{error}; these are no shards of python -m mhla_tasks.video.prepare_latents"
+                    ) from error
 
     def __len__(self) -> int:
         """Number of clips."""

@@ -12,9 +12,8 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from lightning import Trainer
-from mhla_tasks.classification.shards import images_to_shards
-from mhla_tasks.diffusion import ClassToImage, DigitImages, ImageShards, LatentShards
-from mhla_tasks.diffusion import encode as encode_command
+from mhla_tasks.classification.prepare import images_to_shards
+from mhla_tasks.diffusion import ClassToImage, DigitImages, ImageShards, LatentShards, prepare_latents
 from mhla_tasks.diffusion.data import RequestedSamples, SampleRequest
 from mhla_tasks.diffusion.sampling import SamplingConfig
 from mhla_tasks.diffusion.sources import SignedImage
@@ -50,7 +49,7 @@ def encode(folder: Path, *options: str, rank: int = 0, world: int = 1) -> None:
         patch.setattr(sys, "argv", command)
         for name, value in {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}.items():
             patch.setenv(name, str(value))
-        encode_command.main()
+        prepare_latents.main()
 
 
 def data(place: Path, **options: object) -> LatentShards:

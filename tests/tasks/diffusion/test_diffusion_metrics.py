@@ -264,10 +264,10 @@ def test_averaged_weights_are_sampled_and_exported(tmp_path: Path, monkeypatch: 
     want, other = (original(module, labels, list(range(8)), 0, sampling).int() for module in (averaged, live))
     assert (drawn[0].int() - want).abs().max() <= 1
     assert (other - want).abs().max() > 3, "averaged and live weights draw the same: the test shows nothing"
-    from mhla_tasks.diffusion import checkpoint
+    from mhla_tasks.diffusion import export
 
     monkeypatch.setattr(sys, "argv", ["checkpoint", str(path), str(tmp_path / "exported")])
-    checkpoint.main()
+    export.main()
     exported = DiT.from_pretrained(tmp_path / "exported", subfolder="transformer")
     for name, tensor in exported.state_dict().items():
         assert torch.equal(tensor, averaged.network.state_dict()[name]), name

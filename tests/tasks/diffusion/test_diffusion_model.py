@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import DiTTransformer2DModel
 from mhla_tasks.diffusion import DiT
-from mhla_tasks.diffusion.convert import convert_state, load_pretrained, read_state
+from mhla_tasks.diffusion.pretrained import convert_state, load_pretrained, read_state
 from safetensors.torch import save_file
 from tiny import tiny_dit
 from torch import Tensor

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, DPMSolverMultistepScheduler
 from mhla_tasks.diffusion import ClassToImage, DiTPipeline
-from mhla_tasks.diffusion.convert import load_pretrained
+from mhla_tasks.diffusion.pretrained import load_pretrained
 from mhla_tasks.diffusion.process import ProcessConfig
 from mhla_tasks.diffusion.sampling import SamplingConfig
 from processes import fork_server

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mhla_tasks.language.checkpoint import export
+from mhla_tasks.language.export import export
 from mhla_tasks.language.tokenizer import train_tokenizer
 from small import SENTENCES, small_model
 

@@ -13,7 +13,7 @@ import torch
 from lightning import Callback, Trainer
 from mhla_tasks.language import HubText, PythonSource, TokenShards
 from mhla_tasks.language.documents import encode_document
-from mhla_tasks.language.shards import read_documents, write_token_shards
+from mhla_tasks.language.prepare import read_documents, write_token_shards
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
 from mhla_tasks.language.stdlib import stdlib_files
 from mhla_tasks.language.stream import PackedRows, RowPosition
@@ -108,9 +108,9 @@ def test_shards_go_on_after_a_stop(
     sources: list[str], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = write(tmp_path / "whole", sources, tokenizer)
-    from mhla_tasks.language import shards
+    from mhla_tasks.language import prepare
 
-    encode, calls = shards._encode, []
+    encode, calls = prepare._encode, []
 
     def dies(*args: Any) -> Any:
         calls.append(1)
@@ -118,7 +118,7 @@ def test_shards_go_on_after_a_stop(
             raise KeyboardInterrupt
         return encode(*args)
 
-    monkeypatch.setattr(shards, "_encode", dies)
+    monkeypatch.setattr(prepare, "_encode", dies)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "out", sources, tokenizer)
     assert [path.name for path in sorted((tmp_path / "out").glob("*.tar"))] == [whole[0].name]

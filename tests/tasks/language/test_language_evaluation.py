@@ -17,11 +17,11 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
-from mhla_tasks.language.checkpoint import export, load_checkpoint, load_model
 from mhla_tasks.language.evaluation.callback import LMEval
 from mhla_tasks.language.evaluation.lm import MHLALM, cut_middle
 from mhla_tasks.language.evaluation.script import main
 from mhla_tasks.language.evaluation.tasks import local_data
+from mhla_tasks.language.export import export, load_checkpoint, load_model
 from small import SENTENCES, small_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader

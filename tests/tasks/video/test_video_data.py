@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline
-from mhla_tasks.video import encode, shards
+from mhla_tasks.video import prepare, prepare_latents
 from mhla_tasks.video.clips import check_video, cover, read_clip, to_frames, to_signed, write_clip
 from mhla_tasks.video.data import MovingDigits, PromptRequest, RequestedClips, VideoLatentShards, VideoShards
 from mhla_tasks.video.digits import MOVES, NAMES, MovingDigitSamples, every_caption, render
@@ -323,7 +323,7 @@ def test_the_command_makes_shards_of_a_folder(
     (source / "cut.txt").write_text("cut at its end")
     command = ["shards", str(source), str(tmp_path / "out"), "--per-shard", "3", "--caption-key", "said"]
     monkeypatch.setattr(sys, "argv", command)
-    shards.main()
+    prepare.main()
     assert "; 2 videos skipped (" in " ".join(capsys.readouterr().out.split())
     assert f"skipped: {source}/mute.mp4 has no .txt or .json beside it" in caplog.text
     assert f"skipped: {source}/cut.mp4: the video is cut off: 200 bytes are missing" in caplog.text
@@ -338,10 +338,10 @@ def test_the_command_makes_shards_of_a_folder(
     assert next(iter(data.val_dataloader()))["video"].shape == (2, 3, 5, 16, 24)
     monkeypatch.setattr(sys, "argv", command[:-2])
     with pytest.raises(SystemExit, match=r"made otherwise \(train-manifest\.json: .*caption_key"):
-        shards.main()
+        prepare.main()
     monkeypatch.setattr(sys, "argv", [*command[:2], str(tmp_path / "none"), "--max-skipped", "1"])
     with pytest.raises(SystemExit, match="error: broken samples: 2, more than --max-skipped 1"):
-        shards.main()
+        prepare.main()
 
 
 def test_trimmed_and_held_videos_are_whole(ramp: bytes, tmp_path: Path) -> None:
@@ -463,7 +463,7 @@ def encode_command(monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, 
     ]
     arguments = ["encode", str(source), str(target), "--model", str(pipeline), "--per-shard", "2", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", [*arguments, *sizes, *options])
-    encode.main()
+    prepare_latents.main()
 
 
 @pytest.fixture

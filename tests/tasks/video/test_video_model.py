@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
-from mhla_tasks.video import convert
-from mhla_tasks.video.convert import build_teacher, load_published, load_weights, read_weights
+from mhla_tasks.video import pretrained
 from mhla_tasks.video.model import TransformerConfig, build_transformer
+from mhla_tasks.video.pretrained import build_teacher, load_published, load_weights, read_weights
 from torch import Tensor
 from torch.nn import functional as F
 from wan import PAPER, TINY, inputs, shaken, tiny_wan
@@ -201,11 +201,11 @@ def test_published_weights_by_command(
     torch.save(published(original, (1,)), tmp_path / "theirs.pth")
     source, target = str(tmp_path / "theirs.pth"), str(tmp_path / "ours")
     monkeypatch.setattr(sys, "argv", ["convert", source, target, "--block-grid", "2", "2", "3"])
-    convert.main()
+    pretrained.main()
     assert sorted(swapped_layers(load_swapped(target))) == [1]
     monkeypatch.setattr(sys, "argv", ["convert", source, target])
     with pytest.raises(SystemExit, match=r"has 12 blocks, not the 150 of block_grid \[3, 5, 10\]"):
-        convert.main()
+        pretrained.main()
     assert "parameters written to" in capsys.readouterr().out
 
 

@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mhla_tasks.language.checkpoint import load_model
+from mhla_tasks.language.export import load_model
 from mhla_tasks.language.model import MHLAForCausalLM
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """The trained transformer of a checkpoint, for use anywhere.
 
-    python -m mhla_tasks.video.checkpoint runs/video-digits-finetune/version_0/checkpoints/last.ckpt exported
+    python -m mhla_tasks.video.export runs/video-digits-finetune/version_0/checkpoints/last.ckpt exported
 
 writes a folder that ``lightning_mhla.load_swapped("exported")`` loads, or diffusers' own ``from_pretrained`` where no layer
 was replaced, and that ``--model.init_args.pretrained=exported`` starts from. The weights are the moving average where the
@@ -30,7 +30,7 @@ def write(module: VideoDiffusion, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = export_parser("mhla_tasks.video.checkpoint", __doc__)
+    parser = export_parser("mhla_tasks.video.export", __doc__)
     parser.add_argument("--adapters", type=Path, help="folder for LoRA adapters, instead of adding them to the weights")
     export_module(VideoDiffusion, parser, write)
 

@@ -1,6 +1,6 @@
 """Models from checkpoints of training and from exported folders, and the export itself.
 
-    python -m mhla_tasks.language.checkpoint runs/stdlib/version_0/checkpoints/last.ckpt exported
+    python -m mhla_tasks.language.export runs/stdlib/version_0/checkpoints/last.ckpt exported
 
 writes a folder that ``AutoModelForCausalLM.from_pretrained("exported", trust_remote_code=True)`` loads wherever
 lightning-mhla is installed: weights in safetensors, configuration, tokenizer, and a module of one line that names the
@@ -94,7 +94,7 @@ def write(model: LanguageModel, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = export_parser("mhla_tasks.language.checkpoint", __doc__)
+    parser = export_parser("mhla_tasks.language.export", __doc__)
     parser.add_argument("--tokenizer", help="folder or name on the hub, in place of the checkpoint's own")
     parser.add_argument("--context", type=int, help="extend the model to so many tokens first")
     export_module(LanguageModel, parser, write)

@@ -1,6 +1,6 @@
 """The trained DiT of a checkpoint, for use anywhere.
 
-    python -m mhla_tasks.diffusion.checkpoint runs/diffusion-digits/version_0/checkpoints/last.ckpt exported
+    python -m mhla_tasks.diffusion.export runs/diffusion-digits/version_0/checkpoints/last.ckpt exported
 
 writes a diffusers pipeline: network, scheduler of its process, and VAE. Three lines draw from it,
 
@@ -20,7 +20,7 @@ from mhla_tasks.diffusion.pipeline import DiTPipeline
 
 def main() -> None:
     """Command line."""
-    parser = export_parser("mhla_tasks.diffusion.checkpoint", __doc__)
+    parser = export_parser("mhla_tasks.diffusion.export", __doc__)
     export_module(ClassToImage, parser, lambda module, args: DiTPipeline.of_module(module).save_pretrained(args.folder))
 
 

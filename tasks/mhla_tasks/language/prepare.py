@@ -1,7 +1,7 @@
 """Turn text into token shards, tokenised once, for training of any length.
 
-    python -m mhla_tasks.language.shards shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
-    python -m mhla_tasks.language.shards shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
+    python -m mhla_tasks.language.prepare shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
+    python -m mhla_tasks.language.prepare shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
 
 Sources are text files in UTF-8 (one document each), folders (other files in them are left out), .jsonl and .parquet files
 (one document for each row of --column; rows without a text are left out), or hub:NAME[:CONFIG[:SPLIT]], which is streamed.
@@ -160,7 +160,7 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, dtype: Any) ->
 
 def main() -> None:
     """Command line."""
-    parser = command_parser("mhla_tasks.language.shards", __doc__)
+    parser = command_parser("mhla_tasks.language.prepare", __doc__)
     parser.add_argument("target", type=Path, help="folder for the shards")
     parser.add_argument(
         "sources", nargs="+", help="text, .jsonl and .parquet files, folders, hub:NAME[:CONFIG[:SPLIT]]"

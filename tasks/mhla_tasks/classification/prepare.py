@@ -1,6 +1,6 @@
 """Turn a folder of images, one folder for each class, into WebDataset shards.
 
-    python -m mhla_tasks.classification.shards photos/train shards --prefix train
+    python -m mhla_tasks.classification.prepare photos/train shards --prefix train
 
 The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. Every
 image is decoded to check it, and copied byte for byte, in an order shuffled by the seed. Images that cannot be decoded,
@@ -51,7 +51,7 @@ def images_to_shards(
 def main() -> None:
     """Command line."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
-    parser = command_parser("mhla_tasks.classification.shards", __doc__)
+    parser = command_parser("mhla_tasks.classification.prepare", __doc__)
     parser.add_argument("source", type=Path, help="folder that holds one folder of images for each class")
     parser.add_argument("target", type=Path, help="folder for the shards")
     parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")

@@ -1,6 +1,6 @@
 """Turn a folder of clips with captions into WebDataset shards.
 
-    python -m mhla_tasks.video.shards clips/train shards --prefix train
+    python -m mhla_tasks.video.prepare clips/train shards --prefix train
 
 The source holds NNN.mp4 with NNN.txt, or with NNN.json, beside it, in any folders below. The files are copied byte for
 byte, in an order shuffled by the seed. Videos that are truncated, cannot be decoded at their beginning or their end, or lack
@@ -63,7 +63,7 @@ def clips_to_shards(
 def main() -> None:
     """Command line."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
-    parser = command_parser("mhla_tasks.video.shards", __doc__)
+    parser = command_parser("mhla_tasks.video.prepare", __doc__)
     parser.add_argument("source", type=Path, help="folder of videos and captions")
     parser.add_argument("target", type=Path, help="folder for the shards")
     parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")

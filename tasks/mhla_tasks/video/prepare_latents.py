@@ -1,7 +1,7 @@
 """Encode clips and captions into latent shards, once, for training without VAE and text encoder.
 
-    python -m mhla_tasks.video.encode 'clips/train-{0000..0099}.tar' latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
-    torchrun --nproc-per-node 8 -m mhla_tasks.video.encode clips latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+    python -m mhla_tasks.video.prepare_latents 'clips/train-{0000..0099}.tar' latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+    torchrun --nproc-per-node 8 -m mhla_tasks.video.prepare_latents clips latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
 
 The source is WebDataset shards of NNN.mp4 with NNN.txt (or NNN.json), or a folder of such files. The middle of every video
 is encoded by Wan's VAE and its caption by UMT5, both in float16. Videos that cannot be read, are too short or lack a
@@ -107,7 +107,7 @@ def open_source(name: str, **options: Any) -> tuple[SampleSource, str]:
 def main() -> None:
     """Command line."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
-    parser = command_parser("mhla_tasks.video.encode", __doc__)
+    parser = command_parser("mhla_tasks.video.prepare_latents", __doc__)
     parser.add_argument("source", help="shards of videos and captions, or a folder of them")
     parser.add_argument("target", type=Path, help="folder for the latent shards")
     parser.add_argument(

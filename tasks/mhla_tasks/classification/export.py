@@ -1,6 +1,6 @@
 """The trained classifier of a checkpoint, for use anywhere.
 
-    python -m mhla_tasks.classification.checkpoint runs/digits/version_0/checkpoints/last.ckpt exported
+    python -m mhla_tasks.classification.export runs/digits/version_0/checkpoints/last.ckpt exported
 
 writes a folder (safetensors, ``config.json``, ``classes.txt``) that ``VisionTransformer.from_pretrained("exported")`` loads,
 and that ``--model.init_args.pretrained=exported`` starts from. The weights are the moving average where the checkpoint has
@@ -23,7 +23,7 @@ def write(module: ImageClassifier, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Command line."""
-    export_module(ImageClassifier, export_parser("mhla_tasks.classification.checkpoint", __doc__), write)
+    export_module(ImageClassifier, export_parser("mhla_tasks.classification.export", __doc__), write)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Weights to start from: diffusers' Wan, the original one's, a run of this suite, or what the paper's authors published.
 
-    python -m mhla_tasks.video.convert Wan_1300M_mhla.pth wan-mhla --block-grid 3 5 10
+    python -m mhla_tasks.video.pretrained Wan_1300M_mhla.pth wan-mhla --block-grid 3 5 10
 
 The authors' Wan-MHLA has the names of the original Wan, which diffusers' own table translates, and for the attention of a
 replaced layer n:
@@ -107,7 +107,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
     if any(".lora_A." in name for name in state):
         raise ValueError(
             f"{path} holds LoRA adapters beside the weights; put them together first: "
-            f"python -m mhla_tasks.video.checkpoint {path} FOLDER"
+            f"python -m mhla_tasks.video.export {path} FOLDER"
         )
     if not any(name.startswith("blocks.0.") for name in state):
         raise ValueError(f"{path} holds no weights of a Wan transformer (no blocks.0)")
@@ -240,7 +240,7 @@ def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> A
 
 def main() -> None:
     """Command line."""
-    parser = command_parser("mhla_tasks.video.convert", __doc__)
+    parser = command_parser("mhla_tasks.video.pretrained", __doc__)
     parser.add_argument("source", help="file with the authors' names")
     parser.add_argument("folder", type=Path, help="for config.json and safetensors, as load_swapped reads them")
     parser.add_argument(

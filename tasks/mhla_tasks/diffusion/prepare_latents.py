@@ -1,7 +1,7 @@
 """Encode images into latent shards by a diffusers VAE, once, for training without it.
 
-    python -m mhla_tasks.diffusion.encode photos/train latents --vae stabilityai/sd-vae-ft-ema --image-size 256
-    torchrun --nproc-per-node 8 -m mhla_tasks.diffusion.encode 'shards/train-{0000..1023}.tar' latents --vae VAE
+    python -m mhla_tasks.diffusion.prepare_latents photos/train latents --vae stabilityai/sd-vae-ft-ema --image-size 256
+    torchrun --nproc-per-node 8 -m mhla_tasks.diffusion.prepare_latents 'shards/train-{0000..1023}.tar' latents --vae VAE
 
 The source is a folder that holds one folder of images for each class, or WebDataset shards of NNN.jpg and NNN.cls. Every
 sample keeps means and standard deviations of its latent and of its mirror image's, in float16. A shard gets its name when
@@ -112,7 +112,7 @@ def open_source(name: str, image_size: int, num_classes: int) -> tuple[SampleSou
 
 def main() -> None:
     """Command line."""
-    parser = command_parser("mhla_tasks.diffusion.encode", __doc__)
+    parser = command_parser("mhla_tasks.diffusion.prepare_latents", __doc__)
     parser.add_argument("source", help="folder of class folders, or shards of images")
     parser.add_argument("target", type=Path, help="folder for the latent shards")
     parser.add_argument("--vae", required=True, help="folder or hub name of a diffusers AutoencoderKL")
