@@ -48,8 +48,8 @@ def draw(rows: list[dict[str, Any]], trained: int, path: Path) -> None:
     axis = figure.subplots()
     for row in rows:
         width = row["tokens"] / len(row["perplexity"])
-        places = [(i + 0.5) * width for i in range(len(row["perplexity"]))]
-        axis.plot(places, row["perplexity"], label=row["variant"], linewidth=1.3)
+        positions = [(i + 0.5) * width for i in range(len(row["perplexity"]))]
+        axis.plot(positions, row["perplexity"], label=row["variant"], linewidth=1.3)
     axis.axvline(trained, color="grey", linestyle="--", linewidth=1)
     axis.text(trained * 1.05, 0.93, f"trained on {trained}", color="grey", transform=axis.get_xaxis_transform())
     axis.set(xlabel="position, tokens", ylabel="perplexity per token", xscale="log", yscale="log")

@@ -27,9 +27,9 @@ def slug(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-").replace("+", "and")
 
 
-def newest_checkpoint(place: Path) -> Path | None:
-    """The last checkpoint that a run in ``place`` wrote."""
-    found = sorted(place.glob("logs/version_*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+def newest_checkpoint(run: Path) -> Path | None:
+    """The last checkpoint that ``run`` wrote."""
+    found = sorted(run.glob("logs/version_*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
     return found[-1] if found else None
 
 
@@ -46,8 +46,8 @@ def train(config: str, name: str, attention: Mapping[str, Any], folder: Path, op
     Returns:
         Its last checkpoint, and the seconds that training took, start-up and validation included.
     """
-    place = (folder / slug(name)).resolve()
-    clock = place / "seconds.json"
+    home = (folder / slug(name)).resolve()
+    clock = home / "seconds.json"
     asked = {
         "options": options,
         "attention": dict(attention),
@@ -59,13 +59,13 @@ def train(config: str, name: str, attention: Mapping[str, Any], folder: Path, op
     for key, value in asked.items():
         if spent.get(key, value) != value:
             raise SystemExit(
-                f"error: {place} was trained with {key} {spent[key]}, not {value}; choose another --runs, or delete it"
+                f"error: {home} was trained with {key} {spent[key]}, not {value}; choose another --runs, or delete it"
             )
     if not spent["done"]:
-        place.mkdir(parents=True, exist_ok=True)
+        home.mkdir(parents=True, exist_ok=True)
         chosen = [f"--model.init_args.attention.{key}={value}" for key, value in attention.items()]
-        logs = [f"--trainer.logger.init_args.save_dir={place}", "--trainer.logger.init_args.name=logs"]
-        last = newest_checkpoint(place)
+        logs = [f"--trainer.logger.init_args.save_dir={home}", "--trainer.logger.init_args.name=logs"]
+        last = newest_checkpoint(home)
         resume = [f"--ckpt_path={last}"] if last else []
         start = time.perf_counter()
         try:
@@ -75,7 +75,7 @@ def train(config: str, name: str, attention: Mapping[str, Any], folder: Path, op
         finally:
             spent["seconds"] += time.perf_counter() - start
             clock.write_text(json.dumps(spent))
-    checkpoint = newest_checkpoint(place)
+    checkpoint = newest_checkpoint(home)
     assert checkpoint is not None
     return checkpoint, spent["seconds"]
 

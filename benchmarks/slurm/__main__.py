@@ -85,13 +85,13 @@ def killed_rank(cluster: Cluster, make: Make, rank: int) -> Job:
     return job
 
 
-def dead_node(cluster: Cluster, make: Make, place: int) -> Job:
+def dead_node(cluster: Cluster, make: Make, node: int) -> Job:
     """SIGKILL of a node's slurmd and of everything that it started; the node comes back after a second."""
     job = make()
     job.wait_for_start(1, steps=40)
-    cluster.kill_node(cluster.nodes[place])
+    cluster.kill_node(cluster.nodes[node])
     time.sleep(1)
-    cluster.start_node(cluster.nodes[place])
+    cluster.start_node(cluster.nodes[node])
     return job
 
 

@@ -1,4 +1,4 @@
-"""How tokens fall into blocks: the one place that knows about ragged tails, uneven blocks and packed sequences.
+"""How tokens fall into blocks: the one module that knows about ragged tails, uneven blocks and packed sequences.
 
 Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots of a block, S packed sequences.
 """

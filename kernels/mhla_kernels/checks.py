@@ -118,7 +118,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _sdpa_order(q: Tensor) -> str:
-    """A hint for tensors in the order of scaled_dot_product_attention, which has more tokens than heads in other places."""
+    """A hint for tensors in the order of scaled_dot_product_attention, which has more tokens than heads on other axes."""
     _, tokens, heads, _ = q.shape
     if tokens >= heads:
         return ""

@@ -105,7 +105,7 @@ class BlockLayout:
 
     @cached_property
     def order(self) -> Tensor:
-        """``[N]`` int64 on the CPU: raster index of the token at each place of the block order."""
+        """``[N]`` int64 on the CPU: raster index of the token at each position of the block order."""
         block = torch.zeros(1, dtype=torch.int64, device="cpu")
         for axis in self.edges:
             along = torch.bucketize(
@@ -117,7 +117,7 @@ class BlockLayout:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """``[N]`` int64 on the CPU: place in the block order of each raster token."""
+        """``[N]`` int64 on the CPU: position in the block order of each raster token."""
         return self.order.argsort()
 
     @cached_property

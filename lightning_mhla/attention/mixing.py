@@ -1,4 +1,4 @@
-"""Mixing coefficients as a module: their start, their bounds, and their own place in the optimiser."""
+"""Mixing coefficients as a module: their start, their bounds, and their own group in the optimiser."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class DenseCoefficients(MixingCoefficients):
     def _resized(self, block_grid: tuple[int, ...]) -> Tensor:
         if self.prefix_tokens:
             raise ValueError(
-                "coefficients of blocks with prefix tokens, which have no place on the grid, keep their size"
+                "coefficients of blocks with prefix tokens, which have no position on the grid, keep their size"
             )
         return resize_mixing(self.weight, self.grid, block_grid)
 
@@ -199,7 +199,7 @@ class ExponentialCoefficients(MixingCoefficients):
     """A sum of exponentials of the distance of blocks: cost linear in their number, and sequences of any length.
 
     Args:
-        layout: the blocks; without prefix tokens, which have no place on the grid.
+        layout: the blocks; without prefix tokens, which have no position on the grid.
         terms: number of exponentials, R.
         heads: a sum for each of so many heads; None shares one among all.
         init: ``"locality"``, decays from :data:`SLOWEST` to :data:`FASTEST` per block, evenly on a logarithmic scale; or
@@ -225,7 +225,9 @@ class ExponentialCoefficients(MixingCoefficients):
         if terms < 1:
             raise ValueError(f"mixing_terms={terms} must be positive")
         if layout.prefix_tokens:
-            raise ValueError(f"exponential mixing has no place for the {layout.prefix_tokens} prefix tokens; use dense")
+            raise ValueError(
+                f"exponential mixing has no position for the {layout.prefix_tokens} prefix tokens; use dense"
+            )
         self.grid = None if causal or len(layout.grid) == 1 else layout.block_grid
         self.blocks = layout.num_blocks
         cpu = torch.device("cpu")

@@ -54,22 +54,22 @@ def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rota
 
 
 def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
-    """``[N]`` int64: place of each of the tokens ``[B, N, ...]`` in its sequence.
+    """``[N]`` int64: position of the tokens ``[B, N, ...]`` in its sequence.
 
     Args:
         x: the tokens.
         cu_seqlens: ``[S + 1]``: first token of each of the sequences that are packed in the one row, and N; None for one.
     """
-    place = torch.arange(x.shape[1], device=x.device)
+    position = torch.arange(x.shape[1], device=x.device)
     if cu_seqlens is None:
-        return place
+        return position
     bounds = torch.as_tensor(cu_seqlens, device=x.device)
-    return place - bounds[torch.searchsorted(bounds, place, right=True) - 1]
+    return position - bounds[torch.searchsorted(bounds, position, right=True) - 1]
 
 
 def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
     """Positions of the next tokens ``[B, N, dim]`` after rows of ``lengths``: ``[N]``, or ``[B, N]`` where they differ."""
-    place = torch.arange(x.shape[1], device=x.device)
+    position = torch.arange(x.shape[1], device=x.device)
     if len(set(lengths)) < 2:
-        return place + max(lengths, default=0)
-    return place + torch.tensor(lengths, device=x.device)[:, None]
+        return position + max(lengths, default=0)
+    return position + torch.tensor(lengths, device=x.device)[:, None]

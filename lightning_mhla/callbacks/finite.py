@@ -75,8 +75,8 @@ class FiniteWatch(Callback):
         wrong = self._agreement.any(*(not good for good in finite))
         if not any(wrong):
             return
-        place = next((i for i, bad in enumerate(wrong[1:]) if bad), len(seen) - 1)  # the same batch on all processes
-        batch, batch_idx, loss = seen[place]
+        first = next((i for i, bad in enumerate(wrong[1:]) if bad), len(seen) - 1)  # the same batch on all processes
+        batch, batch_idx, loss = seen[first]
         what = (
             f"the loss is {float(loss)}" if loss is not None and not loss.isfinite() else "the gradient is not finite"
         )

@@ -220,8 +220,10 @@ def draw_attention(weights: dict[str, Tensor], layout: BlockLayout, image: Tenso
     """
     prefix, plane = layout.prefix_tokens, layout.grid
     tokens = plane[0] * plane[1]
-    places = [(2 * i + 1) * tokens // (2 * queries) for i in range(queries)]
-    places = [min(p - p % plane[1] + (2 * i + 1) * plane[1] // (2 * queries), tokens - 1) for i, p in enumerate(places)]
+    positions = [(2 * i + 1) * tokens // (2 * queries) for i in range(queries)]
+    positions = [
+        min(p - p % plane[1] + (2 * i + 1) * plane[1] // (2 * queries), tokens - 1) for i, p in enumerate(positions)
+    ]
     shift = int(image is not None)
     figure = Figure(figsize=(1.7 * (queries + shift), 1.75 * len(weights) + 0.6), layout="constrained")
     axes = figure.subplots(len(weights), queries + shift, squeeze=False)
@@ -230,10 +232,10 @@ def draw_attention(weights: dict[str, Tensor], layout: BlockLayout, image: Tenso
         if image is not None:
             axes[row, 0].imshow(_to_shown(image), cmap="gray")
         axes[row, 0].set_ylabel(f"layer {number}")
-        for column, place in enumerate(places):
+        for column, position in enumerate(positions):
             axis = axes[row, column + shift]
-            axis.imshow(maps[place].view(plane), cmap="magma", vmin=min(0.0, float(maps[place].min())))
-            axis.plot(place % plane[1], place // plane[1], "c+", markersize=7)
+            axis.imshow(maps[position].view(plane), cmap="magma", vmin=min(0.0, float(maps[position].min())))
+            axis.plot(position % plane[1], position // plane[1], "c+", markersize=7)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
     figure.suptitle("attention of the query at +, mean over heads", fontsize=10)
@@ -251,7 +253,7 @@ def draw_frames(weights: dict[str, Tensor], layout: BlockLayout, clip: Tensor | 
     """
     prefix, (length, high, wide) = layout.prefix_tokens, layout.grid
     chosen = torch.linspace(0, length - 1, min(frames, length)).round().int().tolist()
-    middle, place = chosen[len(chosen) // 2], (high // 2, wide // 2)
+    middle, center = chosen[len(chosen) // 2], (high // 2, wide // 2)
     above = int(clip is not None)
     figure = Figure(figsize=(1.6 * len(chosen) + 0.4, 1.65 * (len(weights) + above) + 0.7), layout="constrained")
     axes = figure.subplots(len(weights) + above, len(chosen), squeeze=False)
@@ -262,14 +264,14 @@ def draw_frames(weights: dict[str, Tensor], layout: BlockLayout, clip: Tensor | 
             axes[0, column].imshow(_to_shown(clip[:, at]), cmap="gray")
     for row, (number, layer) in enumerate(weights.items(), above):
         axes[row, 0].set_ylabel(f"layer {number}")
-        query = prefix + (middle * high + place[0]) * wide + place[1]
+        query = prefix + (middle * high + center[0]) * wide + center[1]
         maps = layer.mean(0)[query, prefix:].view(length, high, wide)
         for column, frame in enumerate(chosen):
             axes[row, column].imshow(
                 maps[frame], cmap="magma", vmin=min(0.0, float(maps.min())), vmax=float(maps.max())
             )
             if frame == middle:
-                axes[row, column].plot(place[1], place[0], "c+", markersize=7)
+                axes[row, column].plot(center[1], center[0], "c+", markersize=7)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
     figure.suptitle("attention of the query at +, mean over heads, one scale for each layer", fontsize=10)

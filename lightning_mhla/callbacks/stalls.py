@@ -104,8 +104,8 @@ class StallWatch(Callback):
 
     def _exchange(self, seen: dict[int, tuple[str, float]]) -> dict[int, dict[str, Any]]:
         """How far each process is, and for how long it has said nothing."""
-        place = {"at": [self._step, self._phase], "host": platform.node(), "waits": self._waits_for_others()}
-        mine = {**place, "beat": time.monotonic()}
+        here = {"at": [self._step, self._phase], "host": platform.node(), "waits": self._waits_for_others()}
+        mine = {**here, "beat": time.monotonic()}
         if self._store is None:
             return {0: {**mine, "silent": 0.0}}
         self._store.set(f"stall-watch/{self._rank}", json.dumps(mine))
@@ -134,7 +134,7 @@ class StallWatch(Callback):
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._main)
-        return "".join(traceback.format_stack(frame)[-6:]).rstrip() if frame else "an unknown place"
+        return "".join(traceback.format_stack(frame)[-6:]).rstrip() if frame else "an unknown line"
 
 
 def describe(rank: int, state: dict[str, Any], silence: float) -> str:

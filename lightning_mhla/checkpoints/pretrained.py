@@ -52,12 +52,12 @@ def read_trained(path: str | Path) -> Pretrained | None:
     Raises:
         ValueError: when it cannot be read safely.
     """
-    place = Path(path)
-    exported = (place / "config.json").is_file() or (place / "model_index.json").is_file()
-    run = place.is_dir() and not exported and (is_sharded(place) or bool(find_checkpoints(place)))
-    if not run and not (place.is_file() and place.suffix == ".ckpt"):
+    local = Path(path)
+    exported = (local / "config.json").is_file() or (local / "model_index.json").is_file()
+    run = local.is_dir() and not exported and (is_sharded(local) or bool(find_checkpoints(local)))
+    if not run and not (local.is_file() and local.suffix == ".ckpt"):
         return None
-    content = WholeCheckpointIO().load_checkpoint(place)
+    content = WholeCheckpointIO().load_checkpoint(local)
     weights = {k.removeprefix("network."): v for k, v in content["state_dict"].items() if k.startswith("network.")}
     if not weights:
         raise ValueError(f"{path} holds no network of this suite")

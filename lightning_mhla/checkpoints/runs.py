@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lightning_mhla.checkpoints.io import find_checkpoints
-from lightning_mhla.system.processes import process_place
+from lightning_mhla.system.processes import process_ranks
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class RunFolder:
 
 def is_first_process() -> bool:
     """Whether this is the first process of a run, before any process group is there."""
-    return process_place()[0] == 0 and not int(os.environ.get("LOCAL_RANK", "0")) + int(
+    return process_ranks()[0] == 0 and not int(os.environ.get("LOCAL_RANK", "0")) + int(
         os.environ.get("NODE_RANK", "0")
     )
 

@@ -36,12 +36,12 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
         else None
         for name, entry in metadata.state_dict_metadata.items()
     }
-    places = [
+    pieces = [
         [index.fqn, None if index.offset is None else list(index.offset), info.relative_path, info.offset, info.length]
         for index, info in metadata.storage_data.items()
     ]
     paths = {name: list(path) for name, path in metadata.planner_data.items()}
-    return {"entries": entries, "paths": paths, "places": places}
+    return {"entries": entries, "paths": paths, "places": pieces}
 
 
 def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
@@ -61,14 +61,14 @@ def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
     for name, path in paths.items():
         if name not in entries or not all(isinstance(key, str) or 0 <= key < len(paths) for key in path):
             raise ValueError(f"{name[:80]!r} is kept under {str(path)[:80]}")
-    places = {}
+    pieces = {}
     for name, offset, file, start, length in listed["places"]:
         if file not in files:
             raise ValueError(f"it names a file outside its folder: {str(file)[:80]}")
         start, length = _number(start), _number(length)
         index = MetadataIndex(str(name), None if offset is None else _shape(offset))
-        places[index] = _StorageInfo(Path(file).name, start, length)
-    return Metadata(entries, paths, places)
+        pieces[index] = _StorageInfo(Path(file).name, start, length)
+    return Metadata(entries, paths, pieces)
 
 
 def _entry(name: str, entry: dict[str, Any] | None, room: int) -> TensorStorageMetadata | BytesStorageMetadata:

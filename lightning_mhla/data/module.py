@@ -24,7 +24,7 @@ class ShardSets:
     """
 
     def __init__(self, train: str | list[str], val: str | list[str], cache_dir: str | None) -> None:
-        self.places = {"train": train, "validate": val, "test": val}
+        self.locations = {"train": train, "validate": val, "test": val}
         self.cache = Path(cache_dir) if cache_dir else None
 
     def prepare(self, trainer: Trainer | None) -> None:
@@ -36,15 +36,15 @@ class ShardSets:
 
     def class_folder(self, stage: str) -> Path | None:
         """The folder of a stage, where it holds folders of samples, one for each class, in place of shards."""
-        place = self.places[stage]
-        folder = Path(place) if isinstance(place, str) else None
+        location = self.locations[stage]
+        folder = Path(location) if isinstance(location, str) else None
         if folder is None or not folder.is_dir() or any(folder.glob("*.tar")):
             return None
         return folder if any(path.is_dir() for path in folder.iterdir()) else None
 
     def find(self, stage: str) -> list[Path]:
         """Local paths of the shards of a stage."""
-        return find_shards(self.places[stage], self.cache)
+        return find_shards(self.locations[stage], self.cache)
 
     def reader(self, stage: str) -> ShardReader:
         """The shards of a stage."""
@@ -58,7 +58,7 @@ def batches_trained(trainer: Trainer) -> int:
 
 
 def process_share(trainer: Trainer | None) -> tuple[int, int]:
-    """This process's place among those that share the samples, and their number."""
+    """This process's rank among those that share the samples, and their number."""
     share = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
     return share.get("rank", 0), share.get("num_replicas", 1)
 

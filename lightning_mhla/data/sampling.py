@@ -68,8 +68,8 @@ def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Itera
     for step in range(rounds):
         first = step * batch
         size = min(share, -(-(samples - first) // world))
-        places = [first + rank + i * world for i in range(size)]
-        yield [Ticket(0, min(place, samples - 1), place < samples) for place in places]
+        indices = [first + rank + i * world for i in range(size)]
+        yield [Ticket(0, min(index, samples - 1), index < samples) for index in indices]
 
 
 def seed_sample(seed: int, ticket: Ticket) -> None:

@@ -32,7 +32,7 @@ from lightning_mhla.system.untrusted import BROKEN, parse_array, reason
 log = logging.getLogger(__name__)
 
 SCHEMES = ("http", "https", "s3", "gs", "hf")
-"""Remote places that shards may come from; everything else but a plain path is refused, ``pipe:`` above all."""
+"""Remote locations that shards may come from; everything else but a plain path is refused, ``pipe:`` above all."""
 
 LONGEST_NAME, MOST_EXTENSIONS, LONGEST_TAIL = 1024, 64, 1 << 24
 """Of a member, in characters; kinds of members; bytes of zeros at a tar file's end. Beyond, a shard is refused."""
@@ -169,8 +169,8 @@ def scan_shard(path: Path) -> MemberTable:
             )
     missing = (-1, 0)
     table = [[members.get(extension, missing) for extension in extensions] for members in samples.values()]
-    places = np.array(table, dtype=np.int64).reshape(len(samples), len(extensions), 2)
-    return MemberTable(np.array(list(samples), dtype=np.str_), extensions, places[..., 0], places[..., 1])
+    spans = np.array(table, dtype=np.int64).reshape(len(samples), len(extensions), 2)
+    return MemberTable(np.array(list(samples), dtype=np.str_), extensions, spans[..., 0], spans[..., 1])
 
 
 def load_table(path: Path, cache: Path | None = None) -> MemberTable:
@@ -178,24 +178,24 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
     stat = path.stat()
     stamp = np.array([stat.st_size, stat.st_mtime_ns], dtype=np.int64)
     hidden = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    places = [path.with_name(path.name + ".index.npz"), (cache or default_cache()) / "tables" / f"{hidden}.npz"]
-    for place in places:
+    candidates = [path.with_name(path.name + ".index.npz"), (cache or default_cache()) / "tables" / f"{hidden}.npz"]
+    for table_file in candidates:
         try:
-            with ZipFile(place) as archive:
+            with ZipFile(table_file) as archive:
                 if sum(info.file_size for info in archive.infolist()) > max(1 << 26, stat.st_size):
                     raise ValueError("larger than the shard")
-            with np.load(place, allow_pickle=False) as kept:
+            with np.load(table_file, allow_pickle=False) as kept:
                 if kept["stamp"].shape == stamp.shape and (kept["stamp"] == stamp).all():
                     return _checked_table(kept, stat.st_size)
         except FileNotFoundError:
             continue
         except (OSError, BadZipFile, zlib.error, NotImplementedError, *BROKEN) as error:
-            log.warning("member table %s is read anew: %s", place, reason(error))
+            log.warning("member table %s is read anew: %s", table_file, reason(error))
     table = scan_shard(path)
-    for place in places:
+    for table_file in candidates:
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            aside = place.with_name(f"{place.name}.{os.getpid()}.part.npz")
+            table_file.parent.mkdir(parents=True, exist_ok=True)
+            aside = table_file.with_name(f"{table_file.name}.{os.getpid()}.part.npz")
             np.savez(
                 aside,
                 stamp=stamp,
@@ -204,10 +204,10 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
                 offsets=table.offsets,
                 sizes=table.sizes,
             )
-            aside.replace(place)
+            aside.replace(table_file)
             break
         except OSError as error:
-            log.info("member table of %s not kept at %s: %s", path, place, error)
+            log.info("member table of %s not kept at %s: %s", path, table_file, error)
     return table
 
 

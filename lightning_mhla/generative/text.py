@@ -150,11 +150,11 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
         FileNotFoundError: when there is no such file.
         ValueError: when it holds no prompt.
     """
-    place = Path(path)
-    if not place.is_file():
-        raise FileNotFoundError(f"prompts {place} is no file; give a text file with a prompt on each line")
-    lines = [line.strip() for line in place.read_text().splitlines()]
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"prompts {file} is no file; give a text file with a prompt on each line")
+    lines = [line.strip() for line in file.read_text().splitlines()]
     pairs = [(line.split("\t", 1)[0].strip(), line.split("\t", 1)[-1].strip()) for line in lines if line]
     if not pairs:
-        raise ValueError(f"prompts {place} is empty; write a prompt on each line")
+        raise ValueError(f"prompts {file} is empty; write a prompt on each line")
     return pairs

@@ -138,24 +138,24 @@ def load_swapped(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
     import diffusers
     from safetensors.torch import load_file
 
-    place = Path(folder)
-    if not (place / "config.json").is_file():
-        raise FileNotFoundError(f"{place} has no config.json; give a folder that save_pretrained wrote")
-    config = read_json(place / "config.json")
+    local = Path(folder)
+    if not (local / "config.json").is_file():
+        raise FileNotFoundError(f"{local} has no config.json; give a folder that save_pretrained wrote")
+    config = read_json(local / "config.json")
     saved = config.pop(SAVED, None)
     if saved is None:
         raise ValueError(
-            f"the attention of {place} was never swapped; load it with {config.get('_class_name')}.from_pretrained"
+            f"the attention of {local} was never swapped; load it with {config.get('_class_name')}.from_pretrained"
         )
     model = getattr(diffusers, config["_class_name"]).from_config(config)
     swap_saved(model, saved)
-    files = sorted(place.glob("*.safetensors"))
+    files = sorted(local.glob("*.safetensors"))
     state: dict[str, Tensor] = {}
     for file in files:
         state |= load_file(file)
     if set(state) != set(model.state_dict()):
         differing = sorted(set(state) ^ set(model.state_dict()))
-        raise ValueError(f"the weights in {place} are not those of its config.json: {', '.join(differing[:3])}")
+        raise ValueError(f"the weights in {local} are not those of its config.json: {', '.join(differing[:3])}")
     model.load_state_dict(state, assign=True)
     if dtype is not None:
         kept = (*(model._keep_in_fp32_modules or ()), "mixing")

@@ -1,4 +1,4 @@
-"""The processes that share a command: their places, as torchrun or srun started them, and what they agree on."""
+"""The processes that share a command: their ranks, as torchrun or srun gave them, and what they agree on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 
-def process_place() -> tuple[int, int, int]:
+def process_ranks() -> tuple[int, int, int]:
     """Rank, number of processes and local rank, as torchrun or srun say; (0, 1, 0) on its own.
 
     SLURM's numbers count inside a step that srun started; a batch script or a shell of salloc is one process.
@@ -24,7 +24,7 @@ def process_device(asked: str | None) -> torch.device:
     """The device that a command was asked to use, or the GPU of this process, or the CPU."""
     device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", process_place()[2] % torch.cuda.device_count())
+        return torch.device("cuda", process_ranks()[2] % torch.cuda.device_count())
     return device
 
 
@@ -41,7 +41,7 @@ class Agreement:
             self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def any(self, *said: bool) -> tuple[bool, ...]:
-        """For each place whether any process said yes; every process calls it, with equally many."""
+        """For each question whether any process said yes; every process calls it, with equally many."""
         if not self.shared:
             return said
         votes = torch.tensor(said, dtype=torch.int32)

@@ -109,7 +109,7 @@ def check_yaml(text: str) -> None:
     if len(text) > YAML_CHARACTERS:
         raise ValueError(f"{len(text)} characters are no configuration (at most {YAML_CHARACTERS})")
     sizes: dict[str, int] = {}
-    inside: list[list[Any]] = []  # anchor and number of values of each collection around the place that is read
+    inside: list[list[Any]] = []  # anchor and number of values of each collection around what is read
     for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.CollectionStartEvent):
             inside.append([event.anchor, 1])

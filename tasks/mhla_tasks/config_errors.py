@@ -89,9 +89,9 @@ def _check_trainer(origin: str, values: dict[str, Any], valid: set[str]) -> str 
         name = str(key).rstrip("+")
         if name not in valid:
             return _message(origin, f"trainer.{key}", valid, "the trainer")
-        for place, item in enumerate(value if isinstance(value, list) else [value]):
+        for index, item in enumerate(value if isinstance(value, list) else [value]):
             if isinstance(item, dict) and "class_path" in item:
-                problem = _check_class(origin, f"trainer.{name}[{place}]", item, {}, SHORT_NAMES.get(name, ()))
+                problem = _check_class(origin, f"trainer.{name}[{index}]", item, {}, SHORT_NAMES.get(name, ()))
                 if problem:
                     return problem
     return None

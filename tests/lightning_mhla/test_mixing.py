@@ -155,7 +155,7 @@ def test_exponential_coefficients_start_clip_and_learn_without_decay() -> None:
     [
         ({"init": "random"}, "'random' is not one of"),
         ({"terms": 0}, "positive"),
-        ({"prefix": 1}, "no place for the 1 prefix tokens"),
+        ({"prefix": 1}, "no position for the 1 prefix tokens"),
     ],
 )
 def test_exponential_coefficients_refuse(change: dict[str, object], message: str) -> None:

@@ -126,16 +126,16 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
         FileNotFoundError: when there is nothing at the path.
         ValueError: when the file holds neither images nor statistics, or images have different sizes.
     """
-    place = Path(path)
-    if place.is_dir():
-        files = image_files(place)
+    local = Path(path)
+    if local.is_dir():
+        files = image_files(local)
         chunks = [files[start : start + batch_size] for start in range(0, len(files), batch_size)]
         batches = (_stack([_open(each) for each in chunk], path) for chunk in chunks)
-        return image_set(path, _shown(batches, place, len(chunks)), features, device)
-    if not place.is_file():
+        return image_set(path, _shown(batches, local, len(chunks)), features, device)
+    if not local.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a folder of images, or an .npz of images or statistics")
     try:
-        with np.load(place, allow_pickle=False) as archive:
+        with np.load(local, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in ("arr_0", "mu", "sigma", "mu_s", "sigma_s") if name in archive}
     except (BadZipFile, ValueError, OSError, EOFError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is no .npz that can be read safely ({error})") from error

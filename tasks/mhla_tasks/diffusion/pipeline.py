@@ -83,7 +83,7 @@ class DiTPipeline(DiffusionPipeline):
             num_inference_steps: see ``steps``.
             guidance_scale: see ``guidance``.
             generator: of the noise; a list for one each.
-            seed: instead of it: the images that ``predict`` draws with this seed, by their place.
+            seed: instead of it: the images that ``predict`` draws with this seed, by their index.
             output_type: pil, np or pt (8-bit ``[B, C, S, S]``), or latent for what the network denoises.
             return_dict: False for a tuple.
 

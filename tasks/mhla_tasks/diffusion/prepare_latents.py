@@ -24,7 +24,7 @@ from lightning_mhla.data.images import LabelledFolder, ShardImages
 from lightning_mhla.data.write import array_bytes, check_manifest, files_digest, fill_shards, shard_ranges
 from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.system.commands import command_parser, short_errors
-from lightning_mhla.system.processes import process_device, process_place
+from lightning_mhla.system.processes import process_device, process_ranks
 from mhla_tasks.diffusion.sources import FLIPPED, LATENT, SignedImage
 
 SHUFFLE_SEED = 0
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--num-classes", type=int, default=1000, help="labels of shards lie below it (default: 1000)")
     parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
     args = parser.parse_args()
-    (rank, world, _), device = process_place(), process_device(args.device)
+    (rank, world, _), device = process_ranks(), process_device(args.device)
     with short_errors():
         source, identity = open_source(args.source, args.image_size, args.num_classes)
         paths = encode_images(

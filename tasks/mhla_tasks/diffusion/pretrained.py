@@ -106,11 +106,11 @@ def read_state(path: str) -> dict[str, Tensor]:
         FileNotFoundError: when there is nothing at the path.
         ValueError: when it cannot be read safely, or is a checkpoint of training.
     """
-    place = Path(path)
+    local = Path(path)
     try:
-        if place.is_file() and place.suffix == ".safetensors":
+        if local.is_file() and local.suffix == ".safetensors":
             return load_file(path)
-        if place.is_file():
+        if local.is_file():
             with torch.serialization.safe_globals([argparse.Namespace]):  # DiT's train.py keeps its options so
                 content = torch.load(path, weights_only=True, map_location="cpu")
             if not isinstance(content, dict):
@@ -119,12 +119,12 @@ def read_state(path: str) -> dict[str, Tensor]:
             if not isinstance(weights, dict) or not all(isinstance(each, Tensor) for each in weights.values()):
                 raise ValueError(f"{path} holds something else than weights by name")
             return weights
-        for folder in (place, place / "transformer"):
+        for folder in (local, local / "transformer"):
             config = folder / "config.json"
             if config.is_file() and read_json(config).get("_class_name") == DiT.__name__:
                 return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
-        if (place / "model.safetensors").is_file():  # as exports were written at first
-            return load_file(place / "model.safetensors")
+        if (local / "model.safetensors").is_file():  # as exports were written at first
+            return load_file(local / "model.safetensors")
     except (ValueError, FileNotFoundError):
         raise
     except (pickle.UnpicklingError, SafetensorError, OSError, *BROKEN) as error:
@@ -149,8 +149,8 @@ def _read_diffusers(path: str) -> dict[str, Tensor]:
 
 def _options(path: str) -> dict[str, Any]:
     """Options of an exported DiT, for the blocks that its coefficients are for."""
-    places = (Path(path) / name for name in ("config.json", "transformer/config.json"))
-    return next((read_json(place) for place in places if place.is_file()), {})
+    files = (Path(path) / name for name in ("config.json", "transformer/config.json"))
+    return next((read_json(file) for file in files if file.is_file()), {})
 
 
 def load_pretrained(network: DiT, path: str) -> None:

@@ -82,8 +82,8 @@ class TokenWindows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """``tokens`` ``[context + 1]``, ``bytes`` of all but the first, and ``starts`` ``[context]`` bool if wanted."""
         run = int(np.searchsorted(self.ends, index, side="right"))
-        place = (index - (int(self.ends[run - 1]) if run else 0)) * self.context
-        tokens, first = self.runs.read(run, place, self.context + 1)
+        offset = (index - (int(self.ends[run - 1]) if run else 0)) * self.context
+        tokens, first = self.runs.read(run, offset, self.context + 1)
         tokens = tokens.astype(np.int64)
         if tokens.max() >= len(self.token_bytes) or tokens.min() < 0:
             raise BrokenSampleError(

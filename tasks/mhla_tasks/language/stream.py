@@ -110,11 +110,11 @@ class _Pack:
         """``context + 1`` tokens, of which the last stays for the next window."""
         tokens = np.concatenate([part for _, _, part in self.parts])[: context + 1]
         first = np.zeros(context + 1, dtype=bool)
-        place = 0
+        position = 0
         for _, used, part in self.parts:
-            if used == 0 and len(part) and place <= context:
-                first[place] = True
-            place += len(part)
+            if used == 0 and len(part) and position <= context:
+                first[position] = True
+            position += len(part)
         left = context
         while left >= len(self.parts[0][2]):
             left -= len(self.parts.pop(0)[2])
@@ -178,7 +178,7 @@ class StreamLoader:
         everyone: list[Any] = [None] * self.trainer.world_size
         torch.distributed.all_gather_object(everyone, (process_share(self.trainer)[0], mine))
         parts = dict(everyone)  # processes that share sequences have the same rows
-        return {"rows": [row for place in sorted(parts) for row in parts[place]]}
+        return {"rows": [row for offset in sorted(parts) for row in parts[offset]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's positions.

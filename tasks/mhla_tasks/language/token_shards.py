@@ -65,7 +65,7 @@ class ShardRuns:
             ascending = starts.ndim == 1 and starts.dtype.kind in "iu" and (np.diff(starts.astype(np.int64)) >= 0).all()
             if not ascending or (len(starts) and not 0 <= starts[0] <= starts[-1] < max(1, self.lengths[run])):
                 raise BrokenSampleError(
-                    f"{self.describe(run)}: .{STARTS} are no ascending places of its {self.lengths[run]} tokens"
+                    f"{self.describe(run)}: .{STARTS} are no ascending positions of its {self.lengths[run]} tokens"
                 )
             self._starts[run] = starts
         return self._starts[run]

@@ -119,8 +119,8 @@ def left_padded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tup
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), pad_token(tokenizer))
     mask = torch.zeros(len(rows), width, dtype=torch.long)
-    for place, row in enumerate(rows):
-        ids[place, width - len(row) :], mask[place, width - len(row) :] = torch.tensor(row), 1
+    for number, row in enumerate(rows):
+        ids[number, width - len(row) :], mask[number, width - len(row) :] = torch.tensor(row), 1
     return ids, mask
 
 

@@ -27,7 +27,7 @@ CRF = 15
 
 
 def read_clip(
-    data: bytes, name: str, frames: int, fps: float | None, place: float, size: tuple[int, int] | None = None
+    data: bytes, name: str, frames: int, fps: float | None, position: float, size: tuple[int, int] | None = None
 ) -> Tensor:
     """Consecutive frames of a video.
 
@@ -36,7 +36,7 @@ def read_clip(
         name: for messages.
         frames: how many.
         fps: frames a second; None for every frame as it comes.
-        place: where the clip lies in what the video has room for, 0 (its beginning) to 1 (its end); the beginning is taken
+        position: where the clip lies in what the video has room for, 0 (its beginning) to 1 (its end); the beginning is taken
             where fewer frames are left than the file's duration and rate promise.
         size: height and width that each frame is made to cover, its middle cut out; None for the video's own.
 
@@ -53,7 +53,7 @@ def read_clip(
             raise BrokenSampleError(
                 f"{name}: {length + 1 / rate:.2f} s are too short for {frames} frames at {1 / step:g} a second"
             )
-        start = place * max(0.0, (length or span) - span)
+        start = position * max(0.0, (length or span) - span)
         if fps is None:
             shown = _consecutive(container, stream, start, frames, rate)
         else:

@@ -266,10 +266,10 @@ class VideoLatentShards(ClipData):
         Raises:
             FileNotFoundError: when it is not beside the shards.
         """
-        place = empty_caption_file(self.shards.find("train")[0])
-        if not place.is_file():
+        path = empty_caption_file(self.shards.find("train")[0])
+        if not path.is_file():
             raise FileNotFoundError(
-                f"{place} is missing: it is the empty caption, for caption_dropout; copy it along with the shards that "
+                f"{path} is missing: it is the empty caption, for caption_dropout; copy it along with the shards that "
                 "python -m mhla_tasks.video.prepare_latents wrote, or set caption_dropout to 0"
             )
-        return torch.from_numpy(np.load(place, allow_pickle=False)).float()
+        return torch.from_numpy(np.load(path, allow_pickle=False)).float()

@@ -89,6 +89,6 @@ class MovingDigitSamples:
         """``video`` ``[1, F, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
         digit = index // len(MOVES) if self.train else index
         move = list(MOVES)[index % len(MOVES)]
-        place = None if self.train else torch.Generator().manual_seed(index)
-        video = render(self.images[digit], move, *self.size, place)
+        generator = None if self.train else torch.Generator().manual_seed(index)
+        video = render(self.images[digit], move, *self.size, generator)
         return {"video": video, "caption": caption(int(self.labels[digit]), move), "index": index}

@@ -216,25 +216,25 @@ class VideoDiffusion(GenerativeModule):
         counted = batch["valid"].nonzero()[:, 0].tolist()
         rows: list[dict[str, Any]] = [
             {
-                "file": batch["file"][place],
-                "prompt": batch["caption"][place],
-                "index": int(batch["index"][place]),
-                "seed": int(batch["seed"][place]),
+                "file": batch["file"][slot],
+                "prompt": batch["caption"][slot],
+                "index": int(batch["index"][slot]),
+                "seed": int(batch["seed"][slot]),
             }
-            for place in counted
+            for slot in counted
         ]
         missing = self._writer.missing(rows)
-        rows, places = [rows[number] for number in missing], [counted[number] for number in missing]
+        rows, slots = [rows[number] for number in missing], [counted[number] for number in missing]
         if shards_weights(self.trainer):  # processes gather weights from each other: all draw equally often
-            places = list(range(len(batch["index"])))
-        elif not places:
+            slots = list(range(len(batch["index"])))
+        elif not slots:
             return {"frames": [], "rows": [], "fps": self.sampling.fps}
         start = time.perf_counter()
-        indices = [int(batch["index"][place]) for place in places]
-        frames = self.draw([batch["caption"][place] for place in places], indices, int(batch["seed"][0]))
+        indices = [int(batch["index"][slot]) for slot in slots]
+        frames = self.draw([batch["caption"][slot] for slot in slots], indices, int(batch["seed"][0]))
         if frames.is_cuda:
             torch.cuda.synchronize()
-        took = {"seconds": (time.perf_counter() - start) / len(places), "clips_at_once": len(places)}
+        took = {"seconds": (time.perf_counter() - start) / len(slots), "clips_at_once": len(slots)}
         kept = [indices.index(row["index"]) for row in rows]
         return {"frames": frames[kept], "rows": [{**row, **took} for row in rows], "fps": self.sampling.fps}
 

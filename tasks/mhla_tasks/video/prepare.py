@@ -48,13 +48,13 @@ def clips_to_shards(
     order = np.random.default_rng(seed).permutation(len(folder))
 
     def encode(path: Path) -> dict[str, bytes]:
-        index = places[path]
+        index = indices[path]
         folder.caption(index)
         (_, video), (extension, text) = folder.member(index, (VIDEO,)), folder.member(index, (TEXT, JSON))
         check_video(video, str(path))
         return {VIDEO: video, extension: text}
 
-    places = {path: index for index, path in enumerate(folder.paths)}
+    indices = {path: index for index, path in enumerate(folder.paths)}
     items, made_with = [folder.paths[i] for i in order], {"caption_key": caption_key}
     paths = write_shards(items, encode, target, prefix, per_shard, max_skipped, made_with)
     return paths, len(folder) - len(ShardReader(paths))

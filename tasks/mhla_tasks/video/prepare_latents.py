@@ -26,7 +26,7 @@ from lightning_mhla.data.write import Skipped, array_bytes, check_manifest, file
 from lightning_mhla.generative.codecs import ClipCodec
 from lightning_mhla.generative.text import CaptionEncoder, TextConfig, make_encoder
 from lightning_mhla.system.commands import command_parser, short_errors
-from lightning_mhla.system.processes import process_device, process_place
+from lightning_mhla.system.processes import process_device, process_ranks
 from mhla_tasks.video.sources import EMBEDDING, LATENT, ClipFolder, ShardClips, empty_caption_file
 
 
@@ -131,7 +131,7 @@ def main() -> None:
     )
     parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
     args = parser.parse_args()
-    (rank, world, _), device = process_place(), process_device(args.device)
+    (rank, world, _), device = process_ranks(), process_device(args.device)
     size = {"frames": args.frames, "height": args.height, "width": args.width}
     with short_errors():
         source, digest = open_source(args.source, **size, fps=args.fps, caption_key=args.caption_key)

@@ -88,13 +88,13 @@ def read_weights(path: str) -> dict[str, Tensor]:
         FileNotFoundError: when there is nothing at the path.
         ValueError: when it cannot be read safely, or holds other weights.
     """
-    place = Path(path)
+    local = Path(path)
     try:
         if (trained := read_trained(path)) is not None:
             state = trained.weights
-        elif place.is_file():
-            state = load_file(path) if place.suffix == ".safetensors" else _read_pickle(place)
-        elif swapped := [each for each in (place, place / "transformer") if is_swapped(each)]:
+        elif local.is_file():
+            state = load_file(path) if local.suffix == ".safetensors" else _read_pickle(local)
+        elif swapped := [each for each in (local, local / "transformer") if is_swapped(each)]:
             files = sorted(swapped[0].glob("*.safetensors"))
             state = {name: tensor for file in files for name, tensor in load_file(file).items()}
         else:

@@ -137,10 +137,10 @@ class ClipFolder(CaptionedClips):
 
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
         """See :meth:`CaptionedClips.member`."""
-        places = {name: self.paths[index].with_suffix(f".{name}") for name in wanted}
-        for name, place in places.items():
-            if place.is_file():
-                return name, place.read_bytes()
+        paths = {name: self.paths[index].with_suffix(f".{name}") for name in wanted}
+        for name, path in paths.items():
+            if path.is_file():
+                return name, path.read_bytes()
         raise BrokenSampleError(f"{self.paths[index]} has no .{' or .'.join(wanted)} beside it")
 
 

@@ -45,8 +45,8 @@ def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str
     axis = figure.add_axes((margin / wide, 0.05 / high, across / wide, down / high))
     axis.set_title(title, fontsize=10)
     axis.imshow(canvas.permute(1, 2, 0).numpy(), interpolation="nearest")
-    places = [row * (height + 1) + height / 2 for row in range(len(clips))]
-    axis.set_yticks(places, captions, fontsize=9)
+    positions = [row * (height + 1) + height / 2 for row in range(len(clips))]
+    axis.set_yticks(positions, captions, fontsize=9)
     axis.set_xticks([])
     axis.tick_params(length=0)
     for spine in axis.spines.values():

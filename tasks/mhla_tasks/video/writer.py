@@ -56,7 +56,7 @@ class ClipWriter(Callback):
         Raises:
             ValueError: when they differ, so that clips of two models would be mixed.
         """
-        place = self.folder / "videos-origin.json"
+        path = self.folder / "videos-origin.json"
         weights = Path(str(trainer.ckpt_path or getattr(pl_module, "pretrained", None)))
         origin = {
             "weights": str(weights),
@@ -64,18 +64,18 @@ class ClipWriter(Callback):
             **{name: pl_module.hparams[name] for name in ORIGIN},
         }
         origin = json.loads(json.dumps(origin))
-        before = json.loads(place.read_text()) if place.exists() else origin
+        before = json.loads(path.read_text()) if path.exists() else origin
         differing = [name for name in origin if before.get(name) != origin[name]]
         if differing:
             raise ValueError(
-                f"{self.folder / 'videos'} holds clips of other {', '.join(differing)} (see {place.name}); choose another "
+                f"{self.folder / 'videos'} holds clips of other {', '.join(differing)} (see {path.name}); choose another "
                 "--model.init_args.output"
             )
         if trainer.is_global_zero:
-            write_whole(place, json.dumps(origin, indent=2) + "\n")
+            write_whole(path, json.dumps(origin, indent=2) + "\n")
 
     def missing(self, rows: list[Row]) -> list[int]:
-        """Places of the clips that are not there yet.
+        """Indices of the clips that are not there yet.
 
         Args:
             rows: ``file``, ``prompt``, ``index`` and ``seed`` of each.
@@ -92,7 +92,7 @@ class ClipWriter(Callback):
                     "videos.jsonl); choose another --model.init_args.output"
                 )
         here = [(self.folder / "videos" / row["file"]).exists() for row in rows]
-        return [place for place, found in enumerate(here) if not found]
+        return [index for index, found in enumerate(here) if not found]
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Any], *_: Any
@@ -125,8 +125,8 @@ class ClipWriter(Callback):
         )
 
     def _lines(self) -> list[Row]:
-        place = self.folder / "videos.jsonl"
-        lines = place.read_text().splitlines() if place.exists() else []
+        path = self.folder / "videos.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
         rows = []
         for line in filter(None, lines):
             try:

@@ -118,9 +118,9 @@ class MHLALM(HFLM):
         rows = [cut_middle(row[real.bool()].tolist(), left_truncate_len) for row, real in zip(ids, mask, strict=True)]
         width = max(map(len, rows))
         ids, mask = ids.new_full((len(rows), width), self.tokenizer.pad_token_id), mask.new_zeros(len(rows), width)
-        for place, row in enumerate(rows):
+        for number, row in enumerate(rows):
             at = slice(width - len(row), None) if padding_side == "left" else slice(0, len(row))
-            ids[place, at], mask[place, at] = ids.new_tensor(row), 1
+            ids[number, at], mask[number, at] = ids.new_tensor(row), 1
         return ids, mask
 
     def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **options: Any) -> list[tuple[float, bool]]:
