@@ -164,7 +164,7 @@ def main() -> None:
     path = None if args.out is None else args.out / f"models-{device.type}.json"
     machine = describe(device)
     known = json.loads(path.read_text()) if path is not None and path.exists() else {}
-    undated, before = ({**each, "date": None} for each in (machine, known.get("machine", {})))
+    undated, before = ({**facts, "date": None} for facts in (machine, known.get("machine", {})))
     rows = [row for row in known["rows"] if "seconds" in row] if before == undated else []
     done = {(row["model"], row["pixels"], row["kind"], row["images"]) for row in rows}
     for model in args.models:

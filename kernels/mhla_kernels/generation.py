@@ -97,7 +97,7 @@ def mhla_prefill(
             return v.new_zeros(v.shape), state.select(range(batch))
         start = advance(state, mixing, block_size, moves)
         # a full row that gets no token keeps its block open, and its outputs are not real
-        firsts = [_first_block(length, block_size, each) for length, each in zip(before, moves, strict=True)]
+        firsts = [_first_block(length, block_size, moving) for length, moving in zip(before, moves, strict=True)]
         offsets = tuple(length - first * block_size for length, first in zip(before, firsts, strict=True))
         q_blocks, k_blocks, v_blocks = (_in_blocks(x, offsets, block_size) for x in mapped)
         mixer = _ContinuedMixer(mixing, start, firsts, v_blocks.shape[2], q.shape[-1] * v.shape[-1])

@@ -110,7 +110,7 @@ def empty_state(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: 
 
 def groups_of_rows(values: Sequence[int], chosen: Sequence[bool], device: torch.device) -> list[tuple[int, Rows]]:
     """Each distinct value among the chosen rows, with the rows that have it."""
-    distinct = sorted({value for value, each in zip(values, chosen, strict=True) if each})
+    distinct = sorted({value for value, kept in zip(values, chosen, strict=True) if kept})
     if len(distinct) == 1 and all(chosen):
         return [(distinct[0], slice(None))]
     return [
@@ -134,7 +134,7 @@ def advance(
     full = [move and length > 0 and length % block_size == 0 for move, length in zip(moves, state.lengths, strict=True)]
     if not any(full):
         return state
-    needed = max(length // block_size for length, each in zip(state.lengths, full, strict=True) if each)
+    needed = max(length // block_size for length, closing in zip(state.lengths, full, strict=True) if closing)
     finished = mixing.make_room(state.finished, needed, donated and state.owns_finished)
     opened, mixture = state.open if donated else state.open.clone(), state.mixture.clone()
     for length, rows in groups_of_rows(state.lengths, full, opened.device):
@@ -156,7 +156,7 @@ def close(
     open_block = [max(length - 1, 0) // block_size for length in lengths]
     finished = mixing.make_room(start.finished, max(open_block), owned=False)
     opened, mixture = start.open.clone(), start.mixture.clone()
-    for before in sorted({length for length, each in zip(start.lengths, moved, strict=True) if each}):
+    for before in sorted({length for length, moving in zip(start.lengths, moved, strict=True) if moving}):
         first = before // block_size
         inside = [each and length == before for each, length in zip(moved, start.lengths, strict=True)]
         for block, rows in groups_of_rows(open_block, inside, opened.device):

@@ -218,7 +218,7 @@ class Attention(LayoutTables):
 
     def flops(self, tokens: int) -> float:
         """Floating-point operations of the forward pass on one sequence of ``tokens``, projections included."""
-        projections = [each.weight.numel() for each in (self.qkv, self.proj, self.gate) if each is not None]
+        projections = [linear.weight.numel() for linear in (self.qkv, self.proj, self.gate) if linear is not None]
         return 2.0 * tokens * sum(projections) + self.operator_flops(tokens)
 
     @property

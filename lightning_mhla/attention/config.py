@@ -119,8 +119,12 @@ class AttentionConfig:
 def register_kind(name: str, kind: Any) -> None:
     """Make an attention class known by its kind, to configurations and to their help."""
     KINDS[name] = kind
-    listed = [f"{name} has {_described(each.Options)}" for name, each in KINDS.items() if each.Options is not None]
-    names = [each for each in KINDS if each not in ("mhla", "linear", "softmax")]
+    listed = [
+        f"{name} has {_described(attention.Options)}"
+        for name, attention in KINDS.items()
+        if attention.Options is not None
+    ]
+    names = [known for known in KINDS if known not in ("mhla", "linear", "softmax")]
     own = f"a kind of your own ({', '.join(names)})." if names else OWN_KIND
     AttentionConfig.__doc__ = DOC.replace(OWN_KIND, own).replace(NO_OPTIONS, "; ".join([NO_OPTIONS, *listed]))
 

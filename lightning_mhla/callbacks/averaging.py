@@ -146,7 +146,7 @@ def _whole(tensor: Tensor) -> Tensor:
 @contextmanager
 def evaluation_weights(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
     """Inside, the module is in evaluation mode and has the averaged weights, if the run keeps an average."""
-    average = next((each for each in trainer.callbacks if isinstance(each, ExponentialMovingAverage)), None)  # type: ignore[attr-defined]
+    average = next((callback for callback in trainer.callbacks if isinstance(callback, ExponentialMovingAverage)), None)  # type: ignore[attr-defined]
     training = pl_module.training
     pl_module.eval()
     try:

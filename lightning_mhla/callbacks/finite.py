@@ -117,7 +117,7 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
     """
     found = [name for name, value in _named(batch) if not _is_finite(value)]
     wrong = [name for name, parameter in module.named_parameters() if not _is_finite(parameter.detach())]
-    seeding = [each for each in trainer.callbacks if isinstance(each, StepSeed)]  # type: ignore[attr-defined]
+    seeding = [callback for callback in trainer.callbacks if isinstance(callback, StepSeed)]  # type: ignore[attr-defined]
     for each in seeding:
         each.on_train_batch_start(trainer, module, batch, batch_idx)
     forward: list[str] = []
@@ -146,7 +146,7 @@ def _everywhere(where: str, processes: int) -> str:
         return where
     answers: list[Any] = [None] * processes
     dist.all_gather_object(answers, where)
-    telling = [(rank, each) for rank, each in enumerate(answers) if "not again" not in each] or [(0, where)]
+    telling = [(rank, answer) for rank, answer in enumerate(answers) if "not again" not in answer] or [(0, where)]
     rank, first = telling[0]
     return f"{first} (process {rank})"
 

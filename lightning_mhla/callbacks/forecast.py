@@ -37,7 +37,7 @@ class Forecast(Callback):
         self._clock: float | None = None
         self._paused = 0.0
         if trainer.is_global_zero:
-            averages = any(isinstance(each, ExponentialMovingAverage) for each in trainer.callbacks)  # type: ignore[attr-defined]
+            averages = any(isinstance(callback, ExponentialMovingAverage) for callback in trainer.callbacks)  # type: ignore[attr-defined]
             lines = [needs(pl_module, averages, trainer.world_size), _steps(trainer)]
             Console(soft_wrap=True, highlight=False, stderr=True).print("\n".join(lines))
 

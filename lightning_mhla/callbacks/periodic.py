@@ -66,7 +66,7 @@ class PeriodicEvaluation(Callback):
                     callback.note(f"{prefix}/{name}", trainer.global_step, value)
 
     def _once(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        leaving = any(isinstance(each, Recovery) and each.leaving for each in trainer.callbacks)  # type: ignore[attr-defined]
+        leaving = any(isinstance(callback, Recovery) and callback.leaving for callback in trainer.callbacks)  # type: ignore[attr-defined]
         if trainer.global_step != self._evaluated and not leaving:
             self._evaluated = trainer.global_step
             self.evaluate(trainer, pl_module)

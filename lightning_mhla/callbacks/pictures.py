@@ -54,7 +54,7 @@ def numbered_layers(model: nn.Module) -> dict[str, Attention]:
     ``blocks.5.attn1`` is layer 5, also where other layers, softmax attention of diffusers for example, are left out;
     ``stages.1.blocks.0`` is layer 1.0. Where the numbers do not tell all layers apart, they are counted from 0.
     """
-    named = {name: each for name, each in model.named_modules() if isinstance(each, Attention)}
+    named = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
     numbers = [".".join(part for part in name.split(".") if part.isdigit()) for name in named]
     unique = all(numbers) and len(set(numbers)) == len(numbers)
     return dict(zip(numbers if unique else map(str, range(len(named))), named.values(), strict=True))

@@ -73,7 +73,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
             shutil.rmtree(aside, ignore_errors=True)
         raise OSError(f"checkpoint {path} could not be written: {failures[0]}")
     if rank == 0:
-        listed = {name: facts for _, each in parts for name, facts in each.items()}
+        listed = {name: facts for _, part in parts for name, facts in part.items()}
         write_whole(aside / MANIFEST, json.dumps(listed, indent=1))
         _exchange(aside, path)
     dist.barrier()

@@ -88,8 +88,8 @@ class LabelledFolder:
         folders = sorted(path for path in self.folder.iterdir() if path.is_dir()) if self.folder.is_dir() else []
         if not folders:
             raise FileNotFoundError(f"{folder} must hold one folder of images for each class")
-        self.classes = [each.name for each in folders]
-        self.labelled = [(path, label) for label, each in enumerate(folders) for path in image_files(each)]
+        self.classes = [folder.name for folder in folders]
+        self.labelled = [(path, label) for label, folder in enumerate(folders) for path in image_files(folder)]
         self.shard_sizes: Sequence[int] = [len(self.labelled)]
 
     def __len__(self) -> int:

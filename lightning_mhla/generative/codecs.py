@@ -68,7 +68,7 @@ class LatentCodec(FrozenVAE):
         model = self.model(images.device)
         with torch.autocast(images.device.type, enabled=False):
             posteriors = [model.encode(part).latent_dist for part in images.float().split(CHUNK)]
-        return torch.cat([torch.cat([each.mean, each.std], 1) for each in posteriors])
+        return torch.cat([torch.cat([posterior.mean, posterior.std], 1) for posterior in posteriors])
 
     def encode(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Latents ``[B, C, s, s]`` drawn from the posterior, scaled as diffusion wants them.
@@ -122,12 +122,12 @@ class ClipCodec(FrozenVAE):
         model = self.model(latents.device)
         mean, deviation = self._moments(latents.device)
         with torch.autocast(latents.device.type, enabled=False):
-            return torch.cat([model.decode(each[None].float() * deviation + mean).sample for each in latents])
+            return torch.cat([model.decode(latent[None].float() * deviation + mean).sample for latent in latents])
 
     def _moments(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mean and deviation of each channel of the VAE's latents."""
         config = self._model.config
-        mean, deviation = (torch.tensor(each, device=device) for each in (config.latents_mean, config.latents_std))
+        mean, deviation = (torch.tensor(values, device=device) for values in (config.latents_mean, config.latents_std))
         return mean.view(1, -1, 1, 1, 1), deviation.view(1, -1, 1, 1, 1)
 
     def latent_size(self, frames: int, height: int, width: int) -> tuple[int, int, int]:

@@ -169,7 +169,7 @@ def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, 
 
     kept = everyone(valid).nonzero()[:, 0]
     kept = kept[everyone(indices)[kept].argsort()]
-    return [everyone(each)[kept] for each in (pixels, indices, *columns)]
+    return [everyone(column)[kept] for column in (pixels, indices, *columns)]
 
 
 def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:

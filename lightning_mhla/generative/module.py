@@ -54,4 +54,4 @@ class GenerativeModule(TrainingModule):
 
 def sample_noise(like: Tensor, generators: list[torch.Generator]) -> Tensor:
     """Standard normal noise of the shape, dtype and device of ``like`` ``[B, ...]``, one generator a sample."""
-    return torch.stack([torch.randn(like.shape[1:], generator=each) for each in generators]).to(like)
+    return torch.stack([torch.randn(like.shape[1:], generator=generator) for generator in generators]).to(like)

@@ -138,7 +138,7 @@ class SwappedAttention(nn.Module):
             self.fitted = fitted
         rotary = None
         if rotary_emb is not None:
-            cos, sin = (each[0, :, 0] for each in rotary_emb)
+            cos, sin = (angles[0, :, 0] for angles in rotary_emb)
             rotary = Rotary(cos[:, 0::2].float(), sin[:, 1::2].float(), interleaved=True)
         host = Projections(lambda x: _split_heads(attn, x, attention), lambda x: _merge_heads(attn, x))
         return attention(hidden_states, rotary=rotary, projections=host)
@@ -189,7 +189,7 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
     Raises:
         ValueError: naming what is not known.
     """
-    known = next((each.__name__ for each in type(model).__mro__ if each.__name__ in PROCESSORS), None)
+    known = next((base.__name__ for base in type(model).__mro__ if base.__name__ in PROCESSORS), None)
     if known is None:
         raise ValueError(
             f"{type(model).__name__} calls its attention in ways that swapped attention does not know (text among the "

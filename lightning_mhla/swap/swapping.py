@@ -89,7 +89,7 @@ def swap_attention(
 def swapped_layers(model: nn.Module) -> dict[int, Attention]:
     """The attention modules that :func:`swap_attention` put in, by the number of their layer."""
     processors = ((index, layer.processor) for index, layer in enumerate(attention_layers(model)))
-    return {index: each.attention for index, each in processors if isinstance(each, SwappedAttention)}
+    return {index: processor.attention for index, processor in processors if isinstance(processor, SwappedAttention)}
 
 
 def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
@@ -104,16 +104,16 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
     """
     new = tuple(block_grid)
     processors = [layer.processor for layer in attention_layers(model) if isinstance(layer.processor, SwappedAttention)]
-    mixed = [each for each in processors if isinstance(each.attention, MHLA)]
-    if not mixed or any(len(each.blocks) != len(new) for each in mixed):
+    mixed = [processor for processor in processors if isinstance(processor.attention, MHLA)]
+    if not mixed or any(len(processor.blocks) != len(new) for processor in mixed):
         raise ValueError(
             f"no blocks of a swapped attention can become {list(new)}: as many axes, and layers of kind mhla"
         )
-    for each in mixed:
-        assert isinstance(each.attention, MHLA)
-        each.attention.mixing.resize(new)
-        each.attention.config = replace(each.attention.config, block_grid=list(new))
-        each.blocks = new
+    for processor in mixed:
+        assert isinstance(processor.attention, MHLA)
+        processor.attention.mixing.resize(new)
+        processor.attention.config = replace(processor.attention.config, block_grid=list(new))
+        processor.blocks = new
     saved = dict(model.config[SAVED])
     model.register_to_config(**{SAVED: {**saved, "attention": {**saved["attention"], "block_grid": list(new)}}})
 

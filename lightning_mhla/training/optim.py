@@ -73,7 +73,7 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        depth = next((i for i, each in enumerate(prefixes) if name.startswith(each)), len(prefixes))
+        depth = next((i for i, prefix in enumerate(prefixes) if name.startswith(prefix)), len(prefixes))
         layer = f"-layer{depth}" if config.layer_decay != 1 else ""
         lr = config.lr * config.layer_decay ** (len(prefixes) - depth)
         kind = "decay"

@@ -86,8 +86,8 @@ class SuiteCLI(LightningCLI):
             sys.argv[1:] = words  # other processes of the run are started with it
         else:
             args = words
-        for each in self._subcommand_parsers.values():
-            each.set_defaults({"weights_only": True})
+        for command in self._subcommand_parsers.values():
+            command.set_defaults({"weights_only": True})
         self._subcommand_parsers["predict"].set_defaults({"return_predictions": False})  # callbacks write them
         subcommand = next((word for word in words if word in self._subcommand_parsers), None)
         if subcommand is not None:
@@ -121,7 +121,7 @@ class SuiteCLI(LightningCLI):
             self._run = settle(options, subcommand)
         if subcommand != "fit":
             self.save_config_callback = None  # the folder keeps the configuration that the run was started with
-            own = [each for each in self._sources if options.run_dir is None or each.origin.startswith("-")]
+            own = [source for source in self._sources if options.run_dir is None or source.origin.startswith("-")]
             write_beside_checkpoint(options, subcommand, own)
         start = options.get("model", {}).get("init_args", {})
         if options.get("ckpt_path") and "pretrained" in start:
@@ -138,7 +138,7 @@ class SuiteCLI(LightningCLI):
         """See LightningCLI; with a progress bar that knows runs without a number of epochs."""
         given = self._get(self.config_init, "trainer")
         callbacks = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
-        bars = [each for each in callbacks if isinstance(each, ProgressBar)]
+        bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
         if not bars and given.enable_progress_bar in (None, True) and not given.barebones:
             self.trainer_defaults = {**self.trainer_defaults, "callbacks": [EpochBar()]}
         return super().instantiate_trainer(**options)

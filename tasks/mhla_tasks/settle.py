@@ -84,7 +84,9 @@ def write_beside_checkpoint(options: Any, subcommand: str, sources: Sequence[Sou
         return
     folder = Path(checkpoint)
     if folder.is_file() or is_sharded(folder):
-        folder = next((each for each in folder.parents if each.name not in ("checkpoints", RECOVERY)), folder.parent)
+        folder = next(
+            (parent for parent in folder.parents if parent.name not in ("checkpoints", RECOVERY)), folder.parent
+        )
     if subcommand == "predict":
         names = (f"predict-{number}" if number > 1 else "predict" for number in itertools.count(1))
         folder = next(folder / name for name in names if not (folder / name).exists())
@@ -143,7 +145,7 @@ def _arguments(value: Any) -> dict[str, Any]:
 def leave_out_monitors(trainer: Any) -> None:
     """Without a logger there is nothing that a LearningRateMonitor could write to; Lightning would stop."""
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else []
-    kept = [each for each in callbacks if not each.class_path.endswith("LearningRateMonitor")]
+    kept = [callback for callback in callbacks if not callback.class_path.endswith("LearningRateMonitor")]
     if len(kept) < len(callbacks):
         log.info("LearningRateMonitor is left out: there is no logger")
         trainer.callbacks = kept

@@ -59,7 +59,7 @@ def refusal(class_path: str) -> str | None:
     """Why a class may not be imported, with the way out; None if it may."""
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", class_path) or len(class_path) > 500:
         return "is no name of a class"
-    if "." not in class_path or any(class_path == each or class_path.startswith(f"{each}.") for each in _allowed):
+    if "." not in class_path or any(class_path == name or class_path.startswith(f"{name}.") for name in _allowed):
         return None
     package = class_path.split(".")[0]
     if close := get_close_matches(package, PACKAGES, 1, 0.8):

@@ -41,7 +41,7 @@ from mhla_kernels.triton_backend.tables import LOW as _LOW
 from mhla_kernels.triton_backend.tables import ROW as _ROW
 from mhla_kernels.triton_backend.tables import START as _START
 
-START, END, ROW, LOW, HIGH = (tl.constexpr(each) for each in (_START, _END, _ROW, _LOW, _HIGH))
+START, END, ROW, LOW, HIGH = (tl.constexpr(row) for row in (_START, _END, _ROW, _LOW, _HIGH))
 OUT, DQ, DV, DK = (tl.constexpr(mode) for mode in range(4))
 
 

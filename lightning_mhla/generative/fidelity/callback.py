@@ -118,10 +118,10 @@ class GenerationMetrics(SampleGrid):
         right = 0
         for tickets, pixels in self._rounds(trainer, module, self.samples):
             features = extract(self.features, network, pixels)
-            present = [each for each in features if each is not None]
+            present = [feature for feature in features if feature is not None]
             pixels, order, *columns = gather_round(module, tickets, pixels, *present)
-            gathered = iter(each.cpu() for each in columns)
-            part = Features(*(None if each is None else next(gathered) for each in features))  # type: ignore[arg-type]
+            gathered = iter(column.cpu() for column in columns)
+            part = Features(*(None if feature is None else next(gathered) for feature in features))  # type: ignore[arg-type]
             parts.append(part)
             if sum(map(len, shown)) < wanted:
                 shown.append(pixels.cpu())
@@ -188,8 +188,8 @@ class GenerationMetrics(SampleGrid):
             "features": type(self.features).__name__,
             "features_sha256": fingerprint(self.features.network()),
         }
-        self.rows = [*(each for each in self.rows if each["step"] < step), row]
-        write_whole(folder / f"{self.name}.jsonl", "".join(json.dumps(each) + "\n" for each in self.rows))
+        self.rows = [*(known for known in self.rows if known["step"] < step), row]
+        write_whole(folder / f"{self.name}.jsonl", "".join(json.dumps(line) + "\n" for line in self.rows))
         self.log_values(trainer, self.name, scores.values)
         self._show(trainer, module, folder, grid)
         sampler = f"{drawn['sampler']} {drawn['sampling_steps']} steps, guidance {drawn['guidance']:g}"

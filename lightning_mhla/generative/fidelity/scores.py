@@ -47,7 +47,7 @@ def moments(features: Tensor) -> Moments:
 
 def frechet_distance(one: Moments, two: Moments) -> float:
     """Frechet distance of two normal distributions (FID, arXiv 1706.08500, equation 6)."""
-    pair = [{"mu": np.float64(each.mean), "sigma": np.float64(each.covariance)} for each in (one, two)]
+    pair = [{"mu": np.float64(moments.mean), "sigma": np.float64(moments.covariance)} for moments in (one, two)]
     return fid_statistics_to_metric(*pair, verbose=False)[KEY_METRIC_FID]
 
 
@@ -130,7 +130,7 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
     if local.is_dir():
         files = image_files(local)
         chunks = [files[start : start + batch_size] for start in range(0, len(files), batch_size)]
-        batches = (_stack([_open(each) for each in chunk], path) for chunk in chunks)
+        batches = (_stack([_open(file) for file in chunk], path) for chunk in chunks)
         return image_set(path, _shown(batches, local, len(chunks)), features, device)
     if not local.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a folder of images, or an .npz of images or statistics")

@@ -192,7 +192,7 @@ class ClassToImage(GenerativeModule):
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
         """See :meth:`GenerativeModule.sample_losses`."""
         clean = self._clean(batch, generators)
-        times = torch.cat([self.process.draw_times(1, each, torch.device("cpu")) for each in generators])
+        times = torch.cat([self.process.draw_times(1, generator, torch.device("cpu")) for generator in generators])
         noise = sample_noise(clean, generators)
         return self.process.losses(self.network, clean, noise, times.to(clean.device), batch["label"])
 
@@ -206,7 +206,9 @@ class ClassToImage(GenerativeModule):
         clean = batch["latent"] if "latent" in batch else batch["image"]
         expected = (self.network.channels, self.network.sample_size, self.network.sample_size)
         if "image" in batch and self.codec is not None:
-            drawn = None if generators is None else [torch.randn(expected, generator=each) for each in generators]
+            drawn = (
+                None if generators is None else [torch.randn(expected, generator=generator) for generator in generators]
+            )
             clean = self.codec.encode(clean, None if drawn is None else torch.stack(drawn).to(clean.device))
         if clean.shape[1:] != expected:
             what = "latents" if "latent" in batch or self.codec is not None else "images"

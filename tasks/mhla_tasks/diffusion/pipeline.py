@@ -107,6 +107,6 @@ class DiTPipeline(DiffusionPipeline):
             if output_type != "pt":
                 images = pixels.permute(0, 2, 3, 1).numpy()
             if output_type == "pil":
-                images = [Image.fromarray(each.squeeze(-1) if each.shape[-1] == 1 else each) for each in images]
+                images = [Image.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image) for image in images]
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images) if return_dict else (images,)

@@ -91,7 +91,7 @@ def _encoded(
         rows = indices[start : start + batch_size]
         samples = [source[index] for index in rows]
         images = torch.stack([sample["image"] for sample in samples]).to(device)
-        both = [vae.moments(each).half().cpu() for each in (images, images.flip(-1))]
+        both = [vae.moments(pictures).half().cpu() for pictures in (images, images.flip(-1))]
         for index, sample, latent, flipped in zip(rows, samples, *both, strict=True):
             members = {LATENT: array_bytes(latent), FLIPPED: array_bytes(flipped), "cls": str(sample["label"]).encode()}
             yield {"__key__": f"{index:08d}", **members}

@@ -116,7 +116,7 @@ def read_state(path: str) -> dict[str, Tensor]:
             if not isinstance(content, dict):
                 raise ValueError(f"{path} holds a {type(content).__name__}, no weights by name")
             weights = content.get("ema", content)
-            if not isinstance(weights, dict) or not all(isinstance(each, Tensor) for each in weights.values()):
+            if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
                 raise ValueError(f"{path} holds something else than weights by name")
             return weights
         for folder in (local, local / "transformer"):

@@ -110,5 +110,5 @@ def plain_attention(attention: Any) -> dict[str, Any] | list[dict[str, Any]]:
     if isinstance(attention, AttentionConfig):
         return asdict(attention)
     if isinstance(attention, Sequence):
-        return [asdict(each) if isinstance(each, AttentionConfig) else dict(each) for each in attention]
+        return [asdict(options) if isinstance(options, AttentionConfig) else dict(options) for options in attention]
     return dict(attention)

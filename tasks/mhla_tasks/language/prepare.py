@@ -63,7 +63,7 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    found = sorted(each for each in path.rglob("*") if each.is_file() and not each.name.startswith("."))
+    found = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
     if not found:
         raise FileNotFoundError(f"{path} is no file, and no folder that holds files")
     return found

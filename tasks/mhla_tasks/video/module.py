@@ -298,7 +298,9 @@ class VideoDiffusion(GenerativeModule):
         """See :meth:`GenerativeModule.sample_losses`; the plain loss."""
         cpu = torch.device("cpu")
         clean, text = self.clean(batch), self.encode_captions(batch)
-        times = torch.cat([draw_flow_times(self.flow.times, self.flow.shift, 1, each, cpu) for each in generators])
+        times = torch.cat(
+            [draw_flow_times(self.flow.times, self.flow.shift, 1, generator, cpu) for generator in generators]
+        )
         times = times.to(clean.device)
         noisy, velocity = flow_point(clean, sample_noise(clean, generators), times)
         return (self(noisy, times, text) - velocity).square().flatten(1).mean(1)

@@ -94,7 +94,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
             state = trained.weights
         elif local.is_file():
             state = load_file(path) if local.suffix == ".safetensors" else _read_pickle(local)
-        elif swapped := [each for each in (local, local / "transformer") if is_swapped(each)]:
+        elif swapped := [folder for folder in (local, local / "transformer") if is_swapped(folder)]:
             files = sorted(swapped[0].glob("*.safetensors"))
             state = {name: tensor for file in files for name, tensor in load_file(file).items()}
         else:
@@ -184,7 +184,7 @@ def _blocks_of(path: str) -> tuple[int, ...] | None:
     """Blocks along each axis that the mixing coefficients at ``path`` are for; None where it has none, or does not say."""
     if (trained := read_trained(path)) is not None:
         return trained.block_grid
-    folder = next((each for each in (Path(path), Path(path) / "transformer") if is_swapped(each)), None)
+    folder = next((folder for folder in (Path(path), Path(path) / "transformer") if is_swapped(folder)), None)
     saved: Any = {} if folder is None else read_json(folder / "config.json")[SAVED]
     return Pretrained({}, saved).block_grid
 
