@@ -3,7 +3,7 @@
     python -m benchmarks.diffusion --out benchmarks/results
 
 Each is ``lightning fit --config configs/diffusion/digits.yaml`` with another attention, everything else equal. What is done
-is not done again: a stopped report goes on from the last checkpoint of the model that it was training. The figures are
+is not done again: a stopped report resumes from the last checkpoint of the model that it was training. The figures are
 those that ``GenerationMetrics`` logged at the end: FID without guidance, and how often the classifier of real digits names
 the class that a guided sample was drawn for.
 """

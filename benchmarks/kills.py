@@ -97,7 +97,7 @@ class Process(Protocol):
 
 
 def start(config: Path, run: Path) -> Process:
-    """The command that trains, and goes on."""
+    """The command that trains, and resumes."""
     run.mkdir(parents=True, exist_ok=True)
     with (run / "output.txt").open("ab") as output:
         return subprocess.Popen(

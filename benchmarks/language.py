@@ -3,7 +3,7 @@
     python -m benchmarks.language --out benchmarks/results
 
 Each is ``lightning fit --config configs/language/stdlib.yaml`` with another attention, everything else equal. What is done
-is not done again: a stopped report goes on from the last checkpoint of the model that it was training.
+is not done again: a stopped report resumes from the last checkpoint of the model that it was training.
 """
 
 from __future__ import annotations

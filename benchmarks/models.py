@@ -5,7 +5,7 @@
 
 DiT-S/2 and DiT-XL/2 on latents of 256, 512 and 1,024 pixels (256, 1,024 and 4,096 tokens), forward and backward of DiT's
 objective, M = 16 blocks. On a GPU in bfloat16; on a CPU in float32, one image at a time, each measurement in a process of its
-own, whose peak memory counts. Rows that a result file has already are kept: a stopped benchmark goes on.
+own, whose peak memory counts. Rows that a result file has already are kept: a stopped benchmark resumes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports that train several variants of one configuration, each once, and go on after a stop."""
+"""Reports that train several variants of one configuration, each once, and resume after a stop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def train(config: str, name: str, attention: Mapping[str, Any], folder: Path, options: list[str]) -> tuple[Path, float]:
-    """Train one variant, or go on with it.
+    """Train one variant, or resume it.
 
     Args:
         config: of ``lightning fit``.

@@ -4,7 +4,7 @@
 
 First ``lightning fit --config configs/video/digits_pretrain.yaml``, softmax attention from scratch; then, for each variant,
 ``configs/video/digits_finetune.yaml`` from its checkpoint with another attention, everything else equal. What is done is not
-done again: a stopped report goes on from the last checkpoint of the model that it was training.
+done again: a stopped report resumes from the last checkpoint of the model that it was training.
 
 Beside the held-out loss, clips drawn for every caption are looked at by program: whether what is lit moves as the caption
 says, and whether a classifier of real digits names the caption's digit in the middle frame. The same is asked of real

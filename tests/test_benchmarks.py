@@ -155,7 +155,7 @@ def test_the_report_of_language_models_goes_on_and_is_read_by_the_next(
     clock = tmp_path / "runs/linear/seconds.json"  # as it is when training was stopped
     clock.write_text(json.dumps({**json.loads(clock.read_text()), "done": False}))
     again = report(*small)
-    assert {**again[0], "seconds": 0} == {**first[0], "seconds": 0}, "it did not go on from its checkpoint"
+    assert {**again[0], "seconds": 0} == {**first[0], "seconds": 0}, "it did not resume from its checkpoint"
     assert again[0]["seconds"] > first[0]["seconds"]  # type: ignore[operator]
     first = again
     monkeypatch.setattr(runs.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))

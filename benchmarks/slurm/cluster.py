@@ -181,7 +181,7 @@ class Cluster:
             raise SlurmUnavailable(f"slurmctld did not come back within 30 s: {self._last_words()}")
 
     def kill_slurmd(self, node: str) -> None:
-        """SIGKILL the slurmd of `node` alone; its jobs go on."""
+        """SIGKILL the slurmd of `node` alone; its jobs keep running."""
         self._kill_daemon(f"slurmd-{node}")
 
     def kill_node(self, node: str) -> None:

@@ -170,7 +170,7 @@ def mhla_step(
         total_weight = (q * seen[..., width:]).sum(-1, keepdim=True)
         out = out * problem.scale if problem.scale is not None else out / (total_weight + eps)
         lengths = tuple(length + 1 for length in state.lengths)
-        owns = opened.owns_finished and may_add  # else the state that was handed in goes on owning them
+        owns = opened.owns_finished and may_add  # else the state that was handed in keeps owning them
         if donate_state:
             object.__setattr__(state, "spent", True)
         return out.to(problem.dtype), replace(opened, lengths=lengths, open=total, owns_finished=owns, spent=False)
@@ -223,12 +223,14 @@ def _check_state(state: MHLAState, q: Tensor, v: Tensor, mixing: Mixing, block_s
         )
     kind = kind_of(q, v, mixing, block_size)
     if state.kind != kind:
-        raise ValueError(f"the state is of {state.kind}, but the call is with {kind}; a state goes on as it began")
+        raise ValueError(
+            f"the state is of {state.kind}, but the call is with {kind}; a state keeps the kind that it began with"
+        )
     if state.open.shape[1] != q.shape[2]:
         raise ValueError(f"the state is of {state.open.shape[1]} heads, but q has H={q.shape[2]}")
     if state.open.dtype != problem.accumulate:
         raise ValueError(
-            f"the state is in {state.open.dtype}, but these tensors are summed in {problem.accumulate}; go on in the "
+            f"the state is in {state.open.dtype}, but these tensors are summed in {problem.accumulate}; resume in the "
             "precision that the state began with"
         )
 
@@ -277,7 +279,7 @@ def _take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor 
 
 
 class _ContinuedMixer(Mixer):
-    """The mixer of blocks that go on from a state: earlier blocks count too, and the first block may have begun."""
+    """The mixer of blocks that continue a state: earlier blocks count too, and the first block may have begun."""
 
     def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:
         groups = groups_of_rows(firsts, [True] * len(firsts), start.open.device)

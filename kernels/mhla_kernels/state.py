@@ -46,7 +46,7 @@ class MHLAState:
             mixing keeps them. Like the other two in float32 (float64 for float64 inputs).
         open: ``[B, H, W]`` summary of the open block.
         mixture: ``[B, H, W]`` mixed summaries of the finished blocks, for the open block.
-        kind: what the state is of and has to go on with.
+        kind: what the state is of and has to keep.
         owns_finished: whether no other state may append to ``finished``; not part of the pytree.
         spent: whether a step has taken its memory over, after which it is of no use; not part of the pytree either.
     """
@@ -60,7 +60,7 @@ class MHLAState:
     spent: bool = False
 
     def select(self, rows: Tensor | Sequence[int]) -> MHLAState:
-        """The state of other rows, for example the beams that go on: ``rows`` are indices, repeats allowed."""
+        """The state of other rows, for example the beams that survive: ``rows`` are indices, repeats allowed."""
         if isinstance(rows, Tensor) and (rows.dtype == torch.bool or rows.is_floating_point()):
             raise ValueError(f"rows must be indices, integers; got {rows.dtype}")
         chosen = rows.tolist() if isinstance(rows, Tensor) else list(rows)

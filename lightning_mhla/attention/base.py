@@ -296,7 +296,7 @@ class Attention(LayoutTables):
             rotary: angles of these tokens, None for those that follow the state's.
         """
         if not self.causal:
-            raise ValueError("only causal attention goes on token by token; build the layer with causal=True")
+            raise ValueError("only causal attention generates token by token; build the layer with causal=True")
         q, k, v = self._project(x)
         if not self.config.rotary:
             rotary = None

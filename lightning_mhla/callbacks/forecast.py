@@ -46,7 +46,7 @@ class Forecast(Callback):
         self._stopped = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock goes on."""
+        """The clock keeps running."""
         if not trainer.sanity_checking:
             self._paused += time.monotonic() - self._stopped
 

@@ -15,7 +15,7 @@ class PeriodicEvaluation(Callback):
     """Calls :meth:`evaluate` on every process, once for the same weights; a run that is stopped meanwhile does it again.
 
     It runs just before the step that follows, when the weight average has the last one in it, and after checkpoints of
-    the same step: going on from such a checkpoint evaluates once more.
+    the same step: resuming from such a checkpoint evaluates once more.
 
     Args:
         every_n_steps: optimiser steps between two evaluations; None for none on the way.

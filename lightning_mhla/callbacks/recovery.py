@@ -1,4 +1,4 @@
-"""Checkpoints to go on from after a crash, and stopping on a signal without losing a step."""
+"""Checkpoints to resume from after a crash, and stopping on a signal without losing a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW = "row_to_log"
 """Entry of a checkpoint: metrics of its last step, and the step's number, which the loggers did not have yet."""
 
 GO_ON = 75
-"""Exit status of a run that a signal stopped and that the same command goes on with: EX_TEMPFAIL of sysexits.h."""
+"""Exit status of a run that a signal stopped and that the same command resumes: EX_TEMPFAIL of sysexits.h."""
 
 
 class RunStopped(SystemExit):  # leaves as SystemExit does, no error is reported
@@ -41,7 +41,7 @@ class Recovery(Checkpoint):
 
     Files go to ``checkpoints/recovery`` of the run's folder; ``--run_dir`` finds the newest whole one. A signal only sets
     a flag: at the end of a step all processes agree on it, save together, and leave with status 75. A save waits until
-    validation or the end of an epoch is over where one follows, since training would go on after it otherwise.
+    validation or the end of an epoch is over where one follows, since training would continue after it otherwise.
 
     Args:
         every_minutes: between two saves, by the clock of the first process; null for none.
@@ -154,7 +154,7 @@ class Recovery(Checkpoint):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Likewise; and save the state at the end of training, from which a longer run goes on."""
+        """Likewise; and save the state at the end of training, from which a longer run resumes."""
         self._row_is_due = False
         if self._due or (_is_over(trainer) and trainer.global_step > self._saved_step):
             self._save(trainer)
@@ -196,7 +196,7 @@ class Recovery(Checkpoint):
         self.leaving = self._stopping
         if self.leaving and trainer.is_global_zero:
             log.warning(
-                "stopped on %s after step %d, saved as %s; the same command with --run_dir goes on from there",
+                "stopped on %s after step %d, saved as %s; the same command with --run_dir resumes from there",
                 self.received or "a signal to another process",
                 trainer.global_step,
                 path,
@@ -219,7 +219,7 @@ class Recovery(Checkpoint):
 
 
 def _resumes_in(logger: Logger, trainer: Trainer) -> bool:
-    """Whether the log of the run that the checkpoint is of goes on in the same folder."""
+    """Whether the log of the run that the checkpoint is of resumes in the same folder."""
     folder, checkpoint = getattr(logger, "log_dir", None), trainer.ckpt_path
     return bool(folder and checkpoint) and Path(str(checkpoint)).resolve().is_relative_to(Path(str(folder)).resolve())
 

@@ -22,7 +22,7 @@ from lightning_mhla.system.untrusted import BROKEN, reason
 log = logging.getLogger(__name__)
 
 RECOVERY = "recovery"
-"""Folder, inside that of the checkpoints, of those that a run goes on from."""
+"""Folder, inside that of the checkpoints, of those that a run resumes from."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -73,7 +73,7 @@ def _explained(error: Exception, path: Path) -> OSError:
     free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
     return OSError(
         f"checkpoint {path} could not be written ({reason(cause)}; {free / 2**30:.1f} GiB are free there). Earlier checkpoints "
-        "are as they were: make room and start the same command again, with --run_dir it goes on from the newest"
+        "are as they were: make room and start the same command again, with --run_dir it resumes from the newest"
     )
 
 

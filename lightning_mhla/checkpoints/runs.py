@@ -39,7 +39,7 @@ class RunFolder:
             self._take(WAIT_AFTER_REQUEUE if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 0.0)
 
     def has_checkpoints(self) -> bool:
-        """Whether there is something to go on from."""
+        """Whether there is something to resume from."""
         return bool(find_checkpoints(self.path))
 
     @property

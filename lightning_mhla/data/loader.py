@@ -1,4 +1,4 @@
-"""A loader whose position is the number of batches trained, so that a resumed run goes on with the very next sample."""
+"""A loader whose position is the number of batches trained, so that a resumed run continues with the very next sample."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class ResumableLoader:
         return {"samples": len(self.source), "batch_size": self.batch_size, "seed": self.seed, "window": self.window}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse to go on in another order than the checkpoint's.
+        """Refuse to resume in another order than the checkpoint's.
 
         Raises:
             ValueError: naming what differs.

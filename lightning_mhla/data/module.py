@@ -106,7 +106,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         raise NotImplementedError
 
     def train_dataloader(self) -> ResumableLoader:
-        """Shuffled batches that go on where the trainer's batch count stands."""
+        """Shuffled batches that resume where the trainer's batch count stands."""
         loader = self._loader("train", train=True)
         if self._trained_with is not None:
             loader.load_state_dict(self._trained_with)
@@ -138,7 +138,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         before = (self._trained_with or {}).get("steps", steps)
         if before != steps:
             raise ValueError(
-                f"the checkpoint's epochs had {before} batches, this run's have {steps}: it could not go on with the "
+                f"the checkpoint's epochs had {before} batches, this run's have {steps}: it could not resume with the "
                 "very next sample. Set limit_train_batches back, or start a new run from the weights alone"
             )
         self._order["steps"] = steps

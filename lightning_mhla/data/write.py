@@ -1,4 +1,4 @@
-"""Writing WebDataset shards: each whole or not at all, so that a stopped command goes on where it was."""
+"""Writing WebDataset shards: each whole or not at all, so that a stopped command resumes where it was."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ class Backbone(LayoutTables):
         positions: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Causal: the next tokens ``[B, N, dim]`` of every row to the same shape; ``cache`` goes on with them.
+        """Causal: the next tokens ``[B, N, dim]`` of every row to the same shape; ``cache`` takes them in.
 
         Args:
             x: tokens; whatever a row has beyond its count is padding at its right.

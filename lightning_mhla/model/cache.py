@@ -35,7 +35,7 @@ class GenerationCache:
         return () if self.layers[0] is None else self.layers[0].lengths
 
     def select(self, rows: Tensor | Sequence[int]) -> None:
-        """Keep other rows, for example the beams that go on: ``rows`` are indices, repeats allowed."""
+        """Keep other rows, for example the beams that survive: ``rows`` are indices, repeats allowed."""
         chosen = rows if isinstance(rows, Tensor) else torch.tensor(list(rows))
         self.layers = [None if state is None else state.select(chosen) for state in self.layers]
 

@@ -260,7 +260,7 @@ class TrainingModule(LoggedApart, LightningModule):
             self._report_changes(checkpoint)
         if fitting and self.ema_decay is None and LIVE in checkpoint:
             log.warning(
-                "the checkpoint keeps a weight average, which this run does not: it goes on from the live weights"
+                "the checkpoint keeps a weight average, which this run does not: it resumes from the live weights"
             )
             checkpoint["state_dict"] = checkpoint[LIVE]
             if shards_weights(self.trainer):  # their strategy has loaded the average by now

@@ -2,7 +2,7 @@
 
     python -m mhla_tasks.consolidate runs/NAME/checkpoints/recovery/step=00001000.ckpt whole.ckpt
 
-Training goes on from either; generation, export and evaluation read folders too, with memory for all of them. The folder may
+Training resumes from either; generation, export and evaluation read folders too, with memory for all of them. The folder may
 come from any number of processes, or be that of a run: then its furthest whole checkpoint is taken.
 """
 

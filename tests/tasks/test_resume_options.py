@@ -1,4 +1,4 @@
-"""What a user changes on resume is obeyed, or refused, and said; no row of the log is lost; copies go on where they stood."""
+"""What a user changes on resume is obeyed, or refused, and said; no row of the log is lost; copies resume where they stood."""
 
 from __future__ import annotations
 

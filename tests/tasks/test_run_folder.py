@@ -1,4 +1,4 @@
-"""One folder for a run: it goes on from the newest whole checkpoint there, whoever stopped it, and belongs to one process."""
+"""One folder for a run: it resumes from the newest whole checkpoint there, whoever stopped it, and belongs to one process."""
 
 from __future__ import annotations
 

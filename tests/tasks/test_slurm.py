@@ -1,4 +1,4 @@
-"""Training on a real SLURM of two nodes goes on from where it was; ``python -m benchmarks.slurm`` tries every fault."""
+"""Training on a real SLURM of two nodes resumes from where it was; ``python -m benchmarks.slurm`` tries every fault."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
     Args:
         mixing: ``[M, M]`` or ``[H, M, M]``; only the lower triangle counts.
         blocks: number of blocks wanted; at most M gives the top left corner.
-        tail: what lies beyond the last known distance: ``"exponential"``, ``"last"`` (the last known value goes on) or
+        tail: what lies beyond the last known distance: ``"exponential"``, ``"last"`` (the last known value continues) or
             ``"zero"``.
 
     Returns:

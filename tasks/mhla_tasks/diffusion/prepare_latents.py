@@ -5,7 +5,7 @@
 
 The source is a folder that holds one folder of images for each class, or WebDataset shards of NNN.jpg and NNN.cls. Every
 sample keeps means and standard deviations of its latent and of its mirror image's, in float16. A shard gets its name when
-it is complete, so calling again after a stop goes on where it was, with any number of processes: those of torchrun or srun
+it is complete, so calling again after a stop resumes, with any number of processes: those of torchrun or srun
 share the shards, and each takes the GPU of its local rank.
 """
 

@@ -115,7 +115,7 @@ class PythonSource(TextData):
 class HubText(TextData):
     """Text of a data set on the hub, or of local files, tokenised while it streams in.
 
-    Nothing is stored; to train for more than a trial, or again, make token shards of it. A run goes on with the very next
+    Nothing is stored; to train for more than a trial, or again, make token shards of it. A run resumes with the very next
     token after a stop, once the documents before it are read past.
 
     Args:
@@ -178,7 +178,7 @@ class HubText(TextData):
         return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
 
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
-        """Packed batches that go on where the trainer's batch count stands."""
+        """Packed batches that resume where the trainer's batch count stands."""
         rank, world = process_share(self.trainer)
         each = samples_each(self.batch_size, world)
         rows = range(rank * each, (rank + 1) * each)
@@ -195,7 +195,7 @@ class HubText(TextData):
         return self._stream
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint; some strategies make the loader before they read it."""
+        """Resume from a checkpoint; some strategies make the loader before they read it."""
         self._trained_with = state_dict
         if self._stream is not None:
             self._stream.load_state_dict(state_dict)

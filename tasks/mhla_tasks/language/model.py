@@ -240,7 +240,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         positions: Tensor | None,
         states: list[Tensor] | None,
     ) -> Tensor:
-        """What goes into the head, of rows whose ``counts`` real tokens come first; the state goes on with them."""
+        """What goes into the head, of rows whose ``counts`` real tokens come first; the state takes them in."""
         _check_counts(cache, counts)
         if cache is None:
             return self.backbone(x, cu_seqlens=cu_seqlens, share=share, positions=positions, states=states)

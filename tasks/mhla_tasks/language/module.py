@@ -339,7 +339,7 @@ class LanguageModel(TrainingModule):
             self._sum(stage, name).reset()
         loss = nats / tokens
         if not math.isfinite(loss):
-            raise ValueError(f"the {stage} loss is {loss}: the weights are broken; go on from an earlier checkpoint")
+            raise ValueError(f"the {stage} loss is {loss}: the weights are broken; resume from an earlier checkpoint")
         values = {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), "samples": samples}
         if size:
             values["bits_per_byte"] = nats / math.log(2) / size

@@ -5,7 +5,7 @@
 
 Sources are text files in UTF-8 (one document each), folders (other files in them are left out), .jsonl and .parquet files
 (one document for each row of --column; rows without a text are left out), or hub:NAME[:CONFIG[:SPLIT]], which is streamed.
-All cores tokenise. A shard gets its name when it is complete: calling again after a stop goes on where it was. The
+All cores tokenise. A shard gets its name when it is complete: calling again after a stop resumes. The
 tokenizer is kept in the folder's tokenizer/.
 """
 

@@ -125,7 +125,7 @@ class _Pack:
 
 
 class StreamLoader:
-    """Packed batches of a stream that go on where a checkpoint stands.
+    """Packed batches of a stream that resume where a checkpoint stands.
 
     Args:
         make: batches from row positions on.
@@ -181,7 +181,7 @@ class StreamLoader:
         return {"rows": [row for offset in sorted(parts) for row in parts[offset]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's positions.
+        """Resume from a checkpoint's positions.
 
         Raises:
             ValueError: for another batch size.
@@ -189,6 +189,6 @@ class StreamLoader:
         if len(state["rows"]) != self.batch_size:
             raise ValueError(
                 f"the checkpoint was trained with batch_size={len(state['rows'])}, this run has {self.batch_size}: its "
-                "rows could not go on with the very next document. Set batch_size back, or start from the weights alone"
+                "rows could not resume with the very next document. Set batch_size back, or start from the weights alone"
             )
         self.start = [RowPosition(*row) for row in state["rows"]]

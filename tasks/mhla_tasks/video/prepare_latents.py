@@ -6,7 +6,7 @@
 The source is WebDataset shards of NNN.mp4 with NNN.txt (or NNN.json), or a folder of such files. The middle of every video
 is encoded by Wan's VAE and its caption by UMT5, both in float16. Videos that cannot be read, are too short or lack a
 caption are skipped, with a warning each, up to a limit. A shard gets its name when it is complete, so calling again
-after a stop goes on where it was, with any number of processes: those of torchrun or srun share the shards, and each takes
+after a stop resumes, with any number of processes: those of torchrun or srun share the shards, and each takes
 the GPU of its local rank.
 """
 

@@ -84,7 +84,7 @@ def test_the_sharded_average_is_that_of_whole_weights(runs: dict[str, Path], dom
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 3, 4])
 def test_a_checkpoint_of_two_processes_goes_on_with(runs: dict[str, Path], tmp_path: Path, processes: int) -> None:
-    share = ("--sequence", "2") if processes == 4 else ()  # the language model then goes on with shared sequences
+    share = ("--sequence", "2") if processes == 4 else ()  # the language model then resumes with shared sequences
     resumed = run(tmp_path, runs["cache"], processes, "--resume", str(runs["two"]), *share)
     for domain in DOMAINS:
         assert is_sharded(runs["two"] / domain / "saved.ckpt")

@@ -98,7 +98,7 @@ def test_clips_that_fill_up_a_batch_do_not_count(whole: Path, monkeypatch: pytes
 def test_fine_tuning_starts_from_the_checkpoint(
     whole: Path, tmp_path: Path, kind: str, layer_kinds: list[str] | None
 ) -> None:
-    """An odd clip (3 x 5 x 7 tokens in 2 x 2 x 2 blocks); at the start softmax goes on from the pretrained model's loss."""
+    """An odd clip (3 x 5 x 7 tokens in 2 x 2 x 2 blocks); at the start softmax resumes from the pretrained model's loss."""
     source = whole / "checkpoints/step=8.ckpt"
     attention = {"kind": kind, "block_grid": [2, 2, 2], "normalize": False, "gate": True}
     config = digits_config(
@@ -113,7 +113,7 @@ def test_fine_tuning_starts_from_the_checkpoint(
     assert (
         0 < (weights["network.blocks.0.attn1.to_q.weight"] - before["network.blocks.0.attn1.to_q.weight"]).norm() < 0.1
     )
-    if kind == "softmax":  # with an open gate it is the pretrained model: training goes on where that one stood
+    if kind == "softmax":  # with an open gate it is the pretrained model: training resumes where that one stood
         kept = digits_config(tmp_path / "kept", layer_kinds=["keep"], pretrained=str(source))
         cli.main(["fit", "--config", str(kept), "--trainer.max_steps=1", *once])
         assert float(column(tmp_path)[0]) == pytest.approx(float(column(tmp_path / "kept")[0]), rel=1e-4)
