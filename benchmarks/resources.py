@@ -5,6 +5,8 @@
 Every kernel is compiled as the operator launches it, for each dtype and pair of widths, forward and backward. Exit code 1
 if one goes over its limits: no spills in bfloat16 at the widths of models in use, 1 KB elsewhere, and the shared memory
 that a block may have on the chip.
+
+Longer than other modules: what is launched, compiled and allowed is read together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A real SLURM of two virtual nodes on this host, for tests: nothing is installed and no root is needed."""
+"""A real SLURM of two virtual nodes on this host, for tests: nothing is installed and no root is needed.
+
+Longer than other modules: one class with the life of one cluster.
+"""
 
 from __future__ import annotations
 

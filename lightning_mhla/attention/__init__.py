@@ -1,7 +1,8 @@
 """Attention kinds behind one interface; a new kind is a new file with one class, imported here."""
 
-from lightning_mhla.attention.base import Attention, AttentionInputs, Projections, build_attention
+from lightning_mhla.attention.base import Attention, build_attention
 from lightning_mhla.attention.config import AttentionConfig, attention_per_layer, layout_for
+from lightning_mhla.attention.inputs import AttentionInputs, Projections
 from lightning_mhla.attention.layout import BlockLayout, LayoutTables
 from lightning_mhla.attention.linear import LinearAttention
 from lightning_mhla.attention.mhla import MHLA

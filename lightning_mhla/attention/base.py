@@ -2,74 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mhla.attention.config import KINDS, AttentionConfig, register_kind
+from lightning_mhla.attention.config import KINDS, AttentionConfig, register_kind, report_unused
+from lightning_mhla.attention.inputs import UNHANDLED, AttentionInputs, Projections
 from lightning_mhla.attention.layout import BlockLayout, LayoutTables
 from lightning_mhla.attention.lepe import LocalPositionalEncoding, hide_rows
 from lightning_mhla.attention.positions import Rotary, next_positions, rotary_angles, sequence_positions
 from lightning_mhla.attention.sequence import SequenceShare
-
-log = logging.getLogger(__name__)
 
 OUTPUT_NORM_EPS = 1e-6
 """Of the RMSNorm of each head's output (the paper's public code); in bfloat16 torch's own would be 0.008."""
 
 OPEN_GATE = 1.2784645427610738
 """Bias at which SiLU is 1."""
-
-UNHANDLED = {
-    "key_mask": "it has to see every token",
-    "rotary": "set rotary: false",
-    "cu_seqlens": "do not pack sequences",
-    "share": "train without sequence parallelism",
-}
-"""Optional inputs, and the way out for a kind that does not take them."""
-
-
-class Projections(NamedTuple):
-    """What turns tokens into queries, keys and values and back, where another module owns it; see :mod:`lightning_mhla.swap`.
-
-    Attributes:
-        split: tokens ``[B, N, dim]`` to q ``[B, N, H, Dk]``, k ``[B, N, Hkv, Dk]`` and v ``[B, N, Hkv, Dv]``.
-        merge: ``[B, N, H * Dv]`` to tokens.
-    """
-
-    split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-    merge: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class AttentionInputs:
-    """What a kind computes its outputs from, tokens in block order.
-
-    Attributes:
-        x: tokens ``[B, N, dim]``.
-        q: ``[B, N, H, Dk]``, not mapped.
-        k: ``[B, N, H, Dk]``, not mapped. Fewer heads where the kind does not want them repeated (``repeats_heads``).
-        v: ``[B, N, H, Dv]``, heads as for k.
-        key_mask: ``[B, N]`` bool, False for tokens that are not seen; they are zeros. None for none.
-        rotary: angles that q and k turn by; None for none.
-        cu_seqlens: first token of each packed sequence (B = 1), and N; None for one sequence in each row.
-        share: which tokens of a sequence that processes share these are; None for whole sequences.
-    """
-
-    x: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None = None
-    rotary: Rotary | None = None
-    cu_seqlens: Sequence[int] | None = None
-    share: SequenceShare | None = None
 
 
 class Attention(LayoutTables):
@@ -142,8 +94,7 @@ class Attention(LayoutTables):
             raise ValueError("lepe looks at later tokens too; leave it out of causal attention")
         if config.rotary and projections and (len(layout.grid) != 1 or layout.prefix_tokens):
             raise ValueError(f"rotary positions are those of a 1-D grid without prefix tokens, not of {layout}")
-        given = [f.name for f in fields(config) if f.name in self.unused and getattr(config, f.name) != f.default]
-        _report_unused(config.kind, tuple(given))
+        report_unused(config, self.unused)
         self.config, self.causal, self.block_ordered = config, causal, block_ordered
         self.options = self.Options(**config.options or {}) if self.Options is not None else None
         self.heads, self.key_value_heads = heads, key_value_heads
@@ -391,13 +342,6 @@ class Attention(LayoutTables):
         if repeats == 1 or not self.repeats_heads:
             return k, v
         return k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
-
-
-@cache
-def _report_unused(kind: str, names: tuple[str, ...]) -> None:
-    """Say once which of the given options do nothing, as when one file serves several kinds."""
-    if names:
-        log.info("attention kind %s does not use %s", kind, ", ".join(names))
 
 
 def build_attention(config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any) -> Attention:

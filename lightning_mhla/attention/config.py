@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, Literal, get_args
 
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.system.options import as_dataclass
+
+log = logging.getLogger(__name__)
 
 Features = Literal["relu", "elu", "softplus", "identity"]
 
@@ -135,6 +139,19 @@ def _described(options: Any) -> str:
 
 DOC, OWN_KIND, NO_OPTIONS = AttentionConfig.__doc__ or "", "a kind of your own.", "mhla, linear and softmax have none"
 """Of the configuration's help, and its parts that kinds of one's own change."""
+
+
+def report_unused(config: AttentionConfig, unused: Sequence[str]) -> None:
+    """Log once which of the given options do nothing for the kind, as when one file serves several kinds."""
+    _report(
+        config.kind, tuple(f.name for f in fields(config) if f.name in unused and getattr(config, f.name) != f.default)
+    )
+
+
+@cache
+def _report(kind: str, names: tuple[str, ...]) -> None:
+    if names:
+        log.info("attention kind %s does not use %s", kind, ", ".join(names))
 
 
 def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0) -> BlockLayout:

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from lightning_mhla.attention.base import Attention, AttentionInputs
+from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.config import MIXING_OPTIONS
+from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.sequence import SequenceShare
 

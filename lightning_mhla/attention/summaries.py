@@ -10,8 +10,9 @@ from mhla_kernels.mixing import MixingLike
 from mhla_kernels.sequence_parallel import mhla_sequence_parallel
 from torch import Tensor
 
-from lightning_mhla.attention.base import Attention, AttentionInputs
+from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.features import apply_features
+from lightning_mhla.attention.inputs import AttentionInputs
 
 
 class SummaryAttention(Attention):

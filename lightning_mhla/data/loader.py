@@ -183,6 +183,6 @@ class ResumableLoader:
         for key, now in self.state_dict().items():
             if state.get(key, now) != now:
                 raise ValueError(
-                    f"the checkpoint was trained with {key}={state[key]}, this run has {key}={now}: it could not go on "
+                    f"the checkpoint was trained with {key}={state[key]}, this run has {key}={now}: it could not resume "
                     f"with the very next sample. Set {key} back, or start a new run from the weights alone"
                 )

@@ -1,6 +1,7 @@
 """The backbone that every domain stands on, its sizes, and its state while it generates."""
 
-from lightning_mhla.model.backbone import Backbone, Block
+from lightning_mhla.model.backbone import Backbone
+from lightning_mhla.model.block import Block
 from lightning_mhla.model.cache import GenerationCache
 from lightning_mhla.model.sizes import Shape, model_shape
 

@@ -21,6 +21,8 @@ output gradients dO_t / n_t and g_t = -(q_t . u_t) / n_t^2:
     dq_t = u_t / n_t + g_t w_t
 
 so that no gradient is a difference of rounded outputs. DQ runs first and leaves 1 / n_t and g_t for the others.
+
+Longer than other modules, since the kernel, its stages and its launcher are read together.
 """
 
 from __future__ import annotations

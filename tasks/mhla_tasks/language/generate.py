@@ -15,7 +15,7 @@ from transformers import TextStreamer, set_seed
 
 from lightning_mhla.system.commands import add_allow, command_parser, short_errors
 from mhla_tasks.language.export import load_model
-from mhla_tasks.language.module import GenerationOptions
+from mhla_tasks.language.prompts import GenerationOptions
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
@@ -17,6 +17,15 @@ from lightning_mhla.attention.mixing import MixingCoefficients
 from lightning_mhla.attention.sequence import SequenceShare
 from mhla_tasks.language.config import MHLAConfig
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
+from mhla_tasks.language.padding import (
+    check_counts,
+    check_tokens,
+    following_tokens,
+    packed_bounds,
+    real_tokens,
+    row_positions,
+    rows_in_order,
+)
 
 
 @dataclass
@@ -185,22 +194,22 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("attention_mask pads rows and cu_seqlens packs one; give one of the two")
         x = self._embed(input_ids, inputs_embeds)
         if position_ids is not None and cu_seqlens is None and attention_mask is None and past_key_values is None:
-            cu_seqlens = _packed(position_ids, x)
+            cu_seqlens = packed_bounds(position_ids, x)
             use_cache = use_cache and cu_seqlens is None
-        real, counts, order = _real_tokens(attention_mask, x)
-        inside, inverse = (x, None) if order is None else (_rows(x, order), order.argsort(1))
-        positions = _positions(position_ids, x, order)
+        real, counts, order = real_tokens(attention_mask, x)
+        inside, inverse = (x, None) if order is None else (rows_in_order(x, order), order.argsort(1))
+        positions = row_positions(position_ids, x, order)
         if labels is not None and shift_labels is None:
-            shift_labels = _following(labels, real)
+            shift_labels = following_tokens(labels, real)
         cache = past_key_values
         if cache is None and use_cache and shift_labels is None:
             cache = GenerationCache(self.config.depth)
         keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states: list[Tensor] | None = [] if keep else None
         hidden = self._read(inside, counts, cache, cu_seqlens, share, positions, states)
-        hidden = hidden if inverse is None else _rows(hidden, inverse)
+        hidden = hidden if inverse is None else rows_in_order(hidden, inverse)
         if states is not None:
-            inner = states[1:-1] if inverse is None else [_rows(state, inverse) for state in states[1:-1]]
+            inner = states[1:-1] if inverse is None else [rows_in_order(state, inverse) for state in states[1:-1]]
             states = [x, *inner, hidden]
         skip = kwargs.get("skip_logits")
         if skip is None:
@@ -241,7 +250,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         states: list[Tensor] | None,
     ) -> Tensor:
         """What goes into the head, of rows whose ``counts`` real tokens come first; the state takes them in."""
-        _check_counts(cache, counts)
+        check_counts(cache, counts)
         if cache is None:
             return self.backbone(x, cu_seqlens=cu_seqlens, share=share, positions=positions, states=states)
         if cu_seqlens is not None:
@@ -290,7 +299,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         prompt = options.pop("input_ids", None) if inputs is None else inputs
         mask, embedded = options.get("attention_mask"), options.get("inputs_embeds")
         if prompt is not None:
-            _check_tokens(prompt, self.config.vocab_size)
+            check_tokens(prompt, self.config.vocab_size)
             longest = prompt.shape[1] if mask is None else int(mask.sum(1).max())
             self._check_length(longest, prompt.shape[1], options)
         if mask is not None and not bool(mask[:, -1].all()):
@@ -298,7 +307,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
             options["attention_mask"] = mask.gather(1, order)
             prompt = prompt if prompt is None else prompt.gather(1, order)
             if embedded is not None:
-                options["inputs_embeds"] = _rows(embedded, order)
+                options["inputs_embeds"] = rows_in_order(embedded, order)
             if options.get("position_ids") is not None:
                 options["position_ids"] = options["position_ids"].expand(mask.shape).gather(1, order)
         return super().generate(prompt, *args, **options)
@@ -325,71 +334,8 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
             return inputs_embeds
         assert input_ids is not None
         if input_ids.device.type == "cpu":  # elsewhere the check would wait for the device; generate() does it there
-            _check_tokens(input_ids, self.config.vocab_size)
+            check_tokens(input_ids, self.config.vocab_size)
         return self.embedding(input_ids)
-
-
-def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
-    if tokens.dim() != 2 or tokens.shape[1] == 0:
-        raise ValueError(f"the prompt is empty: tokens have shape {list(tokens.shape)}; give at least one token")
-    least, most = (int(x) for x in tokens.aminmax())
-    if least < 0 or most >= vocabulary:
-        wrong = least if least < 0 else most
-        raise ValueError(
-            f"token {wrong} is not in the vocabulary of {vocabulary}; the text was encoded with the tokenizer of another "
-            "model"
-        )
-
-
-def _check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
-    lengths = cache.lengths if cache is not None and cache.lengths else (0,) * len(counts)
-    if len(lengths) != len(counts):
-        raise ValueError(f"the state is of {len(lengths)} rows, but there are {len(counts)}")
-    empty = [row for row, (before, count) in enumerate(zip(lengths, counts, strict=True)) if before + count == 0]
-    if empty:
-        raise ValueError(f"the prompt of row {empty[0]} is empty: its attention_mask is 0 everywhere")
-
-
-def _real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple[int, ...], Tensor | None]:
-    """``[B, N]`` bool, how many are real, and the order that puts each row's first; None where nothing moves."""
-    if attention_mask is None:
-        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device), (x.shape[1],) * x.shape[0], None
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != x.shape[0] or attention_mask.shape[1] < x.shape[1]:
-        raise ValueError(f"attention_mask {list(attention_mask.shape)} does not fit tokens {list(x.shape[:2])}")
-    real = attention_mask[:, -x.shape[1] :].bool()
-    counts = tuple(real.sum(1).tolist())
-    if all(count == x.shape[1] for count in counts) or bool((real[:, :-1] | ~real[:, 1:]).all()):
-        return real, counts, None
-    return real, counts, (~real).to(torch.int8).argsort(dim=1, stable=True)
-
-
-def _rows(x: Tensor, order: Tensor) -> Tensor:
-    return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
-
-
-def _packed(position_ids: Tensor, x: Tensor) -> Tensor | None:
-    """``cu_seqlens`` where the positions of the one row start again, as transformers' collators pack documents."""
-    if x.shape[0] != 1 or position_ids.shape[-1] != x.shape[1]:
-        return None
-    row = position_ids.flatten()
-    starts = (row[1:] <= row[:-1]).nonzero().flatten() + 1
-    return nn.functional.pad(nn.functional.pad(starts, (1, 0)), (0, 1), value=x.shape[1]) if len(starts) else None
-
-
-def _positions(position_ids: Tensor | None, x: Tensor, order: Tensor | None) -> Tensor | None:
-    """Positions of the tokens at hand, ``[N]`` or ``[B, N]``, each row's real tokens first."""
-    if position_ids is None:
-        return None
-    position_ids = position_ids[..., -x.shape[1] :]
-    if order is not None:
-        return position_ids.expand(x.shape[:2]).gather(1, order)
-    return position_ids.flatten() if position_ids.numel() == x.shape[1] else position_ids
-
-
-def _following(labels: Tensor, real: Tensor) -> Tensor:
-    """The token after each, where both are real."""
-    following, counts = labels[:, 1:], real[:, 1:] & real[:, :-1]
-    return nn.functional.pad(following.masked_fill(~counts, IGNORED), (0, 1), value=IGNORED)
 
 
 AutoConfig.register("mhla", MHLAConfig)

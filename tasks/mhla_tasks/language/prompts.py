@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,39 @@ from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import gather_rows, run_folder
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How prompts are continued.
+
+    Args:
+        max_new_tokens: tokens of a continuation, at most.
+        temperature: of sampling; 0 takes the likeliest token each time.
+        top_k: sample among so many likeliest tokens; 0 for all.
+        top_p: sample among the likeliest tokens of so much probability together.
+        beams: follow so many continuations at once, temperature 0 only.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    beams: int = 1
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.max_new_tokens < 1 or self.beams < 1:
+            raise ValueError(f"{self}: temperature must not be negative, max_new_tokens and beams at least 1")
+        if self.beams > 1 and self.temperature:
+            raise ValueError(f"beams={self.beams} follow the likeliest tokens; set temperature: 0")
+
+    def for_generate(self) -> dict[str, Any]:
+        """Arguments of transformers' ``generate``."""
+        common = {"max_new_tokens": self.max_new_tokens, "num_beams": self.beams}
+        if not self.temperature:
+            return {**common, "do_sample": False}
+        sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {**common, "do_sample": True, **sampling}
 
 
 class PromptFile:

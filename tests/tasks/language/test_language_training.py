@@ -15,7 +15,7 @@ import yaml
 from mhla_tasks.cli import main
 from mhla_tasks.language import PythonSource
 from mhla_tasks.language.export import load_checkpoint
-from mhla_tasks.language.module import GenerationOptions
+from mhla_tasks.language.prompts import GenerationOptions
 from mhla_tasks.language.tokenizer import pack_tokenizer, train_tokenizer, unpack_tokenizer
 from processes import fork_server
 from small import SENTENCES, small_model

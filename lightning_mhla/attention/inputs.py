@@ -1,0 +1,57 @@
+"""What an attention kind is given: tokens, queries, keys and values, and what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightning_mhla.attention.positions import Rotary
+from lightning_mhla.attention.sequence import SequenceShare
+
+UNHANDLED = {
+    "key_mask": "it has to see every token",
+    "rotary": "set rotary: false",
+    "cu_seqlens": "do not pack sequences",
+    "share": "train without sequence parallelism",
+}
+"""Optional inputs, and the way out for a kind that does not take them."""
+
+
+class Projections(NamedTuple):
+    """What turns tokens into queries, keys and values and back, where another module owns it; see :mod:`lightning_mhla.swap`.
+
+    Attributes:
+        split: tokens ``[B, N, dim]`` to q ``[B, N, H, Dk]``, k ``[B, N, Hkv, Dk]`` and v ``[B, N, Hkv, Dv]``.
+        merge: ``[B, N, H * Dv]`` to tokens.
+    """
+
+    split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    merge: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What a kind computes its outputs from, tokens in block order.
+
+    Attributes:
+        x: tokens ``[B, N, dim]``.
+        q: ``[B, N, H, Dk]``, not mapped.
+        k: ``[B, N, H, Dk]``, not mapped. Fewer heads where the kind does not want them repeated (``repeats_heads``).
+        v: ``[B, N, H, Dv]``, heads as for k.
+        key_mask: ``[B, N]`` bool, False for tokens that are not seen; they are zeros. None for none.
+        rotary: angles that q and k turn by; None for none.
+        cu_seqlens: first token of each packed sequence (B = 1), and N; None for one sequence in each row.
+        share: which tokens of a sequence that processes share these are; None for whole sequences.
+    """
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None
+    rotary: Rotary | None = None
+    cu_seqlens: Sequence[int] | None = None
+    share: SequenceShare | None = None
