@@ -29,7 +29,7 @@ SHAPES = {
         ("out", (1, 1000, 4, 64)),
         ("out", (2, 4, 64)),
         ("out", (1, 1000, 4, 64)),
-    ],  # fmt: skip
+    ],
     "tasks/mhla_tasks/language/README.md": [("tokens", (2, 28))],
     "tasks/mhla_tasks/diffusion/README.md": [("predicted", (2, 8, 32, 32))],
     "tasks/mhla_tasks/video/README.md": [("layers", (3,))],

@@ -110,16 +110,18 @@ class FiniteWatch(Callback):
         self.skipped = int(state_dict["skipped"])
 
 
-def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> str:
+def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> str | None:
     """Where a step's numbers stop being finite: in the batch, a weight, a module's output, or a gradient.
+
+    None where they are finite when the step is repeated.
 
     Every process calls it, since a sharded forward pass needs all of them.
     """
     found = [name for name, value in _named(batch) if not _is_finite(value)]
     wrong = [name for name, parameter in module.named_parameters() if not _is_finite(parameter.detach())]
     seeding = [callback for callback in trainer.callbacks if isinstance(callback, StepSeed)]  # type: ignore[attr-defined]
-    for each in seeding:
-        each.on_train_batch_start(trainer, module, batch, batch_idx)
+    for seeds in seeding:
+        seeds.on_train_batch_start(trainer, module, batch, batch_idx)
     forward: list[str] = []
     backward: list[str] = []
     first_bad: list[str] = []
@@ -137,18 +139,19 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
         return "first in the loss itself, every module's output is finite"
     if first_bad:
         return f"first in the gradient inside {backward[-1] if backward else 'the loss'}, on the way back to {first_bad[0]}"
+    return None
+
+
+def _everywhere(where: str | None, processes: int) -> str:
+    """What the first process that found something found."""
+    answers: list[str | None] = [where]
+    if processes > 1:
+        answers = [None] * processes
+        dist.all_gather_object(answers, where)
+    for rank, answer in enumerate(answers):
+        if answer is not None:
+            return f"{answer} (process {rank})" if processes > 1 else answer
     return "in a gradient, but not again when the step was repeated"
-
-
-def _everywhere(where: str, processes: int) -> str:
-    """What every process found, shortened to those that found something."""
-    if processes == 1:
-        return where
-    answers: list[Any] = [None] * processes
-    dist.all_gather_object(answers, where)
-    telling = [(rank, answer) for rank, answer in enumerate(answers) if "not again" not in answer] or [(0, where)]
-    rank, first = telling[0]
-    return f"{first} (process {rank})"
 
 
 def _named(batch: Any) -> Iterator[tuple[str, Tensor]]:
@@ -198,7 +201,7 @@ def _watched(module: LightningModule, forward: list[str], backward: list[str], f
                     tensor.register_hook(lambda gradient: note_gradient(name, gradient))
 
     handles = [
-        each.register_forward_hook(_forward_hook(name, note_output)) for name, each in module.named_modules() if name
+        part.register_forward_hook(_forward_hook(name, note_output)) for name, part in module.named_modules() if name
     ]
     try:
         yield
