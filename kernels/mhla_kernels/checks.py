@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mhla_kernels.mixing import Mixing
+from mhla_kernels.torch_private import assert_async
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -246,7 +247,7 @@ def _check_cu_seqlens(
         sound = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (steps >= 0).all()
         if size is not None:
             sound = sound & ((counts <= size) if causal else (counts == size) | (counts == 0)).all()
-        torch._assert_async(sound, "cu_seqlens must rise from 0 to N, and its sequences must fit the mixing")
+        assert_async(sound, "cu_seqlens must rise from 0 to N, and its sequences must fit the mixing")
         return cu_seqlens
     bounds = _as_integers(cu_seqlens, "cu_seqlens")
     _check_bounds(bounds, tokens, "cu_seqlens", least=0)

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from mhla_kernels.blocks import on_device
 from mhla_kernels.checks import Problem
 from mhla_kernels.mixing import Mixing, Rows, as_it_is
+from mhla_kernels.torch_private import pytree
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_mhla.checkpoints.weights import LIVE, load_weights
+from lightning_mhla.system.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
 
 class ExponentialMovingAverage(Callback):
@@ -50,16 +51,16 @@ class ExponentialMovingAverage(Callback):
         self._updated = trainer.global_step
         ours, theirs = self._pairs(pl_module)
         if self._steps:
-            torch._foreach_mul_(ours, self.decay)
-            torch._foreach_add_(ours, theirs, alpha=1 - self.decay)
+            foreach_mul_(ours, self.decay)
+            foreach_add_(ours, theirs, alpha=1 - self.decay)
         else:
-            torch._foreach_copy_(ours, theirs)
+            foreach_copy_(ours, theirs)
         self._steps += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the average in the module."""
         ours, theirs = self._pairs(pl_module)
-        torch._foreach_copy_(theirs, ours)
+        foreach_copy_(theirs, ours)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validate the average."""
@@ -112,8 +113,8 @@ class ExponentialMovingAverage(Callback):
         if self._average:
             ours, theirs = self._pairs(pl_module)
             kept = [tensor.clone() for tensor in ours]
-            torch._foreach_copy_(ours, theirs)
-            torch._foreach_copy_(theirs, kept)
+            foreach_copy_(ours, theirs)
+            foreach_copy_(theirs, kept)
 
     def _pairs(self, pl_module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
         """This process's share of the average and of the weights."""

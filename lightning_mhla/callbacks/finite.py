@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_mhla.callbacks.seeding import StepSeed
 from lightning_mhla.system.processes import Agreement
+from lightning_mhla.system.torch_private import tree_leaves
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from lightning_mhla.checkpoints.io import RECOVERY
 from lightning_mhla.system.folders import checkpoint_folder, run_folder
+from lightning_mhla.system.lightning_private import logger_connector
 from lightning_mhla.system.processes import Agreement
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class Recovery(Checkpoint):
 
         Lightning hands the row of a step over when all callbacks, and so all checkpoints, are done with the step.
         """
-        connector = trainer._logger_connector
+        connector = logger_connector(trainer)
         if self._row_is_due and connector.should_update_logs:
             row = {name: float(value) for name, value in connector.metrics["log"].items()}
             checkpoint[ROW] = {"step": trainer.fit_loop.epoch_loop._batches_that_stepped, "metrics": row}

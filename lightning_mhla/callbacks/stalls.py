@@ -13,8 +13,9 @@ from datetime import timedelta
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lightning_mhla.system.torch_private import get_default_store
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def describe(rank: int, state: dict[str, Any], silence: float) -> str:
 
 def _connect() -> TCPStore | None:
     """A connection of this thread's own: one that is waiting blocks the others that share it."""
-    store: Any = _get_default_store()
+    store: Any = get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if not isinstance(store, TCPStore):

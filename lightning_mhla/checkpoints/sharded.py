@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_mhla.checkpoints.sharded_layout import pack_layout, unpack_layout
 from lightning_mhla.system.files import flush, write_whole
+from lightning_mhla.system.torch_private import EmptyStateDictLoadPlanner, load_state_dict, set_element
 from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 MANIFEST, LAYOUT, REST = "manifest.json", "layout.json", "meta.pt"
@@ -161,7 +161,7 @@ class _Planner(_PlainValues, DefaultLoadPlanner):
     pass
 
 
-class _WholePlanner(_PlainValues, _EmptyStateDictLoadPlanner):
+class _WholePlanner(_PlainValues, EmptyStateDictLoadPlanner):
     pass
 
 
@@ -217,7 +217,7 @@ def load_whole(path: Path) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     saved_names(path)  # says what is wrong with the layout
     with _explained(path):
-        _load_state_dict(tensors, storage_reader=_Reader(path), planner=_WholePlanner(), no_dist=True)
+        load_state_dict(tensors, storage_reader=_Reader(path), planner=_WholePlanner(), no_dist=True)
         optimizers = sorted(name for name in tensors if name.startswith("optimizer_"))
         states = [_numbered(tensors.pop(name)) for name in optimizers]
     return {**tensors, **load_rest(path), "optimizer_states": states}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -16,6 +15,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+
+from lightning_mhla.system.torch_private import StorageInfo
 
 
 def pack_layout(metadata: Metadata) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
             raise ValueError(f"it names a file outside its folder: {str(file)[:80]}")
         start, length = _number(start), _number(length)
         index = MetadataIndex(str(name), None if offset is None else _shape(offset))
-        pieces[index] = _StorageInfo(Path(file).name, start, length)
+        pieces[index] = StorageInfo(Path(file).name, start, length)
     return Metadata(entries, paths, pieces)
 
 

@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 
+from lightning_mhla.system.lightning_private import saved_hyperparameters
+
 Options = TypeVar("Options")
 
 
@@ -58,7 +60,7 @@ def keep_plain(module: Any) -> None:
     Args:
         module: a LightningModule or LightningDataModule, after its ``save_hyperparameters``.
     """
-    for saved in (module._hparams, module._hparams_initial):
+    for saved in saved_hyperparameters(module):
         for key, value in saved.items():
             if is_dataclass(value) and not isinstance(value, type):
                 saved[key] = asdict(value)

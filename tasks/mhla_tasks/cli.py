@@ -25,6 +25,7 @@ from rich.logging import RichHandler
 
 from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.system.lightning_private import subcommand_parsers
 from mhla_tasks.config_errors import find_repeated_option, find_unknown_key, shorten
 from mhla_tasks.settle import (
     agree,
@@ -86,12 +87,13 @@ class SuiteCLI(LightningCLI):
             sys.argv[1:] = words  # other processes of the run are started with it
         else:
             args = words
-        for command in self._subcommand_parsers.values():
+        parsers = subcommand_parsers(self)
+        for command in parsers.values():
             command.set_defaults({"weights_only": True})
-        self._subcommand_parsers["predict"].set_defaults({"return_predictions": False})  # callbacks write them
-        subcommand = next((word for word in words if word in self._subcommand_parsers), None)
+        parsers["predict"].set_defaults({"return_predictions": False})  # callbacks write them
+        subcommand = next((word for word in words if word in parsers), None)
         if subcommand is not None:
-            chosen = self._subcommand_parsers[subcommand]
+            chosen = parsers[subcommand]
             sources = [inside(source, subcommand) for source in read_sources(words)]
             problems = [check_config(Path(source.origin)) for source in sources if not source.origin.startswith("-")]
             try:

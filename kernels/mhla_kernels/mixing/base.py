@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from mhla_kernels.blocks import is_dynamic
+from mhla_kernels.torch_private import pytree
 
 Rows = slice | Tensor
 """Rows of a batch: all of them, or their indices."""

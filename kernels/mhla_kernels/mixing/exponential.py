@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from mhla_kernels.finite import finite_
 from mhla_kernels.mixing.base import BlockShares, Mixing, Rows, as_it_is
 from mhla_kernels.mixing.fitting import fit_exponentials
+from mhla_kernels.torch_private import assert_async
 
 GROUP = 32
 """Blocks that are mixed by a small matrix at once, between the steps of a running sum."""
@@ -238,7 +239,7 @@ def _check_decay(decay: Tensor) -> None:
         return
     sound = ((decay >= 0) & (decay < torch.inf)).all()
     if decay.device.type != "cpu" or torch.compiler.is_compiling() or type(sound) is not Tensor:
-        torch._assert_async(sound, message)
+        assert_async(sound, message)
     elif not sound:
         raise ValueError(f"{message}, got {decay.flatten()[:8].tolist()}")
 

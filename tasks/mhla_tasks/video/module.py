@@ -19,6 +19,7 @@ from lightning_mhla.generative.flow import FlowConfig, draw_flow_times, flow_poi
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.generative.text import TextConfig, make_encoder
 from lightning_mhla.swap import swapped_layers
+from lightning_mhla.system.lightning_private import ddp_options
 from lightning_mhla.system.options import as_dataclass, keep_plain
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.video.model import TransformerConfig, build_transformer
@@ -179,7 +180,7 @@ class VideoDiffusion(GenerativeModule):
                 f"distillation.layer_steps calls layers by themselves, whose weights {type(strategy).__name__} shards with "
                 "their blocks; match layers on one device or under DDP, and shard in a run that starts from its checkpoint"
             )
-        unused = getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters", False)
+        unused = ddp_options(strategy).get("find_unused_parameters", False)
         if isinstance(strategy, DDPStrategy) and self.hparams["train"] == "all" and not unused:
             raise ValueError(
                 "distillation.layer_steps leaves parameters outside the replaced layers without gradients: set "

@@ -1,0 +1,106 @@
+"""Private names of torch and Lightning: imported in one module each, and still there; what breaks when one goes."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import mhla_kernels.torch_private
+import pytest
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from mhla_tasks.cli import SuiteCLI
+
+import lightning_mhla.system.torch_private
+
+ROOT = Path(__file__).parents[1]
+OWN = ("kernels/mhla_kernels/torch_private.py", "lightning_mhla/system/torch_private.py")
+
+
+class Remembering(LightningModule):
+    """A module with saved hyperparameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+TORCH = {
+    (mhla_kernels.torch_private, "assert_async"): "wrong decays and cu_seqlens on a GPU, and in compiled graphs, pass",
+    (mhla_kernels.torch_private, "pytree"): "ExponentialMixing and MHLAState cannot be compiled or exported",
+    (
+        lightning_mhla.system.torch_private,
+        "EmptyStateDictLoadPlanner",
+    ): "sharded checkpoints are not read on one process",
+    (
+        lightning_mhla.system.torch_private,
+        "StorageInfo",
+    ): "sharded checkpoints are not read without unpickling .metadata",
+    (lightning_mhla.system.torch_private, "foreach_add_"): "no moving average of the weights",
+    (lightning_mhla.system.torch_private, "foreach_copy_"): "no moving average of the weights",
+    (lightning_mhla.system.torch_private, "foreach_mul_"): "no moving average of the weights",
+    (lightning_mhla.system.torch_private, "get_default_store"): "a process that stands still is not named",
+    (lightning_mhla.system.torch_private, "load_state_dict"): "sharded checkpoints are not read on one process",
+    (lightning_mhla.system.torch_private, "set_element"): "plain values of sharded checkpoints are not read",
+    (lightning_mhla.system.torch_private, "tree_leaves"): "where numbers stop being finite is not found",
+}
+LIGHTNING: dict[tuple[Any, str], str] = {
+    (Trainer(logger=False, barebones=True), "_logger_connector"): "a stop inside an epoch loses its mean metrics",
+    (Remembering(), "_hparams"): "checkpoints hold dataclasses and cannot be read safely",
+    (Remembering(), "_hparams_initial"): "loggers get dataclasses",
+    (DDPStrategy(), "_ddp_kwargs"): "layer-wise distillation does not see find_unused_parameters",
+    (LightningCLI, "_parse_ckpt_path"): "a checkpoint overrides what the command line says",
+    (LightningCLI, "_run_subcommand"): "failed runs leave empty folders behind",
+    (LightningCLI, "_get"): "the progress bar does not see which callbacks were asked for",
+    (RichProgressBar, "_get_train_description"): "the progress bar shows Epoch 0/-2",
+    (ModelParallelStrategy, "_setup_distributed"): "FullyShardedStrategy starts no process group",
+    (
+        ModelParallelStrategy(save_distributed_checkpoint=False),
+        "_save_distributed_checkpoint",
+    ): "FSDP2 ignores the choice",
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [*TORCH, *LIGHTNING], ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_the_name_is_still_there(where: Any, name: str) -> None:
+    assert hasattr(where, name), f"{name} is gone: {({**TORCH, **LIGHTNING})[where, name]}"
+
+
+def test_the_command_line_keeps_a_parser_for_each_subcommand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``subcommand_parsers``: else no option is checked before the parser reads it."""
+    found: list[dict[str, Any]] = []
+
+    def parse(self: SuiteCLI, parser: Any, args: Any) -> None:
+        found.append(self._subcommand_parsers)
+        raise SystemExit
+
+    monkeypatch.setattr(SuiteCLI, "parse_arguments", parse)
+    with pytest.raises(SystemExit):
+        SuiteCLI(args=["fit"])
+    assert set(found[0]) == {"fit", "validate", "test", "predict"}
+
+
+def test_they_are_listed_whole() -> None:
+    for module in {where for where, _ in TORCH}:
+        assert set(module.__all__) == {name for where, name in TORCH if where is module}
+
+
+def test_no_other_module_imports_private_names() -> None:
+    for folder in ("kernels", "lightning_mhla", "tasks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if str(path.relative_to(ROOT)) in OWN:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "lightning"):
+                    words = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+                    words = [node.attr]
+                else:
+                    continue
+                private = [word for word in words if word.startswith("_") and not word.startswith("__")]
+                assert not private, f"{path}: {private}"
