@@ -18,7 +18,12 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from lightning_mhla.checkpoints.io import RECOVERY
 from lightning_mhla.system.folders import checkpoint_folder, run_folder
-from lightning_mhla.system.lightning_private import logger_connector
+from lightning_mhla.system.lightning_private import (
+    accumulates_gradients,
+    logged_step,
+    logger_connector,
+    validates_after_this_batch,
+)
 from lightning_mhla.system.processes import Agreement
 
 log = logging.getLogger(__name__)
@@ -129,7 +134,7 @@ class Recovery(Checkpoint):
         connector = logger_connector(trainer)
         if self._row_is_due and connector.should_update_logs:
             row = {name: float(value) for name, value in connector.metrics["log"].items()}
-            checkpoint[ROW] = {"step": trainer.fit_loop.epoch_loop._batches_that_stepped, "metrics": row}
+            checkpoint[ROW] = {"step": logged_step(trainer), "metrics": row}
         for logger in trainer.loggers:
             logger.save()
 
@@ -141,12 +146,8 @@ class Recovery(Checkpoint):
         """Agree on whether to save or to stop, and do it unless validation or the end of the epoch comes first."""
         stop, due = self._agreement.any(self.received is not None, self._is_due(trainer))
         self._due, self._stopping = self._due or stop or due, self._stopping or stop
-        loop = trainer.fit_loop.epoch_loop
-        fetcher = trainer.fit_loop._data_fetcher
-        assert fetcher is not None
         self._due = self._due or (_is_last_step(trainer) and trainer.global_step > self._saved_step)
-        more_follows = loop.batch_progress.is_last_batch or loop._should_check_val_fx(fetcher)
-        if self._due and not more_follows and not loop._should_accumulate():  # gradients so far are not saved
+        if self._due and not validates_after_this_batch(trainer) and not accumulates_gradients(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

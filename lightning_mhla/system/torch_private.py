@@ -5,19 +5,34 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner as EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as get_default_store
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 foreach_add_, foreach_copy_, foreach_mul_ = torch._foreach_add_, torch._foreach_copy_, torch._foreach_mul_
 
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh of one dimension, called ``name``, over the processes of a mesh of several."""
+    return mesh._flatten(name)
+
+
+def set_last_rates(schedule: LRScheduler, rates: list[float]) -> None:
+    """What a schedule reports as its learning rates until its next step."""
+    schedule._last_lr = list(rates)
+
+
 __all__ = [
     "EmptyStateDictLoadPlanner",
     "StorageInfo",
+    "flatten_mesh",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
     "get_default_store",
     "load_state_dict",
     "set_element",
+    "set_last_rates",
     "tree_leaves",
 ]

@@ -26,7 +26,9 @@ from lightning_mhla.callbacks.seeding import StepSeed
 from lightning_mhla.callbacks.stalls import StallWatch
 from lightning_mhla.checkpoints.io import WholeCheckpointIO
 from lightning_mhla.checkpoints.weights import LIVE, load_weights, shards_weights
+from lightning_mhla.system.lightning_private import steps_between_saves
 from lightning_mhla.system.options import LoggedApart, plain
+from lightning_mhla.system.torch_private import flatten_mesh
 from lightning_mhla.training.optim import Asked, OptimizerConfig, build_optimizer, parameter_groups, take_over
 from lightning_mhla.training.strategies import SEQUENCE
 
@@ -152,7 +154,7 @@ class TrainingModule(LoggedApart, LightningModule):
         if self.sequence_group is not None:
             if not self.shares_sequences:
                 raise ValueError(f"{type(self).__name__} does not share sequences; leave sequence_parallel_size at 1")
-            mesh = self.device_mesh["data_parallel", SEQUENCE]._flatten("all")
+            mesh = flatten_mesh(self.device_mesh["data_parallel", SEQUENCE], "all")
         gathered = getattr(self.trainer.strategy, "gather_dtype", "float32")
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if gathered != "float32":
@@ -195,13 +197,13 @@ class TrainingModule(LoggedApart, LightningModule):
             if (
                 self.trainer.is_global_zero
                 and isinstance(callback, ModelCheckpoint)
-                and callback._every_n_train_steps
+                and steps_between_saves(callback)
                 and str(callback.monitor).startswith("val/")
             ):
                 log.warning(
                     "ModelCheckpoint saves every %d steps, before the validation of the same step, and so judges weights "
                     "by %s of the validation before; leave every_n_train_steps out to save after validations that are better",
-                    callback._every_n_train_steps,
+                    steps_between_saves(callback),
                     callback.monitor,
                 )
         schedules: Any = self.lr_schedulers()

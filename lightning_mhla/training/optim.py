@@ -1,4 +1,8 @@
-"""AdamW as every domain uses it: parameter groups, a warm-up and a schedule, and the clip of mixing coefficients."""
+"""AdamW as every domain uses it: parameter groups, a warm-up and a schedule, and the clip of mixing coefficients.
+
+timm's parameter groups are not used here, since they write the decay over layers as ``lr_scale``, which optimisers of torch
+ignore, and know no group of mixing coefficients; nor its schedulers, which are no ``LRScheduler``.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mhla.attention.mixing import MixingCoefficients, clip_mixing
+from lightning_mhla.system.torch_private import set_last_rates
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +184,7 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int)
         if changed:
             group["lr"] = group["initial_lr"] * schedule.lr_lambdas[index](schedule.last_epoch)
     if changed:
-        schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+        set_last_rates(schedule, [group["lr"] for group in optimizer.param_groups])
     return changed
 
 
