@@ -7,20 +7,18 @@ new attention has starts without effect: ``lepe`` adds nothing, the gate is 1; m
 from __future__ import annotations
 
 import argparse
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_mhla.attention import Attention
 from lightning_mhla.checkpoints.pretrained import Pretrained, adopt, read_trained
-from lightning_mhla.system.untrusted import BROKEN, read_json, reason
+from lightning_mhla.generative.reading import read_diffusers, read_safely, read_safetensors, read_weights_file
+from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.diffusion.model import DiT
 
 BLOCKS = r"^(?:transformer_)?blocks\.(\d+)\."
@@ -106,45 +104,19 @@ def read_state(path: str) -> dict[str, Tensor]:
         FileNotFoundError: when there is nothing at the path.
         ValueError: when it cannot be read safely, or is a checkpoint of training.
     """
+    from diffusers import DiTTransformer2DModel
+
     local = Path(path)
-    try:
-        if local.is_file() and local.suffix == ".safetensors":
-            return load_file(path)
-        if local.is_file():
-            with torch.serialization.safe_globals([argparse.Namespace]):  # DiT's train.py keeps its options so
-                content = torch.load(path, weights_only=True, map_location="cpu")
-            if not isinstance(content, dict):
-                raise ValueError(f"{path} holds a {type(content).__name__}, no weights by name")
-            weights = content.get("ema", content)
-            if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-                raise ValueError(f"{path} holds something else than weights by name")
-            return weights
+    with read_safely(path):
+        if local.is_file():  # DiT's train.py keeps its options as a Namespace
+            return read_weights_file(local, ("ema",), (argparse.Namespace,))
         for folder in (local, local / "transformer"):
             config = folder / "config.json"
             if config.is_file() and read_json(config).get("_class_name") == DiT.__name__:
-                return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+                return read_safetensors(folder)
         if (local / "model.safetensors").is_file():  # as exports were written at first
-            return load_file(local / "model.safetensors")
-    except (ValueError, FileNotFoundError):
-        raise
-    except (pickle.UnpicklingError, SafetensorError, OSError, *BROKEN) as error:
-        raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error
-    return _read_diffusers(path)
-
-
-def _read_diffusers(path: str) -> dict[str, Tensor]:
-    from diffusers import DiTTransformer2DModel
-
-    config = Path(path) / "config.json"
-    alone = config.is_file() and read_json(config).get("_class_name") == DiTTransformer2DModel.__name__
-    try:
-        model = DiTTransformer2DModel.from_pretrained(path, **({} if alone else {"subfolder": "transformer"}))
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise FileNotFoundError(
-            f"pretrained {path} is no file, no folder of a DiT, no name on the hub ({reason})"
-        ) from error
-    return dict(model.state_dict())
+            return read_weights_file(local / "model.safetensors")
+    return read_diffusers(path, DiTTransformer2DModel)
 
 
 def _options(path: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ What only the new attention has, where the source lacks it, starts without effec
 from __future__ import annotations
 
 import logging
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -24,21 +23,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from rich.console import Console
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.attention.mixing import DenseCoefficients
 from lightning_mhla.checkpoints.pretrained import Pretrained, read_trained
 from lightning_mhla.generative.distillation import Teacher
+from lightning_mhla.generative.reading import read_diffusers, read_safely, read_safetensors, read_weights_file
 from lightning_mhla.swap import KEEP, SAVED, is_swapped
 from lightning_mhla.system.commands import command_parser, short_errors
-from lightning_mhla.system.untrusted import BROKEN, read_json, reason
+from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.video.model import TransformerConfig, build_transformer
 
 log = logging.getLogger(__name__)
@@ -89,20 +86,15 @@ def read_weights(path: str) -> dict[str, Tensor]:
         ValueError: when it cannot be read safely, or holds other weights.
     """
     local = Path(path)
-    try:
+    with read_safely(path):
         if (trained := read_trained(path)) is not None:
             state = trained.weights
         elif local.is_file():
-            state = load_file(path) if local.suffix == ".safetensors" else _read_pickle(local)
+            state = read_weights_file(local, CONTAINERS)
         elif swapped := [folder for folder in (local, local / "transformer") if is_swapped(folder)]:
-            files = sorted(swapped[0].glob("*.safetensors"))
-            state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+            state = read_safetensors(swapped[0])
         else:
-            return _read_diffusers(path)
-    except (ValueError, FileNotFoundError):
-        raise
-    except (pickle.UnpicklingError, SafetensorError, OSError, *BROKEN) as error:
-        raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error
+            return read_diffusers(path, WanTransformer3DModel)
     state = {name.removeprefix("network."): tensor for name, tensor in state.items()}
     if any(".lora_A." in name for name in state):
         raise ValueError(
@@ -112,29 +104,6 @@ def read_weights(path: str) -> dict[str, Tensor]:
     if not any(name.startswith("blocks.0.") for name in state):
         raise ValueError(f"{path} holds no weights of a Wan transformer (no blocks.0)")
     return published_names(state) if any(".self_attn." in name for name in state) else state
-
-
-def _read_pickle(path: Path) -> dict[str, Tensor]:
-    content = torch.load(path, weights_only=True, map_location="cpu")
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, no weights by name")
-    for key in CONTAINERS:
-        if isinstance(content.get(key), dict):
-            content = content[key]
-    return {name: tensor for name, tensor in content.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
-
-
-def _read_diffusers(path: str) -> dict[str, Tensor]:
-    config = Path(path) / "config.json"
-    alone = config.is_file() and read_json(config).get("_class_name") == WanTransformer3DModel.__name__
-    try:
-        model = WanTransformer3DModel.from_pretrained(path, **({} if alone else {"subfolder": "transformer"}))
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise FileNotFoundError(
-            f"{path} is no file, no folder of a Wan transformer, no name on the hub ({reason})"
-        ) from error
-    return dict(model.state_dict())
 
 
 def load_weights(model: WanTransformer3DModel, path: str) -> None:

@@ -1,0 +1,79 @@
+"""Weights of published models: from files, folders of diffusers, or the hub; nothing in them is executed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lightning_mhla.system.untrusted import BROKEN, read_json, reason
+
+
+@contextmanager
+def read_safely(path: str | Path) -> Iterator[None]:
+    """Inside, whatever a broken or hostile file raises becomes a ValueError that names it."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError):
+        raise
+    except (pickle.UnpicklingError, SafetensorError, OSError, *BROKEN) as error:
+        raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error
+
+
+def read_weights_file(path: Path, containers: Sequence[str] = (), classes: Sequence[Any] = ()) -> dict[str, Tensor]:
+    """Tensors by name of a ``.safetensors`` file, or of what ``torch.save`` wrote.
+
+    Args:
+        path: the file.
+        containers: entries of a training checkpoint that may hold the weights.
+        classes: plain classes that the file may name beside tensors and containers.
+
+    Raises:
+        ValueError: when it holds something else.
+    """
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    with torch.serialization.safe_globals(list(classes)):
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, no weights by name")
+    for key in containers:
+        if isinstance(content.get(key), dict):
+            content = content[key]
+    weights = {name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    if not weights:
+        raise ValueError(f"{path} holds something else than weights by name")
+    return weights
+
+
+def read_safetensors(folder: Path) -> dict[str, Tensor]:
+    """Tensors by name of all ``.safetensors`` files in a folder."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def read_diffusers(path: str, kind: Any) -> dict[str, Tensor]:
+    """Weights of a model of diffusers, or of the ``transformer`` of a pipeline.
+
+    Args:
+        path: folder or name on the hub.
+        kind: class of the model.
+
+    Raises:
+        FileNotFoundError: when there is none.
+    """
+    config = Path(path) / "config.json"
+    alone = config.is_file() and read_json(config).get("_class_name") == kind.__name__
+    try:
+        model = kind.from_pretrained(path, **({} if alone else {"subfolder": "transformer"}))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{path} is no file, no folder of a {kind.__name__}, no name on the hub ({str(error).splitlines()[0]})"
+        ) from error
+    return dict(model.state_dict())
