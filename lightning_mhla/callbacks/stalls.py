@@ -1,4 +1,7 @@
-"""Says within a minute when training stands still: which process, where, and since when."""
+"""Says within a minute when training stands still: which process, where, and since when.
+
+faulthandler would write the stacks of all threads to a file of one process; here one stack goes to the process that warns.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The tensors are in the format of ``torch.distributed.checkpoint``; ``meta.pt`` holds the rest, as Lightning lays it out.
 ``manifest.json``, written last, lists every file with its size and CRC-32: a folder without it is not whole. torch's own
-reader unpickles ``.metadata``, which can run code; the one here leaves that file alone and reads ``layout.json``.
+reader unpickles ``.metadata``, which can run code; the one here leaves that file alone and reads ``layout.json``. The
+safetensors storage of ``torch.distributed.checkpoint`` is not used, since checkpoints that exist are in this format.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Short messages for wrong configurations: the key, where it came from, and the nearest valid one."""
+"""Short messages for wrong configurations: the key, where it came from, and the nearest valid one.
+
+jsonargparse's own error for a misspelt key names neither the file nor a valid key, and comes after two pages of usage.
+"""
 
 from __future__ import annotations
 

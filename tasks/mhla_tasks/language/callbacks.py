@@ -1,4 +1,8 @@
-"""What a person wants to see while a language model trains: its speed, and what it writes."""
+"""What a person wants to see while a language model trains: its speed, and what it writes.
+
+Lightning's ThroughputMonitor measures speed too, but takes functions of a batch, which a configuration cannot name, and
+leaves out no time but that of validation: evaluations by lm-evaluation-harness would count as training.
+"""
 
 from __future__ import annotations
 
