@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer, shards
+from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer, prepare
 from mhla_tasks.classification.data import AugmentConfig
 from mhla_tasks.classification.module import MixupConfig
 from mhla_tasks.classification.prepare import images_to_shards
@@ -89,14 +89,14 @@ def test_the_command_leaves_out_what_is_no_whole_image(
     (source / "class1/none.png").write_bytes(b"no image")
     command = ["shards", str(source), str(tmp_path / "shards"), "--per-shard", "5"]
     monkeypatch.setattr(sys, "argv", command)
-    shards.main()
+    prepare.main()
     assert "12 images in 3 shards" in (printed := " ".join(capsys.readouterr().out.split()))
     assert "; 2 images skipped (" in printed
     assert all(f"skipped: {source}/{name}: the image" in caplog.text for name in ("class0/cut.jpg", "class1/none.png"))
     assert len(ShardReader(sorted((tmp_path / "shards").glob("*.tar")))) == 12
     monkeypatch.setattr(sys, "argv", [*command[:2], str(tmp_path / "other"), "--max-skipped", "1"])
     with pytest.raises(SystemExit, match="broken samples: 2, more than --max-skipped 1"):
-        shards.main()
+        prepare.main()
 
 
 def test_a_model_learns_from_shards(tmp_path: Path) -> None:

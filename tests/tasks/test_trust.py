@@ -12,6 +12,7 @@ import yaml
 from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonargparse._common import parsing_settings
 from mhla_tasks.cli import main
 
 DIGITS = Path(__file__).parents[2] / "configs/classification/digits.yaml"
@@ -27,6 +28,7 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "evilmod", raising=False)
+    monkeypatch.setitem(parsing_settings, "import_path_verdicts", {})  # what one process has allowed stays allowed
     return mark
 
 

@@ -559,7 +559,7 @@ def test_encode_shards_by_several_processes(
 def test_wrong_latent_shards(videos: list[bytes], tmp_path: Path) -> None:
     shard = make_shard(tmp_path / "videos.tar", [{"mp4": videos[0], "txt": b"a"}])
     with pytest.raises(
-        ValueError, match=r"has no \.latent\.npy.*these are no shards of python -m mhla_tasks\.video\.encode"
+        ValueError, match=r"has no \.latent\.npy.*these are no shards of python -m mhla_tasks\.video\.prepare_latents"
     ):
         LatentClips(ShardReader([shard]), 6)
 

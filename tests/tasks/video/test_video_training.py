@@ -15,7 +15,7 @@ import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from lightning import Trainer
 from mhla_tasks import cli
-from mhla_tasks.video import MovingDigits, VideoDiffusion, checkpoint, encode
+from mhla_tasks.video import MovingDigits, VideoDiffusion, export, prepare_latents
 from mhla_tasks.video.clips import read_clip
 from mhla_tasks.video.sampling import SamplingConfig, latent_shape
 from mhla_tasks.video.strips import write_animation
@@ -129,7 +129,7 @@ def test_train_lora_and_export(
     cli.main(["fit", "--config", str(config), "--trainer.max_steps=2"])
     last = tmp_path / "checkpoints/step=2.ckpt"
     monkeypatch.setattr(sys, "argv", ["checkpoint", str(last), str(tmp_path / "out")])
-    checkpoint.main()
+    export.main()
     exported = load_swapped(tmp_path / "out")
     trained = VideoDiffusion.load_from_checkpoint(last, weights_only=True).eval()
     before = torch.load(source, weights_only=True)["state_dict"]
@@ -142,7 +142,7 @@ def test_train_lora_and_export(
         )
     parts = [str(tmp_path / "base"), "--adapters", str(tmp_path / "adapters")]
     monkeypatch.setattr(sys, "argv", ["checkpoint", str(last), *parts])
-    checkpoint.main()
+    export.main()
     base = load_swapped(tmp_path / "base")
     with torch.no_grad():
         want, alone = exported(noisy, times, text).sample, base(noisy, times, text).sample
@@ -497,7 +497,7 @@ def test_train_on_encoded_clips_and_on_the_fly(pipeline: Path, tmp_path: Path, m
     arguments = ["encode", str(clips), str(tmp_path / "latents"), "--model", str(pipeline), "--text-width", "16"]
     arguments += [f"--{name}={value}" for name, value in sizes.items()]
     monkeypatch.setattr(sys, "argv", [*arguments, "--text-length", "8"])
-    encode.main()
+    prepare_latents.main()
     import tarfile
 
     with tarfile.open(tmp_path / "clips.tar", "w") as archive:
