@@ -194,7 +194,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 
 
 def compare(whole: Path, killed: Path) -> dict[str, Any]:
-    """What differs between the two runs, and how many steps were done twice."""
+    """Differences between the two runs, and how many steps were done twice."""
     ends = [torch.load(sorted(run.glob(LAST))[-1], weights_only=True) for run in (whole, killed)]
     keys = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "global_step")
     unequal = [w for key in keys for w in differences(ends[0].get(key), ends[1].get(key), key)]

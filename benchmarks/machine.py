@@ -1,4 +1,4 @@
-"""What a result depends on: machine, versions, date. And how a time is taken."""
+"""Machine, versions and date of a result, and how a time is taken."""
 
 from __future__ import annotations
 

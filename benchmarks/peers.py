@@ -1,4 +1,4 @@
-"""What the operator is measured against."""
+"""Functions that the operator is measured against."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pictures of the benchmarks share."""
+"""Style of the benchmarks' pictures."""
 
 from __future__ import annotations
 

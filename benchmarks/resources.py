@@ -100,7 +100,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled kernel needs."""
+    """Resources of one compiled kernel."""
 
     kernel: str
     dtype: str

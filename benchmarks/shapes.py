@@ -63,7 +63,7 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Rates:
-    """What a chip does at best: bytes and operations a second. By default an H200, both measured on such a chip."""
+    """Peak rates of a chip: bytes and operations a second. By default an H200, both measured on such a chip."""
 
     bandwidth: float = 4.3e12
     operations: float = 790e12

@@ -1,4 +1,4 @@
-"""What the domains share: block layouts, attention modules, the backbone, the data pipeline, callbacks, checkpoints."""
+"""Shared by the domains: block layouts, attention modules, the backbone, the data pipeline, callbacks, checkpoints."""
 
 from lightning_mhla.attention import MHLA, AttentionConfig, BlockLayout
 from lightning_mhla.model import Backbone, Block, GenerationCache

@@ -135,7 +135,7 @@ class Job:
             time.sleep(0.2)
 
     def output(self) -> str:
-        """What the job has printed."""
+        """The output of the job so far."""
         path = self.folder / "out.txt"
         return path.read_text() if path.exists() else ""
 

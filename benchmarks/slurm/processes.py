@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """What /proc says about one process: its parent, its command line and the variables it was started with."""
+    """One process as /proc describes it: its parent, its command line and the variables it was started with."""
 
     pid: int
     parent: int

@@ -27,7 +27,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def check_form_and_backend(form: str, backend: str) -> None:
-    """Refuse names that there are not."""
+    """Raise ValueError for unknown names."""
     if form not in ("auto", "parallel", "chunked", "reference"):
         raise ValueError(f"form={form!r} is not one of 'auto', 'parallel', 'chunked', 'reference'")
     if backend not in ("auto", "torch", "triton"):

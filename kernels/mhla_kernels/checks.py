@@ -1,4 +1,4 @@
-"""What the operator accepts: every check of its arguments, with the value and the way out in each message."""
+"""Checks of the operator: every check of its arguments, with the value and the way out in each message."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from mhla_kernels.torch_private import pytree
 
 @dataclass(frozen=True)
 class StateKind:
-    """What a state is of: the kind of mixing, tokens in a block, widths of key and value."""
+    """Properties that a state depends on: the kind of mixing, tokens in a block, widths of key and value."""
 
     mixing: str
     block_size: int
@@ -38,7 +38,7 @@ class StateKind:
 
 @dataclass(frozen=True)
 class MHLAState:
-    """What :func:`mhla_prefill` and :func:`mhla_step` carry from call to call; a pytree.
+    """The state of :func:`mhla_prefill` and :func:`mhla_step` from call to call; a pytree.
 
     Attributes:
         lengths: tokens so far in each row, numbers of the CPU, so that no step waits for the device.
@@ -94,7 +94,7 @@ pytree.register_pytree_node(
 
 
 def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int) -> StateKind:
-    """What a state for these tensors, ``[..., K]`` and ``[..., V]``, is of."""
+    """The kind of a state for these tensors, ``[..., K]`` and ``[..., V]``."""
     return StateKind(str(mixing), block_size, q.shape[-1], v.shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""What every attention kind shares: projections, and the modules around the operator."""
+"""The base of every attention kind: projections, and the modules around the operator."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class Attention(LayoutTables):
         cu_seqlens: Sequence[int] | None = None,
         share: SequenceShare | None = None,
     ) -> AttentionInputs:
-        """What the kind is given; refuses what it would leave out."""
+        """Inputs of the kind; raises ValueError for those that it does not handle."""
         given = {"key_mask": key_mask, "rotary": rotary, "cu_seqlens": cu_seqlens, "share": share}
         for name, value in given.items():
             if value is not None and name not in self.handles:

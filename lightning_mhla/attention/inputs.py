@@ -1,4 +1,4 @@
-"""What an attention kind is given: tokens, queries, keys and values, and what is known of them."""
+"""Inputs of an attention kind: tokens, queries, keys and values, and what is known of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNHANDLED = {
 
 
 class Projections(NamedTuple):
-    """What turns tokens into queries, keys and values and back, where another module owns it; see :mod:`lightning_mhla.swap`.
+    """Functions from tokens to queries, keys and values and back, where another module owns them; see :mod:`lightning_mhla.swap`.
 
     Attributes:
         split: tokens ``[B, N, dim]`` to q ``[B, N, H, Dk]``, k ``[B, N, Hkv, Dk]`` and v ``[B, N, Hkv, Dv]``.
@@ -34,7 +34,7 @@ class Projections(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What a kind computes its outputs from, tokens in block order.
+    """Inputs of :meth:`Attention.attend`, tokens in block order.
 
     Attributes:
         x: tokens ``[B, N, dim]``.

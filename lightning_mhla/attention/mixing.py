@@ -62,7 +62,7 @@ class MixingCoefficients(nn.Module):
     """Mixing coefficients of one layer, float32 whatever the precision of the model; what both kinds share."""
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> MixingLike:
-        """What the operator takes as ``mixing``.
+        """Coefficients as the operator takes them for ``mixing``.
 
         Args:
             block_grid: blocks along each axis of the tokens at hand, where they may differ from those that were learned.
@@ -208,7 +208,7 @@ class ExponentialCoefficients(MixingCoefficients):
         trainable: False keeps the coefficients as they start.
 
     Raises:
-        ValueError: for a layout with prefix tokens, an ``init`` or a number of terms that there is not.
+        ValueError: for a layout with prefix tokens, an unknown ``init``, or a number of terms below 1.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class SummaryAttention(Attention):
     handles = ("key_mask", "rotary", "cu_seqlens", "share")
 
     def coefficients(self, q: Tensor) -> tuple[MixingLike, dict[str, Any]]:
-        """What the operator takes as ``mixing``, and its blocks by name, for mapped queries ``[B, N, H, Dk]``."""
+        """Coefficients for the operator, and its blocks by name, for mapped queries ``[B, N, H, Dk]``."""
         raise NotImplementedError
 
     def attend(self, inputs: AttentionInputs) -> Tensor:

@@ -143,7 +143,7 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
 
 
 def _everywhere(where: str | None, processes: int) -> str:
-    """What the first process that found something found."""
+    """The finding of the first process that has one."""
     answers: list[str | None] = [where]
     if processes > 1:
         answers = [None] * processes

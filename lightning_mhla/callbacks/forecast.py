@@ -1,4 +1,4 @@
-"""What a run will need, said at its start, and how long it will take, said as soon as that is known."""
+"""Reports memory at startup, and the duration of the run as soon as it is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the attention of a model looks like, drawn and measured while it trains."""
+"""Pictures and measures of a model's attention while it trains."""
 
 from __future__ import annotations
 

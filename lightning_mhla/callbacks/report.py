@@ -1,4 +1,4 @@
-"""What a run came to and where its files lie, said once at its end."""
+"""A report at the end of a run: results, and where its files lie."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from lightning_mhla.system.torch_private import get_default_store
 log = logging.getLogger(__name__)
 
 PHASES = ("has not begun it", "computes it", "validates before it")
-"""What a process does, in the order in which it does it after a step."""
+"""Phases of a process after a step, in their order."""
 
 
 class StallWatch(Callback):
@@ -78,7 +78,7 @@ class StallWatch(Callback):
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What follows training takes its time."""
+        """Work after training takes its time."""
         self.teardown(trainer, pl_module, "fit")
 
     def _move(self, trainer: Trainer, phase: int, after: int = 0) -> None:
@@ -142,7 +142,7 @@ class StallWatch(Callback):
 
 
 def describe(rank: int, state: dict[str, Any], silence: float) -> str:
-    """What is known of the process that is behind.
+    """A sentence on the process that is behind.
 
     Args:
         rank: which.

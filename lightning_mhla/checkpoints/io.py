@@ -26,7 +26,7 @@ RECOVERY = "recovery"
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's reading and writing of checkpoints, for local paths: whole or not at all, and checked.
+    """Lightning's reading and writing of checkpoints, for local paths: atomic and checked.
 
     It also reads the folder of a sharded checkpoint, and given another folder takes the furthest whole checkpoint below it.
     """
@@ -202,7 +202,7 @@ def _furthest_whole(folder: Path) -> Path:
 
 
 def _first_process(find: Callable[[], Path]) -> Path:
-    """What the first process finds, or its error, on every process."""
+    """The result of the first process, or its error, on every process."""
     if not (dist.is_available() and dist.is_initialized()):
         return find()
     answer: list[Any] = [None]

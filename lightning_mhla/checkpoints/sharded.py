@@ -1,4 +1,4 @@
-"""Sharded checkpoints: folders to which every process writes its share, there whole or not at all, and read safely.
+"""Sharded checkpoints: folders to which every process writes its share, atomic and read safely.
 
 The tensors are in the format of ``torch.distributed.checkpoint``; ``meta.pt`` holds the rest, as Lightning lays it out.
 ``manifest.json``, written last, lists every file with its size and CRC-32: a folder without it is not whole. torch's own
@@ -198,7 +198,7 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
 
 
 def load_rest(path: Path) -> dict[str, Any]:
-    """What was saved beside the tensors."""
+    """Entries that were saved beside the tensors."""
     try:
         rest = torch.load(path / REST, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, OSError, *BROKEN) as error:

@@ -1,4 +1,4 @@
-"""What lies where in a sharded checkpoint, as JSON: torch's own list of it is a pickle, which can run code when it is read."""
+"""The layout of a sharded checkpoint as JSON: torch's own list of it is a pickle, which can run code when it is read."""
 
 from __future__ import annotations
 

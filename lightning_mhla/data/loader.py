@@ -171,7 +171,7 @@ class ResumableLoader:
         self._loader._iterator = value
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order depends on, to be compared at a resume; the position itself is the trainer's batch count."""
+        """Options that the order depends on, to be compared on resume; the position itself is the trainer's batch count."""
         return {"samples": len(self.source), "batch_size": self.batch_size, "seed": self.seed, "window": self.window}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -147,7 +147,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return Progress(0 if overfit else epoch, done, steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order of the training samples depends on, for the checkpoint."""
+        """Options that the order of the training samples depends on, for the checkpoint."""
         return self._order
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

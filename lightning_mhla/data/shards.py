@@ -51,7 +51,7 @@ def find_shards(where: str | Sequence[str], cache: Path | None = None) -> list[P
 
     Args:
         where: a folder of ``*.tar``, a path or URL with braces (``train-{0000..1023}.tar``), a name with wildcards, or a list.
-            URLs (http, https, s3, gs, hf) are downloaded once, whole or not at all.
+            URLs (http, https, s3, gs, hf) are downloaded once, atomically.
         cache: folder for downloads; None for :func:`default_cache`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a data set is to the pipeline: samples that can be had by index."""
+"""A data set as the pipeline sees it: samples by index."""
 
 from __future__ import annotations
 

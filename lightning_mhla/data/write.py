@@ -1,4 +1,4 @@
-"""Writing WebDataset shards: each whole or not at all, so that a stopped command resumes where it was."""
+"""Atomic writing of WebDataset shards, so that a stopped command resumes where it was."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def fill_shards(
 
 
 def files_digest(names: Iterable[tuple[Path, str]]) -> str:
-    """What identifies files by name and size: ``names`` are paths and how they are called."""
+    """A hash of files by name and size: ``names`` are paths and how they are called."""
     lines = [f"{name} {path.stat().st_size}" for path, name in names]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -1,1 +1,1 @@
-"""What generative domains share: flow matching, frozen encoders and VAEs, adapters, distillation, samples, fidelity."""
+"""Shared by generative domains: flow matching, frozen encoders and VAEs, adapters, distillation, samples, fidelity."""

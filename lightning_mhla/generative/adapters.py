@@ -1,4 +1,4 @@
-"""What of a swapped model is trained: all of it, its new attention, or LoRA adapters beside that."""
+"""The trained part of a swapped model: all of it, its new attention, or LoRA adapters beside that."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from lightning_mhla.swap import SwappedAttention, attention_layers, swapped_laye
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """What is learned from a teacher, the model before its attention was replaced.
+    """Distillation from a teacher, the model before its attention was replaced.
 
     Args:
         teacher: its weights, as for pretrained; null for plain fine-tuning.
@@ -52,7 +52,7 @@ class Teacher:
 
     @torch.no_grad()
     def velocity(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """What the teacher predicts, float32."""
+        """The teacher's prediction, float32."""
         return self.model(noisy, times, text).sample.float()
 
     def layer_loss(self, student: Any, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class ImageGenerator(Protocol):
         """Images ``[b, C, H, W]`` uint8 by number: sample i has condition i modulo their number, and noise of its own."""
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """What values of a metric depend on, ``sampler``, ``sampling_steps`` and ``guidance`` among it."""
+        """Options that a metric depends on: ``sampler``, ``sampling_steps``, ``guidance`` and others."""
 
     def all_gather(self, data: Any) -> Any:
         """As of LightningModule."""

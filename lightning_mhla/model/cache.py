@@ -1,4 +1,4 @@
-"""What a model keeps between calls while it generates: the state of every layer."""
+"""State of a model between calls while it generates: that of every layer."""
 
 from __future__ import annotations
 

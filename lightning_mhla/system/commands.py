@@ -1,4 +1,4 @@
-"""What the commands beside ``lightning`` have in common: ``--help`` from the module's text, short errors, own modules."""
+"""Shared by the commands beside ``lightning``: ``--help`` from the module's text, short errors, own modules."""
 
 from __future__ import annotations
 

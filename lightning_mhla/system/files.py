@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all."""
+"""Atomic writes of files and folders."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 def logger_connector(trainer: Trainer) -> Any:
-    """What gathers a trainer's metrics."""
+    """The part of a trainer that gathers metrics."""
     return trainer._logger_connector
 
 
@@ -19,7 +19,7 @@ def saved_hyperparameters(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def ddp_options(strategy: Any) -> dict[str, Any]:
-    """What a DDP strategy hands to DistributedDataParallel; empty for others."""
+    """Options of a DDP strategy for DistributedDataParallel; empty for other strategies."""
     return getattr(strategy, "_ddp_kwargs", {})
 
 

@@ -29,7 +29,7 @@ def process_device(asked: str | None) -> torch.device:
 
 
 class Agreement:
-    """What any of the processes says, on every process, without waiting for an accelerator.
+    """Votes of all processes, on every process, without waiting for an accelerator.
 
     Made on every process at once, after the process group is there; on its own, a process agrees with itself.
     """

@@ -19,7 +19,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def set_last_rates(schedule: LRScheduler, rates: list[float]) -> None:
-    """What a schedule reports as its learning rates until its next step."""
+    """Set the learning rates that a schedule reports until its next step."""
     schedule._last_lr = list(rates)
 
 

@@ -32,7 +32,7 @@ BROKEN = (
     struct.error,
     tokenize.TokenError,
 )
-"""What libraries raise on broken files, besides errors of their own."""
+"""Errors that libraries raise on broken files, besides their own."""
 
 YAML_CHARACTERS = 1 << 20
 YAML_DEPTH = 50

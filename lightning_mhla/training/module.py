@@ -123,7 +123,7 @@ class TrainingModule(LoggedApart, LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """In every fit: seeds of each step, the moving average, and those that keep a run safe, unless it brings its own.
 
-        Checkpoints are written whole or not at all from here on.
+        Checkpoints are written atomically from here on.
         """
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = WholeCheckpointIO()

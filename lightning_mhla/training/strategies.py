@@ -29,7 +29,7 @@ SEQUENCE = "sequence_parallel"
 class FullyShardedStrategy(ModelParallelStrategy):
     """FSDP2 over all processes, through Lightning's ModelParallelStrategy, and sequence parallelism if asked for.
 
-    Works on GPUs (NCCL) and CPUs (gloo), on any number of nodes. Checkpoints are there whole or not at all, and load on
+    Works on GPUs (NCCL) and CPUs (gloo), on any number of nodes. Checkpoints are written atomically, and load on
     any number of processes. Weights are sharded over all processes, those that share a sequence included.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a configuration or a checkpoint may name: classes of known packages, and files that are configurations."""
+"""Names that a configuration or a checkpoint may use: classes of known packages, and files that are configurations."""
 
 from __future__ import annotations
 

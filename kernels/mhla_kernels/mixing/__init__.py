@@ -8,7 +8,7 @@ from mhla_kernels.mixing.exponential import ExponentialMixing
 from mhla_kernels.mixing.resizing import extend_mixing, resize_mixing
 
 MixingLike = Tensor | Mixing
-"""What the public functions take: a tensor of dense coefficients, or a kind of its own."""
+"""Coefficients that the public functions take: a tensor of dense coefficients, or a kind of its own."""
 
 
 def as_mixing(mixing: MixingLike) -> Mixing:

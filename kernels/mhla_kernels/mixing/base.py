@@ -1,4 +1,4 @@
-"""What the operator asks of mixing coefficients: a new kind is one class with its tensors and its matrix.
+"""The protocol of mixing coefficients: a new kind is one class with its tensors and its matrix.
 
 Shape letters: B batch, H heads, M blocks, W numbers of a summary, R running sums.
 """

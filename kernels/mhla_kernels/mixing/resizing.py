@@ -73,7 +73,7 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
         ``[blocks, blocks]`` or ``[H, blocks, blocks]``, zero above the diagonal in new rows; dtype and device of ``mixing``.
 
     Raises:
-        ValueError: for a shape, a number of blocks or a tail that there is not.
+        ValueError: for a shape, a number of blocks below 1, or an unknown tail.
         TypeError: if ``mixing`` is no tensor.
     """
     if not isinstance(mixing, Tensor):

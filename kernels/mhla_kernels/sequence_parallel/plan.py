@@ -70,7 +70,7 @@ class Traffic:
 
     @property
     def least(self) -> Literal["summaries", "tokens"]:
-        """What moves fewer bytes."""
+        """The exchange of fewer bytes."""
         return "tokens" if self.tokens is not None and self.tokens < self.summaries else "summaries"
 
 
@@ -88,7 +88,7 @@ def traffic(
     normalize: bool = True,
     token_bytes: int = 2,
 ) -> Traffic:
-    """What :func:`mhla_sequence_parallel` exchanges; summaries are float32.
+    """Bytes that :func:`mhla_sequence_parallel` exchanges; summaries are float32.
 
     Args:
         batch: B.

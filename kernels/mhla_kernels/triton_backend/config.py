@@ -37,7 +37,7 @@ def register_limit(chip: int, warps: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """What a program works on is in the classes that derive from this; here, how it is scheduled."""
+    """How a program is scheduled; derived classes say how much it works on."""
 
     warps: int = 4
     stages: int = 1

@@ -1,4 +1,4 @@
-"""What every kernel is built from: loading tokens, rounding, and products that keep float32 precision.
+"""Building blocks of every kernel: loading tokens, rounding, and products that keep float32 precision.
 
 Triton's interpreter rounds float32 to bfloat16 towards zero and multiplies the bit patterns of bfloat16 operands, so
 both are spelt out for it here; on a GPU the plain operations are used.

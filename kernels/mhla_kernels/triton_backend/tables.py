@@ -24,7 +24,7 @@ its sequence, first token and end of its sequence. A block that is not in use ha
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What the kernels are told about blocks; see the module's text.
+    """Blocks as the kernels see them; see the module's text.
 
     Attributes:
         tokens: N.

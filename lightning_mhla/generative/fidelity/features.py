@@ -18,7 +18,7 @@ from lightning_mhla.data.sampling import kept_random_state
 
 
 class Features(NamedTuple):
-    """What a feature network says about images.
+    """Outputs of a feature network for images.
 
     Attributes:
         pooled: ``[B, D]``, for FID, KID, precision and recall.

@@ -37,7 +37,7 @@ class SampleRequest:
 
 
 class RequestedSamples:
-    """What predict draws, as a source: class by class in turn, so that any first part is balanced.
+    """Samples that predict draws, as a source: class by class in turn, so that any first part is balanced.
 
     Args:
         request: see :class:`SampleRequest`.
@@ -103,7 +103,7 @@ class ClassImages(ResumableDataModule):
         )
 
     def requested(self) -> RequestedSamples:
-        """What predict draws."""
+        """Samples that predict draws."""
         return RequestedSamples(self.samples, self.num_classes)
 
 

@@ -126,7 +126,7 @@ class ClassToImage(GenerativeModule):
         return [SampleWriter(self.output)]
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """What the network predicts; see :meth:`DiT.forward`."""
+        """The network's prediction; see :meth:`DiT.forward`."""
         return self.network(x, times, labels)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -197,7 +197,7 @@ class ClassToImage(GenerativeModule):
         return self.process.losses(self.network, clean, noise, times.to(clean.device), batch["label"])
 
     def _clean(self, batch: dict[str, Any], generators: list[torch.Generator] | None = None) -> Tensor:
-        """What is denoised: latents as they come or encoded (with noise of ``generators``, one each), or pixels.
+        """The clean samples of a batch: latents as they come or encoded (with noise of ``generators``, one each), or pixels.
 
         Raises:
             ValueError: for images of another size than the model's, or without the VAE that they need; for a label that the

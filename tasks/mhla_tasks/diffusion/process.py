@@ -30,7 +30,7 @@ BETAS = {"num_train_timesteps": TIMESTEPS, "beta_start": 1e-4, "beta_end": 0.02,
 
 @dataclass(frozen=True)
 class ProcessConfig:
-    """What the network learns.
+    """The noise process and the objective.
 
     Args:
         objective: ddpm (noise, DiT's own) or flow (velocity on straight paths).

@@ -1,4 +1,4 @@
-"""What a person wants to see while a language model trains: its speed, and what it writes.
+"""Speed of a language model, and text that it writes, while it trains.
 
 Lightning's ThroughputMonitor measures speed too, but takes functions of a batch, which a configuration cannot name, and
 leaves out no time but that of validation: evaluations by lm-evaluation-harness would count as training.

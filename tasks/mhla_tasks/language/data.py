@@ -24,7 +24,7 @@ from mhla_tasks.language.tokenizer import load_tokenizer, token_bytes
 
 
 class TextData(ResumableDataModule):
-    """What the data sets of text share; each gives :attr:`tokenizer` and :meth:`windows`.
+    """The base of data sets of text; each gives :attr:`tokenizer` and :meth:`windows`.
 
     Args:
         context: tokens of a sample, which the model sees at once.

@@ -30,7 +30,7 @@ from mhla_tasks.language.padding import (
 
 @dataclass
 class LanguageModelOutput(ModelOutput):
-    """What :class:`MHLAForCausalLM` gives.
+    """Outputs of :class:`MHLAForCausalLM`.
 
     Attributes:
         loss: mean cross-entropy in nats per token, with labels.
@@ -249,7 +249,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         positions: Tensor | None,
         states: list[Tensor] | None,
     ) -> Tensor:
-        """What goes into the head, of rows whose ``counts`` real tokens come first; the state takes them in."""
+        """Inputs of the head for rows whose ``counts`` real tokens come first; the state takes them in."""
         check_counts(cache, counts)
         if cache is None:
             return self.backbone(x, cu_seqlens=cu_seqlens, share=share, positions=positions, states=states)

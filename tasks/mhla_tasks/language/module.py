@@ -221,7 +221,7 @@ class LanguageModel(TrainingModule):
         return list(zip((int(batch["index"][row]) for row in rows), prompts, texts, strict=True))
 
     def continue_prompts(self, prompts: list[str]) -> list[str]:
-        """What the model writes after each prompt, as ``generation`` says.
+        """The continuation of each prompt, as ``generation`` says.
 
         Raises:
             ValueError: when the model has no tokenizer, or a prompt is empty or too long.

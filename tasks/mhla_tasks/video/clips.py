@@ -197,7 +197,7 @@ def to_signed(clip: Tensor) -> Tensor:
 
 
 def write_clip(path: Path, clip: Tensor, fps: float) -> None:
-    """Write frames ``[F, 3 or 1, H, W]`` uint8 as an H.264 mp4 file, whole or not at all; odd sides are cut by one pixel."""
+    """Write frames ``[F, 3 or 1, H, W]`` uint8 as an H.264 mp4 file, atomically; odd sides are cut by one pixel."""
     import av
 
     pixels = clip.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().cpu().numpy()

@@ -40,7 +40,7 @@ class PromptRequest:
 
 
 class RequestedClips:
-    """What predict draws, as a source: all clips of a prompt one after another.
+    """Clips that predict draws, as a source: all clips of a prompt one after another.
 
     Args:
         request: see :class:`PromptRequest`.

@@ -19,7 +19,7 @@ SIDE = 8
 
 
 def caption(label: int, move: str) -> str:
-    """What a clip shows: ``a seven moving right``."""
+    """Caption of a clip: ``a seven moving right``."""
     return f"a {NAMES[label]} moving {move}"
 
 

@@ -246,7 +246,7 @@ class VideoDiffusion(GenerativeModule):
         return draw_clips(self.network, self.codec, self.sampling, self.flow.shift, text, negative, indices, seed)
 
     def clean(self, batch: dict[str, Any]) -> Tensor:
-        """What is denoised, ``[B, C, F, H, W]``: latents as they come or encoded, or pixels.
+        """The clean samples of a batch, ``[B, C, F, H, W]``: latents as they come or encoded, or pixels.
 
         Raises:
             ValueError: for clips of other channels than the model's, or that its patches do not divide.

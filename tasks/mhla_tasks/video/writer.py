@@ -1,4 +1,4 @@
-"""What predict writes: mp4 files as VBench wants them, a line for each, and a picture to look at."""
+"""Files that predict writes: mp4 clips as VBench wants them, a line for each, and a picture to look at."""
 
 from __future__ import annotations
 

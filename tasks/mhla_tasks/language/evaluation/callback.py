@@ -72,7 +72,7 @@ class LMEval(PeriodicEvaluation):
         """Find out now, not hours later, whether the tasks and their data are there.
 
         Raises:
-            ValueError: for a task that there is not, or a strategy that shards the weights.
+            ValueError: for an unknown task, or a strategy that shards the weights.
             FileNotFoundError: for data that is not there.
         """
         if shards_weights(trainer):

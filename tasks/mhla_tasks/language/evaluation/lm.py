@@ -40,7 +40,7 @@ class MHLALM(HFLM):
 
     Raises:
         FileNotFoundError: when there is no such model or tokenizer.
-        ValueError: for an option that there is not.
+        ValueError: for an unknown option.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class MHLALM(HFLM):
         return {task: cut[task] / number for task, number in sorted(prompts.items())}
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes about the model; also the share of cut prompts."""
+        """Facts that lm-eval writes about the model; also the share of cut prompts."""
         prompts = sum(self.prompts.values())
         return {
             "model_num_parameters": self.model.num_parameters(),
