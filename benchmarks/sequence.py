@@ -50,7 +50,7 @@ PROCESSES = (2, 4, 8)
 
 
 def ring_bytes(shape: Shape, processes: int) -> tuple[int, int]:
-    """Bytes that a process receives of ring attention, forward and backward: k and v in bfloat16, their gradients in float32."""
+    """Bytes received in ring attention, forward and backward: k and v in bfloat16, their gradients in float32."""
     share = -(-shape.tokens // processes) * (processes - 1)
     numbers = shape.batch * shape.heads * share * (shape.key_width + shape.value_width)
     return 2 * numbers, 2 * numbers + 4 * numbers

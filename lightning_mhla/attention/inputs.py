@@ -21,7 +21,7 @@ UNHANDLED = {
 
 
 class Projections(NamedTuple):
-    """Functions from tokens to queries, keys and values and back, where another module owns them; see :mod:`lightning_mhla.swap`.
+    """Functions from tokens to queries, keys and values and back, of another module; see :mod:`lightning_mhla.swap`.
 
     Attributes:
         split: tokens ``[B, N, dim]`` to q ``[B, N, H, Dk]``, k ``[B, N, Hkv, Dk]`` and v ``[B, N, Hkv, Dv]``.

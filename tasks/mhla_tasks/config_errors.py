@@ -173,7 +173,7 @@ def _resolve(class_path: str, modules: Sequence[str]) -> type | str:
 
 
 def shorten(message: str, sources: Sequence[Source]) -> str:
-    """The part of a message of jsonargparse that matters: the keys on the way, what was wrong, and where the value came from."""
+    """The part of a message of jsonargparse that matters: keys, what was wrong, and where the value came from."""
     lines = [line.strip() for line in message.splitlines()]
     kept = [re.sub(r"^- ", "", line) for line in lines if line and not NOISE.match(line)]
     keys = [key for line in kept for key in re.findall(r'Parser key "([^"]+)"', line)]
