@@ -3,6 +3,7 @@
     python -m benchmarks.loss_identity                  # train 50 steps of each, compare with benchmarks/results/losses.json
     python -m benchmarks.loss_identity --write          # make these losses the reference
     python -m benchmarks.loss_identity --only digits    # configurations whose path contains a word
+    python -m benchmarks.loss_identity --steps 10       # fewer; video/digits_finetune, which starts from another, is left out
 
 Float32, one thread, no validation. Bits depend on processor, torch and, for stdlib.yaml, on Python's own library: a
 reference of another machine is compared too, and the difference is named.
@@ -27,6 +28,7 @@ from benchmarks.machine import describe
 from lightning_mhla.system.files import write_whole
 
 ROOT = Path(__file__).parents[1]
+STEPS = 50
 REFERENCE = ROOT / "benchmarks/results/losses.json"
 CONFIGS = {
     "classification/digits": None,
@@ -98,7 +100,7 @@ def compare(found: dict[str, list[str]], reference: dict[str, list[str]]) -> lis
 def main() -> None:
     """Command line; status 1 where losses differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50, help="of each configuration (default: 50)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each configuration (default: %(default)s)")
     parser.add_argument("--only", default="", help="configurations whose path contains this")
     parser.add_argument("--write", action="store_true", help="make the losses the reference")
     parser.add_argument("--reference", type=Path, default=REFERENCE, help="JSON file (default: %(default)s)")
@@ -107,7 +109,7 @@ def main() -> None:
     found: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for config, before in CONFIGS.items():
-            wanted = args.only in config
+            wanted = args.only in config and (before is None or args.steps == STEPS)
             if wanted or any(args.only in each for each, start in CONFIGS.items() if start == config):
                 start = None if before is None else Path(scratch) / before / "run"
                 losses = first_losses(config, args.steps, Path(scratch) / config, start)
