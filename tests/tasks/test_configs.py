@@ -193,7 +193,7 @@ def test_a_shipped_configuration_from_fit_to_export(
         assert status == 0, text[-4000:]
     assert [file for file in (tmp_path / "run/predict").rglob("*") if file.is_file()]
     exported = world / "exported" / domain / path.stem
-    status, text = run("run", str(exported), module=f"mhla_tasks.{domain}.checkpoint")
+    status, text = run("run", str(exported), module=f"mhla_tasks.{domain}.export")
     assert status == 0, text[-4000:]
     EXPORTS.setdefault(domain, []).append(exported)
 
