@@ -175,7 +175,8 @@ def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
     try:
         mixing.check(q.shape[2], causal)
     except ValueError as error:
-        raise ValueError(f"{error}{_sdpa_order(q)}") from None
+        hint = _sdpa_order(q) if mixing.heads not in (None, q.shape[2]) else ""
+        raise ValueError(f"{error}{hint}") from None
 
 
 def _check_mixing_size(

@@ -161,10 +161,7 @@ def mhla_step(
         token = torch.cat([(k[..., None] * v[..., None, :]).flatten(2), k], -1)
         may_add = donate_state or opened is not state
         total = opened.open.add_(token) if may_add else opened.open + token
-        seen = (
-            opened.mixture
-            + own_coefficients(mixing, [length // block_size for length in state.lengths], q.device) * total
-        )
+        seen = opened.mixture + own_coefficients(mixing, [length // block_size for length in state.lengths]) * total
         width = q.shape[-1] * v.shape[-1]
         out = (q[..., None, :] @ seen[..., :width].unflatten(-1, (q.shape[-1], -1))).squeeze(-2)
         total_weight = (q * seen[..., width:]).sum(-1, keepdim=True)

@@ -28,6 +28,7 @@ class StateKind:
     """Properties that a state depends on: the kind of mixing, tokens in a block, widths of key and value."""
 
     mixing: str
+    running_sums: int | None
     block_size: int
     key_width: int
     value_width: int
@@ -95,7 +96,7 @@ pytree.register_pytree_node(
 
 def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int) -> StateKind:
     """The kind of a state for these tensors, ``[..., K]`` and ``[..., V]``."""
-    return StateKind(str(mixing), block_size, q.shape[-1], v.shape[-1])
+    return StateKind(str(mixing), mixing.running_sums, block_size, q.shape[-1], v.shape[-1])
 
 
 def empty_state(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: Problem) -> MHLAState:
@@ -119,11 +120,10 @@ def groups_of_rows(values: Sequence[int], chosen: Sequence[bool], device: torch.
     ]
 
 
-def own_coefficients(mixing: Mixing, blocks: Sequence[int], device: torch.device) -> Tensor:
+def own_coefficients(mixing: Mixing, blocks: Sequence[int]) -> Tensor:
     """m[i, i] for block i of each row: ``[B, H, 1]``, or 1 where B or H do not matter."""
     last = max(blocks, default=0)
-    index = slice(last, last + 1) if len(set(blocks)) < 2 else on_device(blocks, device)
-    own = mixing.own(index, last + 1)
+    own = mixing.own(slice(last, last + 1) if len(set(blocks)) < 2 else blocks, last + 1)
     return own.reshape(-1, own.shape[-1]).T[..., None]
 
 

@@ -11,7 +11,7 @@ from lightning import LightningDataModule, Trainer
 from lightning_mhla.data.loader import Progress, ResumableLoader
 from lightning_mhla.data.shards import ShardReader, find_shards
 from lightning_mhla.data.source import SampleSource
-from lightning_mhla.system.options import LoggedApart
+from lightning_mhla.system.hyperparameters import LoggedApart
 
 
 class ShardSets:
@@ -98,7 +98,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
 
     def prepare_data(self) -> None:
         """See :meth:`ShardSets.prepare`."""
-        if self.shards is not None:
+        if isinstance(self.shards, ShardSets):
             self.shards.prepare(self.trainer)
 
     def source(self, stage: str) -> SampleSource:

@@ -68,7 +68,7 @@ class SampleGrid(PeriodicEvaluation):
 
     Args:
         samples: number of samples; a hundred at most, ten of each class where there are ten classes or fewer.
-        sampling: options of the model's sampling, by name; null for the model's own.
+        sampling: options of the model's sampling, a mapping or its dataclass; None for the model's own.
         every_n_steps: optimiser steps between two grids; null for none on the way.
         at_end: whether the last weights draw one.
         batch_size: samples that each process draws together.
@@ -79,7 +79,7 @@ class SampleGrid(PeriodicEvaluation):
     def __init__(
         self,
         samples: int = GRID * GRID,
-        sampling: dict[str, Any] | None = None,
+        sampling: Any = None,
         every_n_steps: int | None = 10_000,
         at_end: bool = True,
         batch_size: int = 64,

@@ -27,13 +27,16 @@ def read_safely(path: str | Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error
 
 
-def read_weights_file(path: Path, containers: Sequence[str] = (), classes: Sequence[Any] = ()) -> dict[str, Tensor]:
+def read_weights_file(
+    path: Path, containers: Sequence[str] = (), classes: Sequence[Any] = (), mixed: bool = False
+) -> dict[str, Tensor]:
     """Tensors by name of a ``.safetensors`` file, or of what ``torch.save`` wrote.
 
     Args:
         path: the file.
         containers: entries of a training checkpoint that may hold the weights.
         classes: plain classes that the file may name beside tensors and containers.
+        mixed: whether other things may lie among the weights; they are left out.
 
     Raises:
         ValueError: when it holds something else.
@@ -48,7 +51,7 @@ def read_weights_file(path: Path, containers: Sequence[str] = (), classes: Seque
         if isinstance(content.get(key), dict):
             content = content[key]
     weights = {name: value for name, value in content.items() if isinstance(name, str) and isinstance(value, Tensor)}
-    if not weights:
+    if not weights or (len(weights) < len(content) and not mixed):
         raise ValueError(f"{path} holds something else than weights by name")
     return weights
 

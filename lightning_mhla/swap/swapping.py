@@ -70,6 +70,12 @@ def swap_attention(
         for index, kind in enumerate(kinds)
         if kind != KEEP
     }
+    for config in configs.values():
+        if config.rotary and "rotary" not in Attention.kinds[config.kind].handles:
+            raise ValueError(
+                f"{type(model).__name__} turns queries and keys by their positions, and attention kind {config.kind!r} does "
+                "not take rotary: handle inputs.rotary, and name it in handles"
+            )
     patch = model.config.patch_size
     axes = len(patch) if isinstance(patch, Sequence) else 2
     grid = TokenGrid(tuple(patch) if isinstance(patch, Sequence) else (patch, patch))

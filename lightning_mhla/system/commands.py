@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 
 def command_parser(module: str, text: str | None) -> argparse.ArgumentParser:
@@ -21,7 +22,7 @@ def add_allow(parser: argparse.ArgumentParser) -> None:
     """Let a command import modules of the user's own, such as those of attention kinds."""
     parser.add_argument(
         "--allow",
-        type=_imported,
+        action=_Import,
         metavar="MODULE",
         help="modules to import (comma between them): attention kinds of your own",
     )
@@ -36,6 +37,10 @@ def short_errors() -> Iterator[None]:
         sys.exit(f"error: {error}")
 
 
+class UnknownModuleError(ValueError):
+    """A module that ``--allow`` names does not exist."""
+
+
 def find_in_working_folder(names: Iterable[str]) -> None:
     """Let Python find modules and packages that lie in the working folder, after all others."""
     folder, own = Path.cwd(), {name.split(".")[0] for name in names}
@@ -48,7 +53,7 @@ def import_own(names: Iterable[str]) -> None:
     """Import modules that the command line allows: what they register, such as attention kinds, is known from then on.
 
     Raises:
-        ValueError: for a name that is no module.
+        UnknownModuleError: for a name that is no module. Whatever the module itself raises is not caught.
     """
     names = list(names)
     find_in_working_folder(names)
@@ -58,15 +63,14 @@ def import_own(names: Iterable[str]) -> None:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
-            raise ValueError(
+            raise UnknownModuleError(
                 f"--allow={name}: there is no module {error.name!r}, installed or in the working folder"
             ) from None
 
 
-def _imported(value: str) -> list[str]:
-    names = [name.strip() for name in value.split(",") if name.strip()]
-    try:
-        import_own(names)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return names
+class _Import(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        try:
+            import_own(name.strip() for name in values.split(",") if name.strip())
+        except UnknownModuleError as error:
+            raise argparse.ArgumentError(self, str(error)) from None

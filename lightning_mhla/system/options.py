@@ -1,15 +1,11 @@
-"""Options as dataclasses, and as the plain data that checkpoints and loggers keep."""
+"""Options of configurations as dataclasses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
-
-from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
-
-from lightning_mhla.system.lightning_private import saved_hyperparameters
 
 Options = TypeVar("Options")
 
@@ -52,42 +48,3 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(value, bool):
         return bool in choices
     return isinstance(value, choices) or (isinstance(value, int) and float in choices)
-
-
-def keep_plain(module: Any) -> None:
-    """Turn configurations among the saved hyperparameters into dicts, so that reading a checkpoint runs no code.
-
-    Args:
-        module: a LightningModule or LightningDataModule, after its ``save_hyperparameters``.
-    """
-    for saved in saved_hyperparameters(module):
-        for key, value in saved.items():
-            if is_dataclass(value) and not isinstance(value, type):
-                saved[key] = asdict(value)
-
-
-def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options by dotted name, tuples as lists."""
-    flat: dict[str, Any] = {}
-    for name, value in options.items():
-        value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-        if isinstance(value, dict) and value:
-            flat |= plain(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
-    return flat
-
-
-class LoggedApart(HyperparametersMixin):
-    """Hyperparameters that loggers get under ``PREFIX/``, so that those of module and data never meet.
-
-    Lightning logs both as one, and stops where a name has two values: ``train`` is a part of the network to one and a folder
-    to the other. Checkpoints keep the plain names.
-    """
-
-    logged_as: str
-
-    @property
-    def hparams_initial(self) -> Any:
-        """Hyperparameters for loggers, with their prefix."""
-        return {f"{self.logged_as}/{name}": value for name, value in super().hparams_initial.items() if name[0] != "_"}

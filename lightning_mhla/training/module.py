@@ -26,8 +26,8 @@ from lightning_mhla.callbacks.seeding import StepSeed
 from lightning_mhla.callbacks.stalls import StallWatch
 from lightning_mhla.checkpoints.io import WholeCheckpointIO
 from lightning_mhla.checkpoints.weights import LIVE, load_weights, shards_weights
+from lightning_mhla.system.hyperparameters import LoggedApart, plain
 from lightning_mhla.system.lightning_private import steps_between_saves
-from lightning_mhla.system.options import LoggedApart, plain
 from lightning_mhla.system.torch_private import flatten_mesh
 from lightning_mhla.training.optim import Asked, OptimizerConfig, build_optimizer, parameter_groups, take_over
 from lightning_mhla.training.strategies import SEQUENCE

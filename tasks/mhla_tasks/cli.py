@@ -25,6 +25,7 @@ from rich.logging import RichHandler
 
 from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.system.commands import UnknownModuleError
 from lightning_mhla.system.lightning_private import subcommand_parsers
 from mhla_tasks.config_errors import find_repeated_option, find_unknown_key, shorten
 from mhla_tasks.settle import (
@@ -38,7 +39,7 @@ from mhla_tasks.settle import (
     write_beside_checkpoint,
 )
 from mhla_tasks.sources import read_sources
-from mhla_tasks.trust import allow_imports, check_config, refusal
+from mhla_tasks.trust import AllowError, allow_imports, check_config, refusal
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class SuiteCLI(LightningCLI):
             problems = [check_config(Path(source.origin)) for source in sources if not source.origin.startswith("-")]
             try:
                 allow_imports(sources)
-            except ValueError as error:
+            except (AllowError, UnknownModuleError) as error:
                 problems.append(str(error))
             if any(problems):
                 chosen.error(next(problem for problem in problems if problem))

@@ -20,6 +20,10 @@ PACKAGES = ("lightning", "lightning_mhla", "mhla_kernels", "mhla_tasks", "torchm
 _allowed = list(PACKAGES)
 
 
+class AllowError(ValueError):
+    """A file says what only the command line may say."""
+
+
 def allow_imports(sources: Sequence[Source]) -> None:
     """Let configurations name classes of :data:`PACKAGES`, of those that ``--allow`` names, and what was typed itself.
 
@@ -27,13 +31,14 @@ def allow_imports(sources: Sequence[Source]) -> None:
     attention kinds that they define are known.
 
     Raises:
-        ValueError: when a file allows packages that the command line does not, or an allowed one does not exist.
+        AllowError: when a file allows packages that the command line does not.
+        UnknownModuleError: when an allowed package does not exist.
     """
     typed = [source for source in sources if source.origin.startswith("-")]
     given = {name for source in typed for name in _names(source.values.get("allow"))}
     for source in sources:
         if foreign := set(_names(source.values.get("allow"))) - given:
-            raise ValueError(f"{source.origin}: allow is for the command line: --allow={','.join(sorted(foreign))}")
+            raise AllowError(f"{source.origin}: allow is for the command line: --allow={','.join(sorted(foreign))}")
     paths = {text for source in typed for text in _strings(source.values) if re.fullmatch(r"\w+(\.\w+)+", text)}
     _allowed[:] = [*PACKAGES, *sorted(given | paths)]
     find_in_working_folder(paths)

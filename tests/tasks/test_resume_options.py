@@ -352,7 +352,7 @@ def test_options_that_a_kind_does_not_use_are_named_once(caplog: pytest.LogCaptu
 
 
 def test_options_are_compared_as_plain_values() -> None:
-    from lightning_mhla.system.options import plain
+    from lightning_mhla.system.hyperparameters import plain
 
     ours = plain({"optimizer": OptimizerConfig(betas=(0.9, 0.99)), "attention": AttentionConfig(block_grid=[2, 2])})
     assert ours["optimizer.betas"] == plain({"optimizer": {"betas": [0.9, 0.99]}})["optimizer.betas"] == [0.9, 0.99]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mhla_kernels.blocks import is_dynamic
+from mhla_kernels.blocks import is_dynamic, on_device
 from mhla_kernels.torch_private import pytree
 
 Rows = slice | Tensor
@@ -62,6 +62,8 @@ class Mixing(ABC):
             _flatten,
             partial(_unflatten, cls),
             serialized_type_name=f"{cls.__module__.partition('.')[0]}.{cls.__name__}",
+            to_dumpable_context=list,
+            from_dumpable_context=_from_json,
             flatten_with_keys_fn=_flatten_with_keys,
         )
 
@@ -102,14 +104,15 @@ class Mixing(ABC):
     def matrix(self, blocks: int) -> Tensor:
         """The matrix ``[M, M]`` or ``[H, M, M]``, for at least ``blocks`` blocks, or for as many as there are coefficients."""
 
-    def own(self, index: slice | Tensor, blocks: int) -> Tensor:
+    def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
         """m[i, i] of some blocks: ``[n]`` or ``[H, n]``, n being 1 where all blocks have the same.
 
         Args:
-            index: of the blocks.
+            index: of the blocks; numbers of the CPU are copied to the device.
             blocks: a bound that the indices stay below.
         """
-        return self.matrix(blocks).diagonal(dim1=-2, dim2=-1)[..., index]
+        diagonal = self.matrix(blocks).diagonal(dim1=-2, dim2=-1)
+        return diagonal[..., index if isinstance(index, slice | Tensor) else on_device(index, diagonal.device)]
 
     def mix(self, summary: Tensor, causal: bool) -> Tensor:
         """Summaries mixed, ``[B, H, M, W]`` to the same; causal: earlier blocks only, without the block itself.
@@ -216,6 +219,10 @@ def _flatten(mixing: Mixing) -> tuple[list[Tensor], tuple[tuple[str, Any], ...]]
 def _flatten_with_keys(mixing: Mixing) -> tuple[list[tuple[Any, Tensor]], tuple[tuple[str, Any], ...]]:
     leaves, context = _flatten(mixing)
     return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(mixing.learned, leaves, strict=True)], context
+
+
+def _from_json(value: Any) -> Any:
+    return tuple(map(_from_json, value)) if isinstance(value, list) else value
 
 
 def _unflatten(cls: type[Mixing], leaves: Iterable[Any], context: Any) -> Mixing:

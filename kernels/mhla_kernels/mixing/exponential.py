@@ -112,7 +112,7 @@ class ExponentialMixing(Mixing):
         """See :meth:`Mixing.matrix`."""
         return self.dense(blocks if self.grid is None else None)
 
-    def own(self, index: slice | Tensor, blocks: int) -> Tensor:
+    def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
         """``[1]`` or ``[H, 1]``: the sum of the amplitudes, for every block."""
         return self.amplitude.sum(-1, keepdim=True)
 

@@ -341,7 +341,9 @@ def attend(
     gradient = x.new_zeros(call.rows, count, parts, dtype=torch.float32) if own_gradient else None
     inverse, normalizer_gradient = weights or (x, x)
     aligned = alignment(x, y, a, own, out)
-    coefficients, *coefficient_strides = MIXERS[call.arguments.mixer].pairs(call)
+    if call.pairs is None:
+        call.pairs = MIXERS[call.arguments.mixer].pairs(call)
+    coefficients, *coefficient_strides = call.pairs
     attend_kernel[(call.rows * count, parts)](
         x, y, a, own, out, call.mask_bytes, inverse, normalizer_gradient,
         x if mixed is None else mixed, x if running is None else running, coefficients,

@@ -86,6 +86,8 @@ class Call:
         self.token_row, self.key_mask = arguments.token_row, arguments.key_mask
         self.causal, self.normalize, self.relu = arguments.causal, arguments.normalize, arguments.relu
         self.chunked = arguments.form == "chunked"
+        self.pairs: tuple[Tensor, int, int, int] | None = None
+        """Coefficients for token pairs, once the attend kernel has asked for them."""
 
     @property
     def rows(self) -> int:

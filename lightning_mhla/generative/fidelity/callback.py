@@ -49,7 +49,7 @@ class GenerationMetrics(SampleGrid):
         reference: train or validate, for that part of the data (50,000 images of it at most, spread evenly); a folder of
             images; or an .npz of ADM's evaluator.
         features: network whose features are compared.
-        sampling: options of the model's sampling, by name; null for the model's own.
+        sampling: options of the model's sampling, a mapping or its dataclass; None for the model's own.
         every_n_steps: optimiser steps between two evaluations; null for none on the way.
         at_end: whether the last weights are scored.
         batch_size: samples that each process draws together.
@@ -62,7 +62,7 @@ class GenerationMetrics(SampleGrid):
         samples: int = 50_000,
         reference: str = "train",
         features: FeatureNetwork | None = None,
-        sampling: dict[str, Any] | None = None,
+        sampling: Any = None,
         every_n_steps: int | None = 50_000,
         at_end: bool = True,
         batch_size: int = 64,

@@ -14,7 +14,8 @@ from torchvision.transforms import v2
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples
 from lightning_mhla.data.images import FolderImages, class_names, labelled_images
-from lightning_mhla.system.options import as_dataclass, keep_plain
+from lightning_mhla.system.hyperparameters import keep_plain
+from lightning_mhla.system.options import as_dataclass
 
 
 class Digits(ResumableDataModule):

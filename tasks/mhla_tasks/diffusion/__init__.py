@@ -1,13 +1,12 @@
 """Class-to-image diffusion: DiT with mhla, linear or softmax attention."""
 
-from lightning_mhla.generative.drawing import SampleGrid
 from lightning_mhla.generative.fidelity import (
     DigitFeatures,
     FeatureNetwork,
-    GenerationMetrics,
     InceptionFeatures,
     RandomFeatures,
 )
+from mhla_tasks.diffusion.callbacks import GenerationMetrics, SampleGrid
 from mhla_tasks.diffusion.data import DigitImages, ImageShards, LatentShards
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.module import ClassToImage

@@ -12,7 +12,8 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.generative.images import OutputFormat, SampleWriter, to_pixels
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
-from lightning_mhla.system.options import as_dataclass, keep_plain
+from lightning_mhla.system.hyperparameters import keep_plain
+from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.diffusion.model import DiT, Size
 from mhla_tasks.diffusion.pretrained import load_pretrained

@@ -15,7 +15,8 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.attention import attention_per_layer
 from lightning_mhla.attention.sequence import SequenceShare
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
-from lightning_mhla.system.options import as_dataclass, keep_plain
+from lightning_mhla.system.hyperparameters import keep_plain
+from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention

@@ -19,8 +19,9 @@ from lightning_mhla.generative.flow import FlowConfig, draw_flow_times, flow_poi
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.generative.text import TextConfig, make_encoder
 from lightning_mhla.swap import swapped_layers
+from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.lightning_private import ddp_options
-from lightning_mhla.system.options import as_dataclass, keep_plain
+from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.video.model import TransformerConfig, build_transformer
 from mhla_tasks.video.pretrained import build_teacher, load_weights

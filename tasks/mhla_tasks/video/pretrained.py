@@ -90,7 +90,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
         if (trained := read_trained(path)) is not None:
             state = trained.weights
         elif local.is_file():
-            state = read_weights_file(local, CONTAINERS)
+            state = read_weights_file(local, CONTAINERS, mixed=True)
         elif swapped := [folder for folder in (local, local / "transformer") if is_swapped(folder)]:
             state = read_safetensors(swapped[0])
         else:

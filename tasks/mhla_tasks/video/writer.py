@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,8 +12,10 @@ from lightning import Callback, LightningModule, Trainer
 from rich.console import Console
 from torch import Tensor
 
+from lightning_mhla import AttentionConfig
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
+from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.video.clips import write_clip
 from mhla_tasks.video.strips import draw_strips
 
@@ -65,6 +68,8 @@ class ClipWriter(Callback):
         }
         origin = json.loads(json.dumps(origin))
         before = json.loads(path.read_text()) if path.exists() else origin
+        for record in (origin, before):  # an earlier version knew fewer options
+            record["attention"] = asdict(as_dataclass(AttentionConfig, record["attention"]))
         differing = [name for name in origin if before.get(name) != origin[name]]
         if differing:
             raise ValueError(

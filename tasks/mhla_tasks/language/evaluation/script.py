@@ -2,8 +2,9 @@
 
     mhla-lm-eval --model_args pretrained=last.ckpt --tasks mmlu,longbench --data_dir copies --batch_size 8
 
-Everything is lm-eval's own but ``--model``, which is mhla unless given, and ``--data_dir``, a folder with local copies of
-the tasks' data (see :mod:`mhla_tasks.language.evaluation.tasks`). On several GPUs the requests are shared:
+Everything is lm-eval's own but ``--model``, which is mhla unless given, ``--data_dir``, a folder with local copies of the
+tasks' data (see :mod:`mhla_tasks.language.evaluation.tasks`), and ``--allow``, modules of attention kinds of
+your own. On several GPUs the requests are shared:
 
     torchrun --nproc-per-node 8 -m mhla_tasks.language.evaluation.script --model_args pretrained=last.ckpt --tasks mmlu
 """
@@ -17,12 +18,14 @@ import torch
 from lm_eval.__main__ import cli_evaluate
 
 import mhla_tasks.language.evaluation.lm  # noqa: F401  registers the model type
+from lightning_mhla.system.commands import import_own
 from mhla_tasks.language.evaluation.tasks import local_data
 
 
 def main() -> None:
     """Run the command line."""
-    words, folder = _without_data_dir(sys.argv[1:])
+    words, folder = _without_option(sys.argv[1:], "--data_dir")
+    words, allowed = _without_option(words, "--allow")
     if words and words[0] in ("-h", "--help"):
         sys.stdout.write(f"{__doc__}\n")
     runs = not words or words[0] not in ("ls", "validate", "-h", "--help")
@@ -35,6 +38,7 @@ def main() -> None:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         torch.distributed.init_process_group()
     try:
+        import_own(allowed.split(",") if allowed else [])
         with local_data(folder):
             cli_evaluate()
     except (FileNotFoundError, ValueError) as error:
@@ -46,20 +50,20 @@ def main() -> None:
             torch.distributed.destroy_process_group()
 
 
-def _without_data_dir(words: list[str]) -> tuple[list[str], str | None]:
+def _without_option(words: list[str], option: str) -> tuple[list[str], str | None]:
     rest: list[str] = []
-    folder = None
+    value = None
     following = iter(words)
     for word in following:
-        if word == "--data_dir":
-            folder = next(following, None)
-            if folder is None:
-                sys.exit("error: --data_dir needs a folder")
-        elif word.startswith("--data_dir="):
-            folder = word.partition("=")[2]
+        if word == option:
+            value = next(following, None)
+            if value is None:
+                sys.exit(f"error: {option} needs a value")
+        elif word.startswith(f"{option}="):
+            value = word.partition("=")[2]
         else:
             rest.append(word)
-    return rest, folder
+    return rest, value
 
 
 if __name__ == "__main__":
