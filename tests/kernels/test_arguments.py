@@ -66,6 +66,17 @@ def test_wrong_argument(name: str) -> None:
         mhla_attention(**call)
 
 
+def test_only_shapes_are_met_with_the_hint_at_another_order() -> None:
+    """``[B, H, N, D]`` looks like few tokens of many heads; a wrong decay has nothing to do with it."""
+    few = torch.rand(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="transpose"):
+        mhla_attention(few, few, few, torch.ones(3, 2, 2), block_size=1)
+    wrong = ExponentialMixing(torch.ones(2), torch.tensor([0.1, -0.1]))
+    with pytest.raises(ValueError, match="not negative") as error:
+        mhla_attention(few, few, few, wrong, block_size=1)
+    assert "transpose" not in str(error.value)
+
+
 def test_numpys_integers_will_do() -> None:
     want = mhla_attention(Q, Q, Q, M, block_size=4)
     assert torch.equal(mhla_attention(Q, Q, Q, M, block_size=np.int64(4)), want)

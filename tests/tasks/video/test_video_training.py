@@ -383,6 +383,9 @@ def test_predict_goes_on_where_it_was_stopped(whole: Path, tmp_path: Path, monke
             predict(tmp_path / "first", start, *options)
     assert drawn == [[0, 1], [2, 3]]
     (output / "videos/three-0.mp4").unlink()
+    origin = json.loads((output / "videos-origin.json").read_text())
+    del origin["attention"]["options"]  # as before there were any
+    (output / "videos-origin.json").write_text(json.dumps(origin))
     drawn.clear()
     monkeypatch.setattr(VideoDiffusion, "draw", lambda *given: drawn.append(given[2]) or draw(*given))
     predict(tmp_path / "second", start, *options)
