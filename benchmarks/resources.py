@@ -144,7 +144,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     from mhla_kernels.triton_backend import call
     from mhla_kernels.triton_backend.launch import backward, forward
     from mhla_kernels.triton_backend.rotary import launch_rotary
-    from mhla_kernels.triton_backend.tables import make_layout, token_rows
+    from mhla_kernels.triton_backend.tables import make_tables, token_rows
 
     tokens, heads, dtype = 4 * variant.block_size, 1 if variant.unusual else 2, getattr(torch, variant.dtype)
     widths = (variant.key_width, variant.key_width, variant.value_width)
@@ -153,9 +153,9 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     if variant.unusual:
         q, k, v = (x.transpose(1, 3).contiguous().transpose(1, 3)[:1] for x in (q, k, v))
         mask, bounds = torch.ones(1, tokens, dtype=torch.bool), torch.tensor([0, tokens])
-    layout = make_layout(tokens, q.device, variant.block_size, None, bounds)
+    tables = make_tables(tokens, q.device, variant.block_size, None, bounds)
     coefficients = [torch.zeros(1, variant.terms)] * 2 if variant.terms else [torch.zeros(1, 4, 4)]
-    rows = token_rows(layout) if variant.form == "parallel" else None
+    rows = token_rows(tables) if variant.form == "parallel" else None
     checked = call.Arguments(
         q,
         k,
@@ -163,10 +163,10 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         coefficients,
         mask,
         bounds,
-        layout.table,
-        layout.sequences,
+        tables.table,
+        tables.sequences,
         rows,
-        layout.largest,
+        tables.largest,
         None,
         variant.causal,
         variant.normalize,

@@ -66,7 +66,7 @@ def measure(shape: Shape, processes: int) -> dict[str, Any]:
     return {
         "shape": shape.name,
         "processes": processes,
-        "exchanged": "boundary sums" if shape.terms else "summaries" if moved.least == "summaries" else "k and v",
+        "exchanged": "boundary sums" if shape.terms else {"summaries": "summaries", "tokens": "k and v"}[moved.least],
         "forward_mib": forward / mib,
         "backward_mib": forward / mib if moved.least == "summaries" else 2 * forward / mib,
         "ring_forward_mib": ring[0] / mib,

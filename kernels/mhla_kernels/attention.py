@@ -204,13 +204,13 @@ def _attend_triton(
 ) -> Tensor:
     """The fused kernels: operands in one dtype, mixing in float32 with the scale in it, shared or per head."""
     import mhla_kernels.triton_backend.ops  # noqa: F401  registers the operator; needs triton
-    from mhla_kernels.triton_backend.tables import make_layout, token_rows
+    from mhla_kernels.triton_backend.tables import make_tables, token_rows
 
     dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16
     mixing, factor = mixing.to(torch.float32), 1.0 if problem.scale is None else problem.scale
     kind, (coefficients, *others) = mixing.fused(_most_blocks(problem, block_size), causal, form)
     bounds = None if problem.cu_seqlens is None else on_device(problem.cu_seqlens, q.device)
-    layout = make_layout(problem.tokens, q.device, block_size, problem.block_offsets, bounds)
+    tables = make_tables(problem.tokens, q.device, block_size, problem.block_offsets, bounds)
     out: Tensor = torch.ops.mhla.attention(
         q.to(dtype),
         k.to(dtype),
@@ -218,10 +218,10 @@ def _attend_triton(
         [(coefficients * factor).contiguous(), *others],
         key_mask,
         bounds,
-        layout.table,
-        layout.sequences,
-        token_rows(layout) if form == "parallel" else None,
-        layout.largest,
+        tables.table,
+        tables.sequences,
+        token_rows(tables) if form == "parallel" else None,
+        tables.largest,
         None if problem.block_offsets is None else list(problem.block_offsets),
         causal,
         problem.scale is None,

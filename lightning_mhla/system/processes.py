@@ -14,8 +14,13 @@ def process_ranks() -> tuple[int, int, int]:
 
     SLURM's numbers count inside a step that srun started; a batch script or a shell of salloc is one process.
     """
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID") if "SLURM_STEP_ID" in os.environ else ("", "", "")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK") if "RANK" in os.environ else names
+    names: tuple[str, ...] = ()
+    if "RANK" in os.environ:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    elif "SLURM_STEP_ID" in os.environ:
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    if not names:
+        return 0, 1, 0
     rank, world, local = (int(os.environ.get(name, default)) for name, default in zip(names, "010", strict=True))
     return rank, world, local
 

@@ -82,7 +82,9 @@ class SuiteCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Check the keys, take over what a checkpoint remembers as defaults, then parse."""
-        words = sys.argv[1:] if args is None else list(args) if isinstance(args, Sequence) else []
+        words = sys.argv[1:] if args is None else []
+        if isinstance(args, Sequence):
+            words = list(args)
         words = with_folder_of_logger(with_config_of_run(words))
         if args is None:
             sys.argv[1:] = words  # other processes of the run are started with it

@@ -11,7 +11,7 @@ import torch._dynamo.testing
 from implementations import DEVICE, TRITON
 from mhla_kernels import ExponentialMixing, mhla_attention
 from mhla_kernels.triton_backend import ops  # noqa: F401  registers the operator
-from mhla_kernels.triton_backend.tables import make_layout, token_rows
+from mhla_kernels.triton_backend.tables import make_tables, token_rows
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -38,8 +38,8 @@ def problem(blocks: int = 3, exponential: bool = False) -> list[Tensor]:
 
 def tables(form: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """What the operator is told about 20 tokens in blocks of 8."""
-    layout = make_layout(20, torch.device(DEVICE), 8, None, None)
-    return layout.table, layout.sequences, token_rows(layout) if form == "parallel" else None
+    tables = make_tables(20, torch.device(DEVICE), 8, None, None)
+    return tables.table, tables.sequences, token_rows(tables) if form == "parallel" else None
 
 
 @pytest.mark.parametrize("form", ["parallel", "chunked"])

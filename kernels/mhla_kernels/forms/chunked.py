@@ -72,7 +72,9 @@ def chunked(
     eps: float,
 ) -> Tensor:
     """Outputs ``[B, H, M, C, V]``; ``scale`` None asks for the normaliser."""
-    run = _bidirectional if not causal else _causal if v_BHMCV.shape[-2] <= TILE else _causal_tiled
+    run = _bidirectional
+    if causal:
+        run = _causal if v_BHMCV.shape[-2] <= TILE else _causal_tiled
     out, normalizer = run(q_BHMCK, k_BHMCK, v_BHMCV, mixer, scale is None)
     if scale is not None:
         return out * scale

@@ -333,11 +333,11 @@ def attend(
     parts = triton.cdiv(out.shape[-1], tiles.outputs)
     (pieces, piece_size), in_piece, span = call.pieces, 1, 1
     if chunked:
-        table, in_piece = call.layout.table, triton.cdiv(piece_size, tiles.rows)
-        count = call.layout.blocks * pieces * in_piece
+        table, in_piece = call.tables.table, triton.cdiv(piece_size, tiles.rows)
+        count = call.tables.blocks * pieces * in_piece
     else:
         table, count = call.tile_table(tiles.rows)
-        span = config.power_of_two(call.layout.span(tiles.columns))
+        span = config.power_of_two(call.tables.span(tiles.columns))
     gradient = x.new_zeros(call.rows, count, parts, dtype=torch.float32) if own_gradient else None
     inverse, normalizer_gradient = weights or (x, x)
     aligned = alignment(x, y, a, own, out)
@@ -349,8 +349,8 @@ def attend(
         x if mixed is None else mixed, x if running is None else running, coefficients,
         x if gradient is None else gradient, table, table if call.token_row is None else call.token_row,
         *strides(aligned, x, y, a, own, out), *coefficient_strides,
-        call.layout.tokens, table.shape[1], call.heads, count, pieces, piece_size, in_piece,
-        call.coefficients[0].shape[-1], call.arguments.eps, MODE=mode, SUMMARY=chunked, PACKED=call.layout.packed,
+        call.tables.tokens, table.shape[1], call.heads, count, pieces, piece_size, in_piece,
+        call.coefficients[0].shape[-1], call.arguments.eps, MODE=mode, SUMMARY=chunked, PACKED=call.tables.packed,
         RUNNING=running is not None, CAUSAL=call.causal, NORMALIZE=call.normalize,
         RELU=call.relu, HAS_MASK=call.key_mask is not None, OWN_GRADIENT=own_gradient,
         X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
@@ -358,4 +358,4 @@ def attend(
     )  # fmt: skip
     if gradient is None:
         return out, None
-    return out, gradient.view(call.rows, call.layout.blocks, -1).sum(-1)
+    return out, gradient.view(call.rows, call.tables.blocks, -1).sum(-1)

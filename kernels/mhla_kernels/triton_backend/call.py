@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mhla_kernels.triton_backend import config
-from mhla_kernels.triton_backend.tables import Layout, make_layout
+from mhla_kernels.triton_backend.tables import BlockTables, make_tables
 
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -36,7 +36,7 @@ class Arguments(NamedTuple):
         coefficients: float32 tensors of the mixing, ``[1, ...]`` or ``[H, ...]``; a scale is multiplied into the first one.
         key_mask: ``[B, N]`` bool.
         cu_seqlens: packed sequences, ``[S + 1]`` on the device.
-        table: see :class:`Layout`, like the next one.
+        table: see :class:`BlockTables`, like the next one.
         sequences: see there.
         token_row: ``[N]`` int32, the row of each token's block in the matrix of coefficients; parallel form.
         largest: tokens in the largest block.
@@ -80,7 +80,7 @@ class Call:
         self.q, self.k, self.v, self.coefficients = arguments[:4]
         offsets = None if arguments.block_offsets is None else tuple(arguments.block_offsets)
         table, packed = arguments.table, arguments.cu_seqlens is not None
-        self.layout = Layout(
+        self.tables = BlockTables(
             self.q.shape[1], table.shape[1], arguments.largest, offsets, packed, table, arguments.sequences
         )
         self.token_row, self.key_mask = arguments.token_row, arguments.key_mask
@@ -127,8 +127,8 @@ class Call:
     def pieces(self) -> tuple[int, int]:
         """Pieces of a block, and tokens in one."""
         longest = config.PIECE if self.causal else config.SPLIT
-        pieces = -(-self.layout.largest // longest)
-        return pieces, -(-self.layout.largest // pieces)
+        pieces = -(-self.tables.largest // longest)
+        return pieces, -(-self.tables.largest // pieces)
 
     @cached_property
     def mask_bytes(self) -> Tensor:
@@ -138,8 +138,8 @@ class Call:
     def tile_table(self, rows: int) -> tuple[Tensor, int]:
         """Tiles of ``rows`` tokens from the start of each sequence: their table (packed), anything (else); their number."""
         if self.arguments.cu_seqlens is None:
-            return self.layout.table, triton.cdiv(self.layout.tokens, rows)
-        table = make_layout(self.layout.tokens, self.q.device, rows, None, self.arguments.cu_seqlens).table
+            return self.tables.table, triton.cdiv(self.tables.tokens, rows)
+        table = make_tables(self.tables.tokens, self.q.device, rows, None, self.arguments.cu_seqlens).table
         return table, table.shape[1]
 
 

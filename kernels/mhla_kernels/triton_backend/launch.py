@@ -35,7 +35,7 @@ def backward(call: Call, gradient: Tensor, with_mixing: bool) -> tuple[Tensor, T
         mixed = mixer.mix(call, summary)
     weights = None
     if call.normalize:
-        shape = (call.rows, call.layout.tokens)
+        shape = (call.rows, call.tables.tokens)
         weights = q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
     dq, _ = attend(call, DQ.value, (gradient, v, k), q, mixed, running, weights)
     if call.chunked:

@@ -142,7 +142,7 @@ class DenseMixer:
         tiles = config.mix_tiles(call.q.dtype, blocks)
         matrix, *matrix_strides = self.pairs(call)
         mix_kernel[(call.rows * triton.cdiv(blocks, tiles.rows), triton.cdiv(width, tiles.columns))](
-            matrix, summary, mixed, call.layout.table, *matrix_strides, blocks, call.heads,
+            matrix, summary, mixed, call.tables.table, *matrix_strides, blocks, call.heads,
             INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.causal, TRANSPOSED=transposed, WIDTH=width, ROWS=tiles.rows,
             TERMS=tiles.terms, COLUMNS=tiles.columns, **call.schedule(tiles),
         )  # fmt: skip
@@ -162,10 +162,10 @@ class DenseMixer:
         gradient = call.q.new_empty(call.rows, size, size, dtype=torch.float32)
         parts = triton.cdiv(size, tiles.rows)
         mixing_gradient_kernel[(call.rows * parts, parts)](
-            d_mixed, summary, gradient, call.layout.sequences, blocks, call.layout.sequences.shape[1], size,
+            d_mixed, summary, gradient, call.tables.sequences, blocks, call.tables.sequences.shape[1], size,
             INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.causal, WIDTH=width, ROWS=tiles.rows, COLUMNS=64,
             **call.schedule(tiles),
         )  # fmt: skip
         if own is not None:
-            gradient = gradient + torch.diag_embed(sum_at(own, call.layout.table[_ROW], size))
+            gradient = gradient + torch.diag_embed(sum_at(own, call.tables.table[_ROW], size))
         return [gradient]

@@ -189,20 +189,20 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
     q, k, v = call.q, call.k, call.v
     tiles = config.pair_tiles(q.dtype)
     (table, count), size = call.tile_table(tiles.rows), call.coefficients[0].shape[-1]
-    span = config.power_of_two(call.layout.span(tiles.rows))
+    span = config.power_of_two(call.tables.span(tiles.rows))
     inverse, normalizer_gradient = weights or (q, q)
     assert call.token_row is not None
     out = q.new_zeros(call.rows, count, size, span, dtype=torch.float32)
     aligned = alignment(q, k, v, gradient)
     pair_gradient_kernel[(call.rows * count,)](
         q, k, v, gradient, call.mask_bytes, inverse, normalizer_gradient, out, table, call.token_row,
-        *strides(aligned, q, k, v, gradient), call.layout.tokens, table.shape[1],
-        call.heads, count, size, PACKED=call.layout.packed, CAUSAL=call.causal, NORMALIZE=call.normalize,
+        *strides(aligned, q, k, v, gradient), call.tables.tokens, table.shape[1],
+        call.heads, count, size, PACKED=call.tables.packed, CAUSAL=call.causal, NORMALIZE=call.normalize,
         RELU=call.relu, HAS_MASK=call.key_mask is not None, KEY_WIDTH=call.key_width, VALUE_WIDTH=call.value_width,
         ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice, SPAN=span,
         ALIGNED=aligned, **call.schedule(tiles),
     )  # fmt: skip
-    starts = table[_START].long() if call.layout.packed else torch.arange(count, device=q.device) * tiles.rows
+    starts = table[_START].long() if call.tables.packed else torch.arange(count, device=q.device) * tiles.rows
     block = (call.token_row[starts][:, None] + torch.arange(span, device=q.device)).flatten()
     by_block = out.permute(0, 2, 1, 3).reshape(call.rows * size, -1)
     return sum_at(by_block, block, size).reshape(call.rows, size, size)

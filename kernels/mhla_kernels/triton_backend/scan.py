@@ -126,7 +126,7 @@ class ExponentialMixer:
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
         tiles = config.scan_tiles(terms)
         scan_kernel[(call.rows * triton.cdiv(width, tiles.columns),)](
-            amplitude, decay, summary, mixed, call.layout.table, _head_stride(amplitude), blocks, call.heads,
+            amplitude, decay, summary, mixed, call.tables.table, _head_stride(amplitude), blocks, call.heads,
             REVERSE=transposed, WIDTH=width, COLUMNS=tiles.columns, TERMS=terms, TERMS_PADDED=tiles.terms,
             **call.schedule(tiles),
         )  # fmt: skip
@@ -146,7 +146,7 @@ class ExponentialMixer:
         parts = triton.cdiv(width, tiles.columns)
         of_amplitude, of_decay = (d_mixed.new_empty(call.rows, parts, terms) for _ in range(2))
         scan_gradient_kernel[(call.rows * parts,)](
-            amplitude, decay, d_mixed, summary, of_amplitude, of_decay, call.layout.table, _head_stride(amplitude),
+            amplitude, decay, d_mixed, summary, of_amplitude, of_decay, call.tables.table, _head_stride(amplitude),
             blocks, call.heads, WIDTH=width, COLUMNS=tiles.columns, TERMS=terms, TERMS_PADDED=tiles.terms,
             **call.schedule(tiles),
         )  # fmt: skip

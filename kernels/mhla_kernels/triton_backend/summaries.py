@@ -141,15 +141,15 @@ def summarize(
     ``weights``: of each token in S and in z, ``[B * H, N]``. ``reverse`` asks for later pieces.
     """
     pieces, piece_size = call.pieces
-    blocks, width = call.layout.blocks, call.summary_width
+    blocks, width = call.tables.blocks, call.summary_width
     value_weight, normalizer_weight = weights or (call.q, call.q)
     tiles = config.summary_tiles(call.q.dtype, call.key_width, call.value_width)
     parts = triton.cdiv(call.key_width, tiles.keys) * triton.cdiv(call.value_width, tiles.values)
     summary = call.q.new_empty(call.rows, blocks * pieces, width, dtype=torch.float32)
     aligned = alignment(key, value)
     summaries_kernel[(call.rows * blocks * pieces, parts)](
-        key, value, call.mask_bytes, value_weight, normalizer_weight, summary, call.layout.table,
-        *strides(aligned, key, value), call.layout.tokens, blocks, call.heads, pieces, piece_size,
+        key, value, call.mask_bytes, value_weight, normalizer_weight, summary, call.tables.table,
+        *strides(aligned, key, value), call.tables.tokens, blocks, call.heads, pieces, piece_size,
         KEY_WIDTH=call.key_width, VALUE_WIDTH=call.value_width, HAS_MASK=call.key_mask is not None, RELU=call.relu,
         WEIGHTED=weights is not None, NORMALIZE=call.normalize, TOKENS=tiles.tokens, KEYS=tiles.keys, VALUES=tiles.values,
         ALIGNED=aligned, **call.schedule(tiles),

@@ -23,7 +23,7 @@ its sequence, first token and end of its sequence. A block that is not in use ha
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class BlockTables:
     """Blocks as the kernels see them; see the module's text.
 
     Attributes:
@@ -52,14 +52,14 @@ class Layout:
         return max(bisect_left(self.offsets, t + tile) - bisect_right(self.offsets, t) + 1 for t in starts)
 
 
-def make_layout(
+def make_tables(
     tokens: int,
     device: torch.device,
     block_size: int | None,
     block_offsets: tuple[int, ...] | None,
     cu_seqlens: Tensor | None,
-) -> Layout:
-    """The layout for one of: equal blocks, uneven blocks, packed sequences of equal blocks."""
+) -> BlockTables:
+    """The tables for one of: equal blocks, uneven blocks, packed sequences of equal blocks."""
     cached = may_cache(device)
     if block_offsets is not None:
         return (_uneven if cached else _uneven.__wrapped__)(block_offsets, device)
@@ -71,7 +71,7 @@ def make_layout(
 
 
 @lru_cache(maxsize=64)
-def _uneven(offsets: tuple[int, ...], device: torch.device) -> Layout:
+def _uneven(offsets: tuple[int, ...], device: torch.device) -> BlockTables:
     with torch.inference_mode(False):
         bounds = on_device(offsets, device).int()
         largest = max(end - start for start, end in pairwise(offsets))
@@ -79,22 +79,24 @@ def _uneven(offsets: tuple[int, ...], device: torch.device) -> Layout:
 
 
 @lru_cache(maxsize=64)
-def _equal(tokens: int, block_size: int, device: torch.device) -> Layout:
+def _equal(tokens: int, block_size: int, device: torch.device) -> BlockTables:
     with torch.inference_mode(False):
         start = torch.arange(0, tokens, block_size, dtype=torch.int32, device=device)
         return _one_sequence(tokens, start, (start + block_size).clamp(max=tokens), block_size, None)
 
 
-def _one_sequence(tokens: int, start: Tensor, end: Tensor, largest: int, offsets: tuple[int, ...] | None) -> Layout:
+def _one_sequence(
+    tokens: int, start: Tensor, end: Tensor, largest: int, offsets: tuple[int, ...] | None
+) -> BlockTables:
     blocks = start.numel()
     row = torch.arange(blocks, dtype=torch.int32, device=start.device)
     constant = [torch.full_like(row, value) for value in (0, blocks, 0, tokens)]
     table = torch.stack([start, end, row, *constant])
     sequences = torch.stack([table[FIRST, :1], table[LAST, :1]])
-    return Layout(tokens, blocks, largest, offsets, False, table, sequences)
+    return BlockTables(tokens, blocks, largest, offsets, False, table, sequences)
 
 
-def _packed(tokens: int, block_size: int, bounds: Tensor) -> Layout:
+def _packed(tokens: int, block_size: int, bounds: Tensor) -> BlockTables:
     """S sequences of N tokens in all have at most ``N // block_size + S`` blocks; that many are laid out."""
     counts = (bounds.diff() + block_size - 1) // block_size
     ends = counts.cumsum(0)
@@ -118,26 +120,26 @@ def _packed(tokens: int, block_size: int, bounds: Tensor) -> Layout:
         torch.where(used, high, 0),
     ]
     table = torch.stack(columns).int()
-    return Layout(tokens, blocks, block_size, None, True, table, torch.stack([firsts, counts]).int())
+    return BlockTables(tokens, blocks, block_size, None, True, table, torch.stack([firsts, counts]).int())
 
 
-def token_rows(layout: Layout) -> Tensor:
+def token_rows(tables: BlockTables) -> Tensor:
     """``[N]`` int32: for each token the row of its block in the mixing matrix."""
-    device = layout.table.device
-    if layout.packed or not may_cache(device):
-        return _token_rows(layout)
-    return _cached_token_rows(layout)
+    device = tables.table.device
+    if tables.packed or not may_cache(device):
+        return _token_rows(tables)
+    return _cached_token_rows(tables)
 
 
 @lru_cache(maxsize=64)
-def _cached_token_rows(layout: Layout) -> Tensor:
+def _cached_token_rows(tables: BlockTables) -> Tensor:
     with torch.inference_mode(False):
-        return _token_rows(layout)
+        return _token_rows(tables)
 
 
-def _token_rows(layout: Layout) -> Tensor:
-    token = torch.arange(layout.tokens, device=layout.table.device, dtype=torch.int32)
-    start, end = layout.table[START].contiguous(), layout.table[END]
-    used_start = torch.where(end > start, start, layout.tokens).contiguous()
+def _token_rows(tables: BlockTables) -> Tensor:
+    token = torch.arange(tables.tokens, device=tables.table.device, dtype=torch.int32)
+    start, end = tables.table[START].contiguous(), tables.table[END]
+    used_start = torch.where(end > start, start, tables.tokens).contiguous()
     block = torch.searchsorted(used_start, token, right=True) - 1
-    return layout.table[ROW][block].contiguous()
+    return tables.table[ROW][block].contiguous()
