@@ -34,7 +34,7 @@ SHAPES = {
     "tasks/mhla_tasks/diffusion/README.md": [("predicted", (2, 8, 32, 32))],
     "tasks/mhla_tasks/video/README.md": [("layers", (3,))],
 }
-"""What each example ends in: a tensor, or a layer or a kind of attention that takes and gives tokens of this shape."""
+"""The end of each example: a tensor, or a layer or a kind of attention that takes and gives tokens of this shape."""
 
 
 @pytest.mark.parametrize("readme", READMES)

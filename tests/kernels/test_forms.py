@@ -1,4 +1,7 @@
-"""Every form of both backends against the definition: values and gradients of q, k, v and mixing."""
+"""Every form of both backends against the definition: values and gradients of q, k, v and mixing.
+
+One file, since all tests share one generator of problems.
+"""
 
 from __future__ import annotations
 

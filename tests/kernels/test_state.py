@@ -1,4 +1,4 @@
-"""Prefill and steps are one causal pass, wherever it is cut."""
+"""Prefill and steps are one causal pass, wherever it is cut; one file for this one property, whatever its length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The data pipeline: order, splits, shards, and what happens to broken data."""
+"""The data pipeline: order, splits, shards, and what happens to broken data.
+
+One file, since all tests share small shards and their reader.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The classification domain: shards to a trained model, metrics that count, options of the trainer."""
+"""The classification domain: shards to a trained model, metrics that count, options of the trainer.
+
+Longer than other files: one domain, from its data to its export.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line: short errors, precedence, and every shipped configuration."""
+"""The command line: short errors, precedence, and every shipped configuration.
+
+One file, since all tests share one way to run a command and catch its error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a user changes on resume is obeyed, or refused, and said; no row of the log is lost; copies resume where they stood."""
+"""Options changed on resume are obeyed, or rejected, and logged; no row of the log is lost; copies resume where they stood.
+
+Longer than other files: every change that a resumed run may meet.
+"""
 
 from __future__ import annotations
 

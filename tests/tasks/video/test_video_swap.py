@@ -1,4 +1,7 @@
-"""Attention swapped into diffusers' transformers: exact where nothing changes, the definition where it does."""
+"""Attention swapped into diffusers' transformers: exact where nothing changes, the definition where it does.
+
+Longer than other files: the same checks for every host model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Training, resume, sampling and prediction of video models, by the command line as users call it."""
+"""Training, resume, sampling and prediction of video models, by the command line as users call it.
+
+One file, since most tests start from one run that it trains first.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -133,4 +135,18 @@ def digits_config(folder: Path, name: str = "digits_pretrain", **model: Any) -> 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    archive.addfile(member, io.BytesIO(data))
+
+
+def make_shard(path: Path, samples: list[dict[str, bytes]]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for number, members in enumerate(samples):
+            for extension, data in members.items():
+                add(archive, f"{number:04d}.{extension}", data)
     return path
