@@ -61,12 +61,13 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def read_diffusers(path: str, kind: Any) -> dict[str, Tensor]:
+def read_diffusers(path: str, kind: Any, what: str) -> dict[str, Tensor]:
     """Weights of a model of diffusers, or of the ``transformer`` of a pipeline.
 
     Args:
         path: folder or name on the hub.
         kind: class of the model.
+        what: the model in words, for errors.
 
     Raises:
         FileNotFoundError: when there is none.
@@ -77,6 +78,6 @@ def read_diffusers(path: str, kind: Any) -> dict[str, Tensor]:
         model = kind.from_pretrained(path, **({} if alone else {"subfolder": "transformer"}))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"{path} is no file, no folder of a {kind.__name__}, no name on the hub ({str(error).splitlines()[0]})"
+            f"{path} is no file, no folder of {what}, no name on the hub ({str(error).splitlines()[0]})"
         ) from error
     return dict(model.state_dict())

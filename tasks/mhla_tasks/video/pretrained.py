@@ -94,7 +94,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
         elif swapped := [folder for folder in (local, local / "transformer") if is_swapped(folder)]:
             state = read_safetensors(swapped[0])
         else:
-            return read_diffusers(path, WanTransformer3DModel)
+            return read_diffusers(path, WanTransformer3DModel, "a Wan transformer")
     state = {name.removeprefix("network."): tensor for name, tensor in state.items()}
     if any(".lora_A." in name for name in state):
         raise ValueError(

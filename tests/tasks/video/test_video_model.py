@@ -250,7 +250,7 @@ def test_weights_to_start_from(original: WanTransformer3DModel, pipeline: Path, 
 
 def test_wrong_weights(original: WanTransformer3DModel, tmp_path: Path) -> None:
     model = build_transformer(TINY, PAPER, HYBRID)
-    with pytest.raises(FileNotFoundError, match="no file, no folder of a WanTransformer3DModel, no name on the hub"):
+    with pytest.raises(FileNotFoundError, match="no file, no folder of a Wan transformer, no name on the hub"):
         load_weights(model, str(tmp_path / "nowhere"))
     (tmp_path / "text.pth").write_text("no weights")
     with pytest.raises(ValueError, match="cannot be read safely"):
