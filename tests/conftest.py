@@ -59,7 +59,7 @@ SLOW = (
 LONGEST = (
     "test_configs", "test_benchmarks", "test_video_training", "test_slurm", "test_kills", "test_sharding",
     "test_distributed", "test_forms", "test_causality", "test_diffusion_training", "test_diffusion_metrics",
-    "test_language_evaluation", "test_resume_options", "test_guards", "test_language_transformers", "test_run_folder",
+    "test_own_kind", "test_language_evaluation", "test_resume_options", "test_guards", "test_language_transformers", "test_run_folder",
 )  # fmt: skip
 """Test files that take a minute or so, begun first: no worker is left with one at the end."""
 
