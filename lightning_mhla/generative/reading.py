@@ -61,13 +61,14 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def read_diffusers(path: str, kind: Any, what: str) -> dict[str, Tensor]:
+def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[str, Tensor]:
     """Weights of a model of diffusers, or of the ``transformer`` of a pipeline.
 
     Args:
         path: folder or name on the hub.
         kind: class of the model.
         what: the model in words, for errors.
+        option: that the path is the value of, for errors.
 
     Raises:
         FileNotFoundError: when there is none.
@@ -78,6 +79,6 @@ def read_diffusers(path: str, kind: Any, what: str) -> dict[str, Tensor]:
         model = kind.from_pretrained(path, **({} if alone else {"subfolder": "transformer"}))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"{path} is no file, no folder of {what}, no name on the hub ({str(error).splitlines()[0]})"
+            f"{option}{path} is no file, no folder of {what}, no name on the hub ({str(error).splitlines()[0]})"
         ) from error
     return dict(model.state_dict())

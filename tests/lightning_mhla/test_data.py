@@ -1,6 +1,6 @@
 """The data pipeline: order, splits, shards, and what happens to broken data.
 
-One file, since all tests share small shards and their reader.
+Longer than other files: the whole pipeline, from a shard to a batch.
 """
 
 from __future__ import annotations

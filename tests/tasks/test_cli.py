@@ -1,6 +1,6 @@
 """The command line: short errors, precedence, and every shipped configuration.
 
-One file, since all tests share one way to run a command and catch its error.
+Longer than other files: every error that the command line words itself.
 """
 
 from __future__ import annotations

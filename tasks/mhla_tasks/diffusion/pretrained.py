@@ -116,7 +116,7 @@ def read_state(path: str) -> dict[str, Tensor]:
                 return read_safetensors(folder)
         if (local / "model.safetensors").is_file():  # as exports were written at first
             return read_weights_file(local / "model.safetensors")
-    return read_diffusers(path, DiTTransformer2DModel, "a DiT")
+    return read_diffusers(path, DiTTransformer2DModel, "a DiT", "pretrained ")
 
 
 def _options(path: str) -> dict[str, Any]:

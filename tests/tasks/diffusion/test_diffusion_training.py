@@ -210,7 +210,7 @@ def test_ddpm_with_learned_variance_trains_and_samples(tmp_path: Path) -> None:
         (["--model.init_args.sample_size=16"], "images of channels and sides (1, 8, 8) for a model of (1, 16, 16)"),
         (["--model.init_args.num_classes=5"], "is not one of 0 to 4"),
         (["--model.init_args.sampling.sampler=ddim"], "sampler='ddim' does not go with objective 'flow'"),
-        (["--model.init_args.pretrained=nowhere"], "nowhere is no file, no folder of a DiT"),
+        (["--model.init_args.pretrained=nowhere"], "pretrained nowhere is no file, no folder of a DiT"),
         (["--model.init_args.attention.block_grid=[9,4]"], "9"),
         (["--data.init_args.batch_size=2000"], "do not fill one batch of batch_size=2000"),
     ],
