@@ -225,12 +225,13 @@ class VideoDiffusion(GenerativeModule):
             }
             for slot in counted
         ]
+        written = {"fps": self.sampling.fps, "crf": self.sampling.crf}
         missing = self._writer.missing(rows)
         rows, slots = [rows[number] for number in missing], [counted[number] for number in missing]
         if shards_weights(self.trainer):  # processes gather weights from each other: all draw equally often
             slots = list(range(len(batch["index"])))
         elif not slots:
-            return {"frames": [], "rows": [], "fps": self.sampling.fps}
+            return {"frames": [], "rows": [], **written}
         start = time.perf_counter()
         indices = [int(batch["index"][slot]) for slot in slots]
         frames = self.draw([batch["caption"][slot] for slot in slots], indices, int(batch["seed"][0]))
@@ -238,7 +239,7 @@ class VideoDiffusion(GenerativeModule):
             torch.cuda.synchronize()
         took = {"seconds": (time.perf_counter() - start) / len(slots), "clips_at_once": len(slots)}
         kept = [indices.index(row["index"]) for row in rows]
-        return {"frames": frames[kept], "rows": [{**row, **took} for row in rows], "fps": self.sampling.fps}
+        return {"frames": frames[kept], "rows": [{**row, **took} for row in rows], **written}
 
     def draw(self, prompts: list[str], indices: list[int], seed: int) -> Tensor:
         """Clips ``[B, F, C, H, W]`` uint8; see :func:`mhla_tasks.video.sampling.draw_clips`."""

@@ -34,6 +34,7 @@ class SamplingConfig:
         height: in pixels.
         width: likewise.
         fps: frames a second of the files.
+        crf: of the files: x264's constant rate factor, 0 (no loss but of colour resolution) to 51.
         negative_prompt: what guidance leads away from; empty as in training with caption_dropout.
     """
 
@@ -44,6 +45,7 @@ class SamplingConfig:
     height: int = 480
     width: int = 800
     fps: float = 16.0
+    crf: float = 15.0
     negative_prompt: str = ""
 
     def __post_init__(self) -> None:
@@ -54,6 +56,8 @@ class SamplingConfig:
             raise ValueError(f"sampling.steps={self.steps} must lie between 1 and {TIMESTEPS:,}")
         if self.guidance < 1 or self.fps <= 0:
             raise ValueError(f"sampling.guidance={self.guidance} must be at least 1 (none), fps={self.fps} above 0")
+        if not 0 <= self.crf <= 51:
+            raise ValueError(f"sampling.crf={self.crf} must lie between 0 and 51")
 
 
 def make_scheduler(sampler: Sampler, shift: float) -> Any:

@@ -17,6 +17,7 @@ from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.video.clips import write_clip
+from mhla_tasks.video.sampling import SamplingConfig
 from mhla_tasks.video.strips import draw_strips
 
 SHOWN = 8
@@ -70,6 +71,7 @@ class ClipWriter(Callback):
         before = json.loads(path.read_text()) if path.exists() else origin
         for record in (origin, before):  # an earlier version knew fewer options
             record["attention"] = asdict(as_dataclass(AttentionConfig, record["attention"]))
+            record["sampling"] = asdict(as_dataclass(SamplingConfig, record["sampling"]))
         differing = [name for name in origin if before.get(name) != origin[name]]
         if differing:
             raise ValueError(
@@ -108,7 +110,7 @@ class ClipWriter(Callback):
             line = {**row, "frames": len(frames), "height": frames.shape[-2], "width": frames.shape[-1]}
             with (self.folder / "videos.jsonl").open("a") as stream:  # a line break first: the last line may be torn
                 stream.write("\n" + json.dumps(line) + "\n")
-            write_clip(self.folder / "videos" / row["file"], frames, outputs["fps"])
+            write_clip(self.folder / "videos" / row["file"], frames, outputs["fps"], outputs["crf"])
             if len(self._shown) < SHOWN:
                 self._shown.append((row["prompt"], frames))
 

@@ -147,6 +147,9 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     write_clip(tmp_path / "grey.mp4", frames, 4.5)
     read = read_clip((tmp_path / "grey.mp4").read_bytes(), "grey", 8, None, 0.0)
     assert (read.float() - frames.float()).abs().mean() < 6
+    write_clip(tmp_path / "exact.mp4", frames, 4.5, crf=0)
+    read = read_clip((tmp_path / "exact.mp4").read_bytes(), "exact", 8, None, 0.0)
+    assert (read.float() - frames.float()).abs().max() <= 1, "grey loses nothing but what YUV rounds"
     with av.open(str(tmp_path / "grey.mp4")) as container:
         assert float(container.streams.video[0].average_rate) == 4.5
     write_clip(tmp_path / "odd.mp4", frames[:, :, :9, :15], 4)

@@ -335,6 +335,7 @@ def test_predict_writes_what_vbench_reads(whole: Path, tmp_path: Path, capsys: p
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a one moving up\na two moving left\nthree\ta three moving down, slowly\n")
     options = [f"--data.init_args.prompts.prompts={prompts}", "--data.init_args.prompts.per_prompt=3"]
+    options += ["--model.init_args.sampling.crf=0"]  # otherwise x264 writes equal frames as files 8 levels apart, at times
     start = whole / "checkpoints/step=8.ckpt"
     folder = predict(tmp_path / "one", start, *options)
     files = sorted(path.name for path in (folder / "videos").iterdir())
@@ -361,10 +362,9 @@ def test_predict_writes_what_vbench_reads(whole: Path, tmp_path: Path, capsys: p
     one, two = (
         [read_clip((f / "videos" / n).read_bytes(), n, 3, None, 0.0).float() for n in files] for f in (folder, again)
     )
-    same = [float((a - b).abs().mean()) for a, b in zip(one, two, strict=True)]
+    same = [float((a - b).abs().max()) for a, b in zip(one, two, strict=True)]
     others = [float((a - b).abs().mean()) for a, b in zip(one, two[1:], strict=False)]
-    # After the codec, which magnifies small differences; under load one was 8 levels, of a cause not found yet.
-    assert max(same) <= 4 < 16 < min(others), "the number of processes does not change a clip"
+    assert max(same) <= 2 < 16 < min(others), "the number of processes does not change a clip, but for rounding"
     assert len((again / "videos.jsonl").read_text().splitlines()) == 9
 
 
@@ -387,7 +387,7 @@ def test_predict_goes_on_where_it_was_stopped(whole: Path, tmp_path: Path, monke
     assert drawn == [[0, 1], [2, 3]]
     (output / "videos/three-0.mp4").unlink()
     origin = json.loads((output / "videos-origin.json").read_text())
-    del origin["attention"]["options"]  # as before there were any
+    del origin["attention"]["options"], origin["sampling"]["crf"]  # as before there were any
     (output / "videos-origin.json").write_text(json.dumps(origin))
     drawn.clear()
     monkeypatch.setattr(VideoDiffusion, "draw", lambda *given: drawn.append(given[2]) or draw(*given))
