@@ -335,7 +335,7 @@ def test_predict_writes_what_vbench_reads(whole: Path, tmp_path: Path, capsys: p
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a one moving up\na two moving left\nthree\ta three moving down, slowly\n")
     options = [f"--data.init_args.prompts.prompts={prompts}", "--data.init_args.prompts.per_prompt=3"]
-    options += ["--model.init_args.sampling.crf=0"]  # otherwise x264 writes equal frames as files 8 levels apart, at times
+    options += ["--model.init_args.sampling.crf=0"]  # otherwise x264 puts equal frames 8 levels apart, at times
     start = whole / "checkpoints/step=8.ckpt"
     folder = predict(tmp_path / "one", start, *options)
     files = sorted(path.name for path in (folder / "videos").iterdir())
