@@ -174,6 +174,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         1e-6,
         variant.form,
         "exponential" if variant.terms else "dense",
+        "",
     )
     with recording() as recorded, mock.patch.object(call, "chip_of", return_value=chip):
         forward(call.Call(checked))

@@ -8,10 +8,12 @@ from mhla_kernels.generation import mhla_prefill, mhla_step
 from mhla_kernels.mixing import ExponentialMixing, extend_mixing, resize_mixing
 from mhla_kernels.rotary import rotary_features
 from mhla_kernels.state import MHLAState
+from mhla_kernels.verdicts import agree_on_kernels
 
 __all__ = [
     "ExponentialMixing",
     "MHLAState",
+    "agree_on_kernels",
     "attention_matrix",
     "extend_mixing",
     "mhla_attention",

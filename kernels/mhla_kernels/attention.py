@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mhla_kernels.backend import Backend, Form, check_form_and_backend, choose_backend
-from mhla_kernels.blocks import count_blocks, is_dynamic, make_partition, on_device, token_blocks
+from mhla_kernels.blocks import is_dynamic, most_blocks, token_blocks
 from mhla_kernels.checks import Problem, check_block_size, check_devices, check_problem, repeat_heads
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms import reference
-from mhla_kernels.forms.chunked import chunked, make_mixer
+from mhla_kernels.forms.attend import attend
 from mhla_kernels.forms.cost import cheapest_form
-from mhla_kernels.forms.parallel import parallel
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
 
 
@@ -98,27 +97,44 @@ def mhla_attention(
     if q.numel() == 0 or v.numel() == 0:
         return _nothing(q, k, v, mixing)
     k, v = repeat_heads(q, k, v)
-    if form == "auto":
-        form = _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused)
     with without_autocast(q.device.type):
         if fused:
-            out = _attend_triton(q, k, v, mixing, problem, block_size, causal, eps, feature_map, key_mask, form)
-            return out.contiguous()
+            from mhla_kernels.triton_backend.fused import attend_fused  # needs triton
+
+            chosen = _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, True) if form == "auto" else form
+            out = attend_fused(
+                q,
+                k,
+                v,
+                mixing,
+                problem,
+                block_size,
+                causal,
+                eps,
+                feature_map == "relu",
+                key_mask,
+                chosen,
+                backend == "auto",
+            )
+            if out is not None:
+                return out.contiguous()
+        if form == "auto":
+            form = _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, False)
         q, k, v, mixing = _prepare(q, k, v, mixing, problem, feature_map, key_mask)
-        options: dict[str, Any] = {"causal": causal, "scale": problem.scale, "eps": eps}
-        if form == "reference" or (form == "parallel" and is_dynamic(problem.tokens)):
-            where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
-            matrix = mixing.matrix(_most_blocks(problem, block_size))
-            out = reference.attend(reference.weights(q, k, matrix, where, **options), v)
-            return out.to(problem.dtype).contiguous()
-        blocks = make_partition(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
-        q, k, v = blocks.split(q), blocks.split(k), blocks.split(v)
-        if form == "parallel":
-            matrix = mixing.matrix(_most_blocks(problem, block_size))
-            out = parallel(q, k, v, blocks.expand_mixing(matrix), **options)
-        else:
-            out = chunked(q, k, v, make_mixer(mixing, blocks), **options)
-        return blocks.merge(out).to(problem.dtype).contiguous()
+        out = attend(
+            q,
+            k,
+            v,
+            mixing,
+            form,
+            block_size=block_size,
+            block_offsets=problem.block_offsets,
+            cu_seqlens=problem.cu_seqlens,
+            causal=causal,
+            scale=problem.scale,
+            eps=eps,
+        )
+        return out.to(problem.dtype).contiguous()
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing) -> Tensor:
@@ -158,7 +174,7 @@ def attention_matrix(
     with without_autocast(q.device.type):
         q, k, _, mixing = _prepare(q, k, k, mixing, problem, feature_map, key_mask)
         where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
-        matrix = mixing.matrix(_most_blocks(problem, block_size))
+        matrix = mixing.matrix(most_blocks(problem.tokens, block_size, problem.block_offsets))
         return reference.weights(q, k, matrix, where, causal=causal, scale=problem.scale, eps=eps)
 
 
@@ -179,58 +195,6 @@ def _cheapest(
     return cheapest_form(
         tokens, blocks, key_width, value_width, causal, work=work, backend="triton" if fused else "torch"
     )
-
-
-def _most_blocks(problem: Problem, block_size: int | None) -> int:
-    """Blocks of the longest sequence that the problem can hold."""
-    if problem.block_offsets is not None:
-        return len(problem.block_offsets) - 1
-    assert block_size is not None
-    return count_blocks(problem.tokens, block_size)
-
-
-def _attend_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mixing: Mixing,
-    problem: Problem,
-    block_size: int | None,
-    causal: bool,
-    eps: float,
-    feature_map: FeatureMap,
-    key_mask: Tensor | None,
-    form: Form,
-) -> Tensor:
-    """The fused kernels: operands in one dtype, mixing in float32 with the scale in it, shared or per head."""
-    import mhla_kernels.triton_backend.ops  # noqa: F401  registers the operator; needs triton
-    from mhla_kernels.triton_backend.tables import make_tables, token_rows
-
-    dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16
-    mixing, factor = mixing.to(torch.float32), 1.0 if problem.scale is None else problem.scale
-    kind, (coefficients, *others) = mixing.fused(_most_blocks(problem, block_size), causal, form)
-    bounds = None if problem.cu_seqlens is None else on_device(problem.cu_seqlens, q.device)
-    tables = make_tables(problem.tokens, q.device, block_size, problem.block_offsets, bounds)
-    out: Tensor = torch.ops.mhla.attention(
-        q.to(dtype),
-        k.to(dtype),
-        v.to(dtype),
-        [(coefficients * factor).contiguous(), *others],
-        key_mask,
-        bounds,
-        tables.table,
-        tables.sequences,
-        token_rows(tables) if form == "parallel" else None,
-        tables.largest,
-        None if problem.block_offsets is None else list(problem.block_offsets),
-        causal,
-        problem.scale is None,
-        feature_map == "relu",
-        eps,
-        form,
-        kind,
-    )
-    return out.to(problem.dtype)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:

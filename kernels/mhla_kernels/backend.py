@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
 from functools import lru_cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Literal
 
@@ -24,6 +27,11 @@ WIDEST = 256
 
 LEAST_CAPABILITY = (8, 0)
 """Compute capability that the kernels are built for: the first one with bfloat16 matrix units."""
+
+LEAST_TRITON = {9: (3, 9), 10: (3, 9)}
+"""Triton that ``"auto"`` trusts, by the first number of the compute capability. Before it, the compiler can overlap two
+products that share an accumulator on datacenter Blackwell (triton-lang/triton #10821, mended by #10988), and read shared
+memory or registers of Hopper's matrix products out of turn (#9433, #11366)."""
 
 
 def check_form_and_backend(form: str, backend: str) -> None:
@@ -47,7 +55,33 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
         if obstacle:
             raise ValueError(f"backend='triton' cannot run this: {obstacle}; use backend='torch' or 'auto'")
         return "triton"
-    return "triton" if obstacle is None and q.is_cuda else "torch"
+    return "triton" if obstacle is None and is_native(q) and not _doubt(q) else "torch"
+
+
+def is_native(q: Tensor) -> bool:
+    """Whether kernels would be compiled for the device of ``q``, not interpreted."""
+    return q.is_cuda
+
+
+def _doubt(q: Tensor) -> str | None:
+    """Why kernels are not chosen unasked, or None; one warning."""
+    if not q.is_cuda:
+        return None
+    major = _capability(q.device.index or 0)[0]
+    return _distrust(major, version("triton"))
+
+
+@lru_cache
+def _distrust(major: int, found: str) -> str | None:
+    least = LEAST_TRITON.get(major, (0, 0))
+    if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) >= least:
+        return None
+    text = (
+        f"Triton {found} can miscompile matrix products for compute capability {major}.x; the PyTorch form is used. "
+        f'Triton {".".join(map(str, least))} is trusted there, and backend="triton" uses the kernels in spite of it.'
+    )
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return text
 
 
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, form: str) -> str | None:
@@ -61,6 +95,10 @@ def _obstacle(q: Tensor, k: Tensor, v: Tensor, form: str) -> str | None:
         return f"keys and values may be {WIDEST} wide, not {widest}"
     if not INSTALLED:
         return "triton is not installed"
+    if q.is_cuda and torch.version.hip is not None:
+        return "the kernels are built for NVIDIA GPUs, and not tried on AMD's"
+    if q.is_cuda and not torch.cuda.is_available():
+        return "there is no GPU: the tensors are fake ones"
     if q.is_cuda:
         capability = _capability(q.device.index or 0)
         if capability < LEAST_CAPABILITY:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
     """Integers of the CPU as an int64 tensor on ``device``, without waiting for what the device is doing."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
-    if host.device.type == "cpu" and device.type == "cuda" and not torch.compiler.is_compiling():
+    if host.device.type == "cpu" and device.type == "cuda" and may_cache(host.device):
         host = host.pin_memory()
     return host.to(device=device, dtype=torch.int64, non_blocking=True)
 
@@ -38,6 +38,14 @@ def is_dynamic(size: int) -> bool:
 def count_blocks(tokens: int, block_size: int) -> int:
     """Blocks that hold so many tokens; up to two more of an open number, since ``torch.export`` makes constants of 0 and 1."""
     return tokens // block_size + 2 if is_dynamic(tokens) else -(-tokens // block_size)
+
+
+def most_blocks(tokens: int, block_size: int | None, block_offsets: tuple[int, ...] | None) -> int:
+    """Blocks of the longest sequence that so many tokens can hold."""
+    if block_offsets is not None:
+        return len(block_offsets) - 1
+    assert block_size is not None
+    return count_blocks(tokens, block_size)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""The feature map that the operator applies itself, and what masked tokens become."""
+"""The feature map that the operator applies itself, what masked tokens become, and rotary embedding of mapped features."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 FeatureMap = Literal["identity", "relu"]
@@ -22,3 +23,16 @@ def map_features(
         hidden = ~key_mask[..., None, None]
         q, k, v = (x.masked_fill(hidden, 0) for x in (q, k, v))
     return q, k, v
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> Tensor:
+    """Features mapped and turned by pairs: :func:`mhla_kernels.rotary_features` in PyTorch."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mapped = x.to(dtype)
+    if relu:
+        mapped = mapped.relu() + FEATURE_MAP_FLOOR
+    pairs = mapped.unflatten(-1, (-1, 2)) if interleaved else mapped.unflatten(-1, (2, -1)).transpose(-1, -2)
+    a, b = pairs.unbind(-1)
+    cos, sin = (angle.detach().to(dtype).unsqueeze(-2) for angle in (cos, sin))
+    turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1)
+    return (turned if interleaved else turned.transpose(-1, -2)).flatten(-2).to(x.dtype)

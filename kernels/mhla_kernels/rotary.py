@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mhla_kernels.backend import Backend, check_form_and_backend, choose_backend
-from mhla_kernels.features import FEATURE_MAP_FLOOR, FeatureMap
+from mhla_kernels.features import FeatureMap, turn
 
 
 def rotary_features(
@@ -48,17 +47,9 @@ def rotary_features(
         raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'")
     check_form_and_backend("auto", backend)
     if choose_backend(backend, x, x, x, "parallel") == "triton":
-        import mhla_kernels.triton_backend.rotary  # noqa: F401  registers the operator; needs triton
+        from mhla_kernels.triton_backend.rotary import turn_fused  # needs triton
 
-        return torch.ops.mhla.rotary(
-            x, cos.float().contiguous(), sin.float().contiguous(), feature_map == "relu", interleaved
-        )
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mapped = x.to(dtype)
-    if feature_map == "relu":
-        mapped = mapped.relu() + FEATURE_MAP_FLOOR
-    pairs = mapped.unflatten(-1, (-1, 2)) if interleaved else mapped.unflatten(-1, (2, -1)).transpose(-1, -2)
-    a, b = pairs.unbind(-1)
-    cos, sin = (angle.detach().to(dtype).unsqueeze(-2) for angle in (cos, sin))
-    turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1)
-    return (turned if interleaved else turned.transpose(-1, -2)).flatten(-2).to(x.dtype)
+        out = turn_fused(x, cos, sin, feature_map == "relu", interleaved, backend == "auto")
+        if out is not None:
+            return out
+    return turn(x, cos, sin, feature_map == "relu", interleaved)

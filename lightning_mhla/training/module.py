@@ -21,6 +21,7 @@ from lightning_mhla.attention.mixing import MixingCoefficients
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
 from lightning_mhla.callbacks.finite import FiniteWatch
 from lightning_mhla.callbacks.forecast import Forecast
+from lightning_mhla.callbacks.kernels import KernelAgreement
 from lightning_mhla.callbacks.recovery import Recovery
 from lightning_mhla.callbacks.seeding import StepSeed
 from lightning_mhla.callbacks.stalls import StallWatch
@@ -136,7 +137,7 @@ class TrainingModule(LoggedApart, LightningModule):
         guards: list[type[Callback]] = [FiniteWatch, StallWatch, Forecast]
         if self.trainer.checkpoint_callbacks:  # checkpoints are not switched off
             guards.append(Recovery)
-        return [StepSeed(), *average, *(guard() for guard in guards if guard not in given)]
+        return [StepSeed(), KernelAgreement(), *average, *(guard() for guard in guards if guard not in given)]
 
     def prediction_callbacks(self) -> list[Callback]:
         """Callbacks that write predictions."""

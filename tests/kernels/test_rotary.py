@@ -97,4 +97,4 @@ def test_opcheck() -> None:
 
     x = torch.rand(1, 5, 2, 8, device=DEVICE, requires_grad=True)
     cos, sin = (angle.float().to(DEVICE) for angle in angles(5, 8))
-    torch.library.opcheck(torch.ops.mhla.rotary, (x, cos, sin, True, False))
+    torch.library.opcheck(torch.ops.mhla.rotary, (x, cos, sin, True, False, ""))

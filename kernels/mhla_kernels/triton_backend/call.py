@@ -47,6 +47,7 @@ class Arguments(NamedTuple):
         eps: see :func:`mhla_kernels.mhla_attention`.
         form: ``"parallel"`` or ``"chunked"``.
         mixer: key of :data:`mhla_kernels.triton_backend.mixers.MIXERS`.
+        guard: the kind of kernels, where the PyTorch form takes their place if they fail; empty where they raise.
     """
 
     q: Tensor
@@ -66,6 +67,7 @@ class Arguments(NamedTuple):
     eps: float
     form: str
     mixer: str
+    guard: str
 
 
 class Call:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mhla_kernels.mixing import DenseMixing, Mixing
 from mhla_kernels.triton_backend import config
 from mhla_kernels.triton_backend.call import TL_DTYPES, Call, sum_at
 from mhla_kernels.triton_backend.primitives import kernel, multiply, round_to
@@ -147,6 +148,11 @@ class DenseMixer:
             TERMS=tiles.terms, COLUMNS=tiles.columns, **call.schedule(tiles),
         )  # fmt: skip
         return mixed
+
+    def mixing(self, coefficients: list[Tensor]) -> Mixing:
+        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        (matrix,) = coefficients
+        return DenseMixing(matrix if len(matrix) > 1 else matrix[0])
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
         """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""

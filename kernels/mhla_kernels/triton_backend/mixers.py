@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from mhla_kernels.mixing import Mixing
 from mhla_kernels.triton_backend.call import Call
 from mhla_kernels.triton_backend.mix import DenseMixer
 from mhla_kernels.triton_backend.scan import ExponentialMixer
@@ -16,6 +17,9 @@ class Mixer(Protocol):
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
         """Mixed summaries, of the shape ``[B * H, M, W]`` of ``summary``; with the transposed coefficients if asked."""
+
+    def mixing(self, coefficients: list[Tensor]) -> Mixing:
+        """The coefficients as the PyTorch forms take them."""
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
         """Coefficients for token pairs, with strides along heads, query blocks and key blocks.

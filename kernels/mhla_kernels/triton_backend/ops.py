@@ -12,8 +12,9 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from mhla_kernels.triton_backend import launch
+from mhla_kernels.triton_backend import fallback, launch
 from mhla_kernels.triton_backend.call import Arguments, Call
+from mhla_kernels.verdicts import guarded
 
 SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -33,9 +34,14 @@ TENSORS = Arguments._fields.index("largest")
 @torch.library.custom_op("mhla::attention", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
 def attention(*arguments: Any) -> Tensor:
     """``[B, N, H, V]``, contiguous. See :class:`Arguments`."""
-    call = Call(Arguments(*arguments))
-    with torch.cuda.device_of(call.q):
-        return launch.forward(call)
+    given = Arguments(*arguments)
+
+    def run() -> Tensor:
+        with torch.cuda.device_of(given.q):
+            return launch.forward(Call(given))
+
+    out: Tensor = guarded(given.guard, given.q.device, run, lambda: fallback.outputs(given))
+    return out
 
 
 @attention.register_fake
@@ -53,11 +59,17 @@ def attention_backward(
     gradient: Tensor, with_mixing: bool, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of q, k, v and of the coefficients; the last are empty where they were not asked for."""
-    call = Call(Arguments(*arguments))
-    with torch.cuda.device_of(call.q):
-        dq, dk, dv, of_coefficients = launch.backward(call, gradient, with_mixing)
+    given = Arguments(*arguments)
+
+    def run() -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        with torch.cuda.device_of(given.q):
+            return launch.backward(Call(given), gradient, with_mixing)
+
+    dq, dk, dv, of_coefficients = guarded(
+        given.guard, given.q.device, run, lambda: fallback.gradients(gradient, with_mixing, given)
+    )
     if not with_mixing:
-        return dq, dk, dv, [x.new_empty(0) for x in call.coefficients]
+        return dq, dk, dv, [x.new_empty(0) for x in given.coefficients]
     return dq, dk, dv, [x.contiguous() for x in of_coefficients]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mhla_kernels.features import turn
 from mhla_kernels.triton_backend.primitives import FEATURE_FLOOR, kernel, round_to
+from mhla_kernels.verdicts import BOUNDS, Verdict, compare, guarded, in_own_thread, may_use
 
 
 @kernel
@@ -92,35 +96,103 @@ def launch_rotary(
 
 
 @torch.library.custom_op("mhla::rotary", mutates_args=())
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> Tensor:
-    """See :func:`mhla_kernels.rotary_features`; ``cos`` and ``sin`` contiguous float32."""
-    return launch_rotary(x, x, cos, sin, relu, interleaved, backward=False)
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str) -> Tensor:
+    """See :func:`mhla_kernels.rotary_features`; ``cos`` and ``sin`` contiguous float32. ``guard`` as in :class:`Arguments`."""
+    out: Tensor = guarded(
+        guard,
+        x.device,
+        lambda: launch_rotary(x, x, cos, sin, relu, interleaved, backward=False),
+        lambda: turn(x, cos, sin, relu, interleaved).contiguous(),
+    )
+    return out
 
 
 @rotary.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> Tensor:
+def _(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @torch.library.custom_op("mhla::rotary_backward", mutates_args=())
-def rotary_backward(gradient: Tensor, x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> Tensor:
+def rotary_backward(
+    gradient: Tensor, x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str
+) -> Tensor:
     """Gradient of x; none for the angles."""
-    return launch_rotary(gradient, x, cos, sin, relu, interleaved, backward=True)
+
+    def instead() -> Tensor:
+        def run() -> Tensor:
+            with torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+                return torch.autograd.grad(turn(leaf, cos, sin, relu, interleaved), leaf, gradient)[0]
+
+        found: Tensor = in_own_thread(run, x.device)
+        return found.contiguous()
+
+    out: Tensor = guarded(
+        guard, x.device, lambda: launch_rotary(gradient, x, cos, sin, relu, interleaved, backward=True), instead
+    )
+    return out
 
 
 @rotary_backward.register_fake
-def _(gradient: Tensor, x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> Tensor:
+def _(gradient: Tensor, x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, ctx.relu, ctx.interleaved = inputs
+    x, cos, sin, *ctx.options = inputs
     ctx.save_for_backward(x, cos, sin)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    dx = torch.ops.mhla.rotary_backward(gradient, *ctx.saved_tensors, ctx.relu, ctx.interleaved)
-    return dx, None, None, None, None
+    dx = torch.ops.mhla.rotary_backward(gradient, *ctx.saved_tensors, *ctx.options)
+    return dx, None, None, None, None, None
 
 
 rotary.register_autograd(_backward, setup_context=_setup_context)
+
+
+def turn_fused(
+    x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, only_if_sound: bool
+) -> Tensor | None:
+    """As :func:`mhla_kernels.features.turn`; ``only_if_sound``: None where the kernel may not be used."""
+    guard = ""
+    if only_if_sound:
+        dtype = "float32" if x.dtype is torch.float32 else "bfloat16"
+        guard = sound_kernel(x.device.type, x.device.index, dtype, x.shape[-1], relu, interleaved)
+        if not guard:
+            return None
+    out: Tensor = torch.ops.mhla.rotary(x, cos.float().contiguous(), sin.float().contiguous(), relu, interleaved, guard)
+    return out
+
+
+@torch.compiler.assume_constant_result
+def sound_kernel(
+    device_type: str, device_index: int | None, dtype: str, width: int, relu: bool, interleaved: bool
+) -> str:
+    """The name of a kind of rotary kernel, or nothing where it may not be used on a device."""
+    device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
+    flags = [name for name, on in (("relu", relu), ("interleaved", interleaved)) if on]
+    kind = "-".join(["rotary", dtype, str(width), *flags])
+    trial = partial(try_rotary, getattr(torch, dtype), width, relu, interleaved, device)
+    return kind if may_use(kind, str(device), trial) else ""
+
+
+def try_rotary(dtype: torch.dtype, width: int, relu: bool, interleaved: bool, device: torch.device) -> Verdict:
+    """Run the kernel forward and backward on a few rows, and judge it by the PyTorch form."""
+    start, (bound, gradient_bound) = time.perf_counter(), BOUNDS[dtype]
+    generator = torch.Generator(device).manual_seed(0)
+    x, gradient = (torch.randn(2, 45, 3, width, generator=generator, device=device).to(dtype) for _ in range(2))
+    angle = torch.rand(45, width // 2, generator=generator, device=device) * 6
+    found: list[list[Tensor]] = []
+    for fused in (False, True):
+        leaf = x.clone().requires_grad_()
+        given = leaf, angle.cos(), angle.sin(), relu, interleaved
+        out = torch.ops.mhla.rotary(*given, "") if fused else turn(*given)
+        found.append([out.detach(), *torch.autograd.grad(out, leaf, gradient)])
+    (want, wanted_gradient), (got, found_gradient) = found
+    errors = [
+        compare("the output", got, want, bound),
+        compare("the gradient", found_gradient, wanted_gradient, gradient_bound),
+    ]
+    wrong = "; ".join(text for _, text in errors if text)
+    return Verdict(not wrong, wrong or f"errors {errors[0][0]:.1e}, {errors[1][0]:.1e}", time.perf_counter() - start)

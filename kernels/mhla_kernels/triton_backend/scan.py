@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mhla_kernels.mixing import ExponentialMixing, Mixing
 from mhla_kernels.triton_backend import config
 from mhla_kernels.triton_backend.call import Call
 from mhla_kernels.triton_backend.primitives import kernel, round_to
@@ -131,6 +132,11 @@ class ExponentialMixer:
             **call.schedule(tiles),
         )  # fmt: skip
         return mixed
+
+    def mixing(self, coefficients: list[Tensor]) -> Mixing:
+        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        amplitude, decay = (x if len(x) > 1 else x[0] for x in coefficients)
+        return ExponentialMixing(amplitude, decay)
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
         """See :class:`mhla_kernels.triton_backend.mixers.Mixer`: m[i, i], whatever the block."""

@@ -1,0 +1,87 @@
+"""The fused operator as the public function calls it: its arguments, and whether its kernels may be used."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhla_kernels.blocks import is_dynamic, most_blocks, on_device
+from mhla_kernels.checks import Problem
+from mhla_kernels.mixing import Mixing
+from mhla_kernels.triton_backend import ops  # noqa: F401  registers the operator
+from mhla_kernels.triton_backend.tables import make_tables, token_rows
+from mhla_kernels.triton_backend.trial import MANY, Kind, size_class, try_kernels
+from mhla_kernels.verdicts import may_use
+
+
+def attend_fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixing: Mixing,
+    problem: Problem,
+    block_size: int | None,
+    causal: bool,
+    eps: float,
+    relu: bool,
+    key_mask: Tensor | None,
+    form: str,
+    only_if_sound: bool,
+) -> Tensor | None:
+    """Outputs ``[B, N, H, V]``: operands in one dtype, mixing in float32 with the scale in it, shared or per head.
+
+    ``only_if_sound``: None where the kernels may not be used, and the PyTorch form in their place where they fail.
+    """
+    dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16
+    mixing, factor = mixing.to(torch.float32), 1.0 if problem.scale is None else problem.scale
+    most = most_blocks(problem.tokens, block_size, problem.block_offsets)
+    kind, (coefficients, *others) = mixing.fused(most, causal, form)
+    guard = ""
+    if only_if_sound:
+        offsets = problem.block_offsets
+        size = block_size if offsets is None else max(b - a for a, b in pairwise(offsets))
+        layout = "uneven" if offsets is not None else "equal" if problem.cu_seqlens is None else "packed"
+        guard = sound_kernels(
+            q.device.type, q.device.index, form, kind, "float32" if dtype is torch.float32 else "bfloat16", q.shape[-1],
+            v.shape[-1], causal, problem.scale is None, relu, key_mask is not None, layout, size,
+            form == "chunked" and (is_dynamic(problem.tokens) or problem.blocks > MANY),
+            coefficients.shape[-1] if others else 0,
+        )  # fmt: skip
+        if not guard:
+            return None
+    bounds = None if problem.cu_seqlens is None else on_device(problem.cu_seqlens, q.device)
+    tables = make_tables(problem.tokens, q.device, block_size, problem.block_offsets, bounds)
+    out: Tensor = torch.ops.mhla.attention(
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        [(coefficients * factor).contiguous(), *others],
+        key_mask,
+        bounds,
+        tables.table,
+        tables.sequences,
+        token_rows(tables) if form == "parallel" else None,
+        tables.largest,
+        None if problem.block_offsets is None else list(problem.block_offsets),
+        causal,
+        problem.scale is None,
+        relu,
+        eps,
+        form,
+        kind,
+        guard,
+    )
+    return out.to(problem.dtype)
+
+
+@torch.compiler.assume_constant_result
+def sound_kernels(device_type: str, device_index: int | None, *fields: Any) -> str:
+    """The name of a kind of kernels (see :class:`Kind`), or nothing where they may not be used on a device."""
+    kind = Kind(*fields)
+    kind = kind._replace(block_size=size_class(kind.block_size))
+    device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
+    return str(kind) if may_use(str(kind), str(device), partial(try_kernels, kind, device)) else ""

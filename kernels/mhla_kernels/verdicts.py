@@ -1,0 +1,251 @@
+"""Whether ``backend="auto"`` may use a fused kernel on this machine.
+
+Before the first use of a kind of kernel a trial compares it with the PyTorch form. What it said is kept in the user's
+cache, by device, driver, torch, Triton and the kernels' own text, so that it is done once. A kernel that fails later is
+withdrawn for the rest of the process. See :func:`may_use`, :func:`guarded` and :func:`agree_on_kernels`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+FATAL = (torch.OutOfMemoryError, KeyboardInterrupt, SystemExit)
+"""What a failing kernel is not blamed for."""
+
+BOUNDS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 4e-2)}
+"""Allowed errors of outputs and of gradients, relative to their norm: a few times what a sound kernel has."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial of one kind of kernel said.
+
+    Attributes:
+        agrees: whether the kernel may be used.
+        reason: why not, or the errors found.
+        seconds: that the trial took, with compilation.
+    """
+
+    agrees: bool
+    reason: str
+    seconds: float
+
+
+_verdicts: dict[tuple[str, str], Verdict] = {}
+"""By device and kind, in this process."""
+_withdrawn: dict[str, str] = {}
+"""Kinds that are not to be used any more, and why."""
+_unknown: set[str] = set()
+"""Kinds that were asked for while a graph was captured, when no trial can run."""
+
+
+def cache_folder() -> Path:
+    """Where verdicts and tuned choices are kept: ``$MHLA_CACHE``, or ``mhla`` in the user's cache."""
+    if own := os.environ.get("MHLA_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mhla"
+
+
+@lru_cache
+def environment(device: str) -> dict[str, str]:
+    """What a verdict holds for: the device and the versions that compile and run a kernel on it.
+
+    Args:
+        device: as torch names it, ``"cuda:0"`` or ``"cpu"`` (the interpreter).
+    """
+    found = {"device": "interpreter", "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    for package in ("triton", "pytorch-triton"):
+        with suppress(PackageNotFoundError):
+            found["triton"] = version(package)
+            break
+    if torch.device(device).type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["device"] = f"{properties.name} {properties.major}.{properties.minor}"
+        with suppress(OSError):
+            found["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split("  ")[1].strip()
+    own = sorted(Path(__file__).parent.rglob("*.py"))
+    found["kernels"] = sha256(b"".join(path.read_bytes() for path in own)).hexdigest()[:12]
+    return found
+
+
+def folder_of(device: str) -> Path:
+    """Of the verdicts for a device."""
+    name = sha256(json.dumps(environment(device), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / "verdicts" / name
+
+
+def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
+    """Whether a kernel may be used, by what is known or by a trial; one warning for each kind that may not.
+
+    Args:
+        kind: of kernel, a name that can be part of a file's.
+        device: that it would run on.
+        trial: compares the kernel with the PyTorch form. It runs in a thread of its own, where no mode of torch is on.
+    """
+    if kind in _withdrawn:
+        return False
+    key = device, kind
+    if key not in _verdicts:
+        if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if kind not in _unknown:
+                _unknown.add(kind)
+                _warn(kind, device, "it was not tried before a CUDA graph was captured; call it once before")
+            return False
+        _verdicts[key] = _kept(kind, device) or _tried(kind, device, trial)
+        if not _verdicts[key].agrees:
+            withdraw(kind, device, _verdicts[key].reason)
+    return _verdicts[key].agrees
+
+
+def try_again(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
+    """The verdict of a new trial, whatever is known; it replaces what is kept."""
+    _withdrawn.pop(kind, None)
+    _verdicts[device, kind] = _tried(kind, device, trial)
+    return _verdicts[device, kind]
+
+
+def withdraw(kind: str, device: str, reason: str) -> None:
+    """Use a kernel no more in this process; warn of it once."""
+    if kind not in _withdrawn:
+        _withdrawn[kind] = reason
+        _warn(kind, device, reason)
+
+
+def withdrawn() -> dict[str, str]:
+    """Kinds of kernels that this process does not use, and why."""
+    return dict(_withdrawn)
+
+
+def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Callable[[], Any]) -> Any:
+    """``run()``; if it fails, and ``kind`` is named, the kernel is withdrawn and ``instead()`` gives the result."""
+    if kind in _withdrawn:
+        return instead()
+    try:
+        return run()
+    except FATAL:
+        raise
+    except Exception as error:
+        if not kind:
+            raise
+        withdraw(kind, str(device), short(error))
+        return instead()
+
+
+def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """Use no kernel that any process of a group has withdrawn. A collective: every process of the group calls it.
+
+    Returns:
+        The kinds that no process uses now, and why.
+    """
+    if dist.is_available() and dist.is_initialized():
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, _withdrawn, group)
+        for rank, theirs in enumerate(every):
+            for kind, reason in theirs.items():
+                _withdrawn.setdefault(kind, f"process {rank}: {reason}")
+    return withdrawn()
+
+
+def forget() -> None:
+    """Forget what this process knows; what is kept in the cache stays."""
+    for known in (_verdicts, _withdrawn, _unknown):
+        known.clear()
+    environment.cache_clear()
+
+
+def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
+    """``run()`` where no mode of torch is on (fake tensors, inference, autocast), on the same stream."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def with_stream() -> Any:
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            return run()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(with_stream).result()
+
+
+def compare(name: str, got: Tensor, want: Tensor, bound: float) -> tuple[float, str]:
+    """The norm of the difference, relative to that of ``want``, and what is wrong with it (empty for nothing)."""
+    got, want = got.double(), want.double()
+    error = float((got - want).norm() / want.norm().clamp(min=1e-30))
+    return error, "" if error <= bound else f"{name} is off by {error:.2g} of its norm (allowed: {bound:g})"
+
+
+def short(error: BaseException) -> str:
+    """An error's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _warn(kind: str, device: str, reason: str) -> None:
+    found = environment(device)
+    versions = ", ".join(f"{name} {found[name]}" for name in ("driver", "torch", "triton") if name in found)
+    warnings.warn(
+        f"the Triton kernel {kind} is not used on {found['device']} ({versions}): {reason}. The PyTorch form takes its "
+        'place, and backend="triton" raises the whole error.',
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
+    """A trial, with a mark on the disk as long as it runs: if it takes the process with it, the next one knows."""
+    folder, start = folder_of(device), time.perf_counter()
+    mark = folder / f"{kind}.{socket.gethostname()}.{os.getpid()}.running"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    try:
+        verdict = in_own_thread(trial, torch.device(device))
+    except FATAL:
+        mark.unlink(missing_ok=True)
+        raise
+    except Exception as error:
+        verdict = Verdict(False, short(error), time.perf_counter() - start)
+    with suppress(OSError):
+        aside = mark.with_suffix(".part")
+        aside.write_text(json.dumps({**asdict(verdict), "environment": environment(device)}, indent=2) + "\n")
+        aside.replace(folder / f"{kind}.json")
+        mark.unlink(missing_ok=True)
+    return verdict
+
+
+def _kept(kind: str, device: str) -> Verdict | None:
+    """What the cache says, None for nothing: a verdict, or that an earlier trial took its process with it."""
+    folder = folder_of(device)
+    with suppress(OSError, ValueError, KeyError):
+        found = json.loads((folder / f"{kind}.json").read_text())
+        return Verdict(found["agrees"], f"{found['reason']} (known from {folder / kind}.json)", found["seconds"])
+    for mark in folder.glob(f"{kind}.{socket.gethostname()}.*.running"):
+        process = int(mark.suffixes[-2][1:])
+        if process != os.getpid() and not _lives(process):
+            return Verdict(False, f"an earlier trial of it ended its process (remove {mark} to try again)", 0.0)
+    return None
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,309 @@
+"""``backend="auto"`` where a kernel is broken: wrong numbers, no compilation, no launch, a crash; here or on another process.
+
+The kernels are interpreted; ``auto`` is told that they are native, as they would be on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fork_server import ForkServer
+from implementations import DEVICE, TRITON
+from mhla_kernels import ExponentialMixing, agree_on_kernels, mhla_attention, mhla_prefill, rotary_features, verdicts
+from mhla_kernels.triton_backend import launch, rotary
+from mhla_kernels.triton_backend.trial import Kind, make_problem, try_kernels
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+
+FAILURES: dict[str, Callable[[], Exception]] = {
+    "compilation": lambda: CompilationError("def kernel(): pass", None, "no such layout"),
+    "resources": lambda: OutOfResources(300000, 232448, "shared memory"),
+    "launch": lambda: RuntimeError("Triton Error [CUDA]: invalid argument"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU's choices, an empty cache, and nothing known."""
+    monkeypatch.setenv("MHLA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("mhla_kernels.backend.is_native", lambda q: True)
+    torch._dynamo.reset()
+    verdicts.forget()
+    yield
+    verdicts.forget()
+
+
+def tensors(tokens: int = 20) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.rand(1, tokens, 2, 8, generator=generator) for _ in range(3)]
+    return [x.to(DEVICE).requires_grad_() for x in (*made, torch.rand(2, 3, 3, generator=generator))]
+
+
+def attend(*given: Tensor, **options: Any) -> Tensor:
+    return mhla_attention(*given, **{"block_size": 8, "form": "chunked", "backend": "auto", **options})
+
+
+def values_and_gradients(backend: str = "auto", **options: Any) -> list[Tensor]:
+    leaves = tensors()
+    out = attend(*leaves, backend=backend, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+def same(one: list[Tensor], two: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@contextmanager
+def broken(part: str, change: Callable[[Any], Any], calls: range = range(1000)) -> Iterator[list[int]]:
+    """What ``launch.forward`` or ``launch.backward`` gives is changed in those of its calls; how many there were."""
+    run, count = getattr(launch, part), [0]
+
+    def changed(*given: Any) -> Any:
+        count[0] += 1
+        return change(run(*given)) if count[0] - 1 in calls else run(*given)
+
+    with mock.patch.object(launch, part, changed):
+        yield count
+
+
+@contextmanager
+def one_warning(match: str) -> Iterator[None]:
+    """One RuntimeWarning in all, of this text."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield
+    (text,) = (str(one.message) for one in said if one.category is RuntimeWarning)
+    assert re.search(match, text), text
+
+
+def fail(failure: str) -> Callable[[Any], Any]:
+    def change(_: Any) -> Any:
+        raise FAILURES[failure]()
+
+    return change
+
+
+def kept(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))]
+
+
+def test_a_sound_kernel_is_tried_once_and_used(tmp_path: Path) -> None:
+    with broken("forward", lambda out: out) as calls, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = values_and_gradients()
+        assert calls[0] == 2, "the trial and the call"
+        assert same(found, values_and_gradients("triton"))
+        values_and_gradients()
+        assert calls[0] == 4
+        (verdict,) = kept(tmp_path)
+        assert verdict["agrees"]
+        assert verdict["environment"]["torch"] == torch.__version__
+        verdicts.forget()  # as another process
+        values_and_gradients()
+        assert calls[0] == 5, "known from the cache"
+    with broken("forward", lambda out: out) as calls:
+        attend(*(x.detach().bfloat16() for x in tensors()[:3]), tensors()[3])
+        assert calls[0] == 2, "another dtype is another kind"
+    assert len(kept(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+@pytest.mark.parametrize("failure", ["numbers", "nan", *FAILURES])
+def test_a_broken_kernel_is_replaced_with_one_warning(tmp_path: Path, part: str, failure: str) -> None:
+    changes = {"numbers": lambda x: x * 1.01, "nan": lambda x: torch.full_like(x, torch.nan)}
+
+    def change(found: Any) -> Any:
+        if failure in FAILURES:
+            raise FAILURES[failure]()
+        if part == "forward":
+            return changes[failure](found)
+        return *found[:3], [changes[failure](x) for x in found[3]]  # only the coefficients
+
+    with broken(part, change):
+        reason = "is off by" if failure in ("numbers", "nan") else type(FAILURES[failure]()).__name__
+        with one_warning(f"chunked-dense-float32-8x8-equal16-normalize is not used on .*{reason}"):
+            found = values_and_gradients()
+            assert same(found, values_and_gradients("torch"))
+            values_and_gradients()
+        if failure in FAILURES:
+            with pytest.raises(type(FAILURES[failure]())):
+                values_and_gradients("triton")
+    (verdict,) = kept(tmp_path)
+    assert not verdict["agrees"]
+    verdicts.forget()
+    with pytest.warns(RuntimeWarning, match=r"known from .*equal16-normalize\.json"):
+        assert same(values_and_gradients(), values_and_gradients("torch"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("part", ["forward", "backward"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_kernel_that_fails_after_its_trial_is_withdrawn(
+    tmp_path: Path, part: str, causal: bool, compiled: bool
+) -> None:
+    """Only at this size, say: the call is answered by the PyTorch form, and so is every later one."""
+    q, k, v, dense = tensors()
+    masked = (torch.arange(20, device=DEVICE) < 15)[None]
+    exponential = [torch.rand(2, 3, device=DEVICE).requires_grad_() for _ in range(2)]
+    leaves = [q, k, v, *(exponential if causal else [dense])]
+    options: dict[str, Any] = {"causal": causal, "key_mask": masked, "block_size": 8, "form": "chunked"}
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, *mixing: Tensor, backend: str = "auto") -> Tensor:
+        coefficients: Any = ExponentialMixing(*mixing) if causal else mixing[0]
+        return mhla_attention(q, k, v, coefficients, backend=backend, **options)
+
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    want = layer(*leaves, backend="torch")
+    cotangent = torch.randn_like(want)
+    wanted = torch.autograd.grad(want, leaves, cotangent)
+    with (
+        broken(part, fail("resources"), range(1, 1000)) as calls,
+        one_warning("OutOfResources"),
+    ):
+        for _ in range(2):
+            got = run(*leaves)
+            torch.testing.assert_close(got, want)
+            for one, two in zip(torch.autograd.grad(got, leaves, cotangent), wanted, strict=True):
+                torch.testing.assert_close(one, two)
+    assert calls[0] == 2, "after the trial, one failure"
+    assert [verdict["agrees"] for verdict in kept(tmp_path)] == [True], (
+        "the trial was sound: the next process tries again"
+    )
+
+
+def test_memory_that_runs_out_is_not_the_kernels_fault(tmp_path: Path) -> None:
+    def exhausted(_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with broken("forward", exhausted), pytest.raises(torch.OutOfMemoryError):
+        values_and_gradients()
+    assert not kept(tmp_path)
+    assert not verdicts.withdrawn()
+
+
+def test_a_trial_that_ended_its_process_is_not_repeated(tmp_path: Path) -> None:
+    process = os.fork()
+    if process == 0:
+        with broken("forward", lambda _: os._exit(3)):
+            values_and_gradients()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 3
+    with pytest.warns(RuntimeWarning, match="an earlier trial of it ended its process"):
+        assert same(values_and_gradients(), values_and_gradients("torch"))
+
+
+def test_trials_leave_no_trace(tmp_path: Path) -> None:
+    """Under no_grad, inference mode, autocast, fake tensors and tracing; the random state stays."""
+    state = torch.get_rng_state()
+    for number, mode in enumerate((torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16))):
+        verdicts.forget()
+        with mode, mock.patch.dict(os.environ, MHLA_CACHE=str(tmp_path / str(number))):
+            attend(*tensors())
+            (verdict,) = kept(tmp_path / str(number))
+            assert verdict["agrees"], verdict["reason"]
+    verdicts.forget()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert attend(*(fake.from_tensor(x.detach()) for x in tensors())).shape == (1, 20, 2, 8)
+    assert verdicts.withdrawn() == {}
+    verdicts.forget()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*tensors()), attend(*tensors(), backend="torch"))
+    assert verdicts.withdrawn() == {}
+    assert len(tensors()) == 4
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_generation_goes_on_without_the_kernel() -> None:
+    q, k, v, mixing = (x.detach() for x in tensors())
+    options: dict[str, Any] = {"block_size": 8, "normalize": False}
+    want, _ = mhla_prefill(q, k, v, mixing, form="chunked", backend="torch", **options)
+    with broken("forward", fail("launch")), pytest.warns(RuntimeWarning, match="invalid argument"):
+        got, _ = mhla_prefill(q, k, v, mixing, form="chunked", **options)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("calls", [range(1000), range(2, 1000)], ids=["in the trial", "after it"])
+def test_rotary_is_guarded_too(calls: range) -> None:
+    x, angle = tensors()[0], torch.rand(20, 4, device=DEVICE)
+    want = rotary_features(x, angle.cos(), angle.sin(), backend="torch")
+    run, count = rotary.launch_rotary, [0]
+
+    def changed(*given: Any, **named: Any) -> Tensor:
+        count[0] += 1
+        if count[0] - 1 in calls:
+            raise FAILURES["launch"]()
+        return run(*given, **named)
+
+    with (
+        mock.patch.object(rotary, "launch_rotary", changed),
+        one_warning("rotary-float32-8"),
+    ):
+        got = rotary_features(x, angle.cos(), angle.sin())
+        (gradient,) = torch.autograd.grad(got, x, torch.ones_like(got))
+    assert torch.equal(got, want)
+    assert torch.equal(gradient, torch.autograd.grad(want, x, torch.ones_like(want))[0])
+
+
+@pytest.mark.parametrize("implementation", TRITON)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "normalize": False, "relu": True},
+        {"layout": "uneven", "masked": True},
+        {"layout": "packed", "causal": True, "dtype": "bfloat16"},
+        {"layout": "packed", "normalize": False},
+        {"many": True, "key_width": 24, "value_width": 40},
+        {"mixer": "exponential", "terms": 3, "causal": True, "block_size": 32},
+    ],
+    ids=str,
+)
+def test_every_kind_has_a_trial_that_a_sound_kernel_passes(implementation: str, options: dict[str, Any]) -> None:
+    form = implementation.split()[1]
+    if form == "parallel" and ("many" in options or "mixer" in options):
+        pytest.skip("mixing of summaries is the chunked form's")
+    sound = Kind(form, "dense", "float32", 16, 16, False, True, False, False, "equal", 16, False, 0)
+    kind = sound._replace(**options)
+    given = make_problem(kind, torch.device(DEVICE))
+    assert given.causal == kind.causal
+    assert (given.key_mask is not None) == kind.masked
+    verdict = verdicts.in_own_thread(lambda: try_kernels(kind, torch.device(DEVICE)), torch.device(DEVICE))
+    assert verdict.agrees, verdict.reason
+
+
+def work(rank: int, world: int) -> None:
+    """Process 1 has a broken kernel; afterwards no process uses it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mock.patch("mhla_kernels.backend.is_native", return_value=True).start()
+    with broken("forward", fail("launch") if rank == 1 else lambda out: out) as calls, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        values_and_gradients()
+        assert bool(verdicts.withdrawn()) == (rank == 1)
+        agreed = agree_on_kernels()
+        assert list(agreed) == ["chunked-dense-float32-8x8-equal16-normalize"], agreed
+        assert ("process 1: " in next(iter(agreed.values()))) == (rank == 0)
+        before = calls[0]
+        assert same(values_and_gradients(), values_and_gradients("torch"))
+        assert calls[0] == before
+    dist.destroy_process_group()
+
+
+def test_all_processes_of_a_run_choose_alike(server: ForkServer, tmp_path: Path) -> None:
+    program = f"import os; os.environ['MHLA_CACHE'] = '{tmp_path}/' + os.environ['RANK']\n"
+    program += "from test_verdicts import work; work(int(os.environ['RANK']), int(os.environ['WORLD_SIZE']))"
+    status, said = server.program(program, processes=2, PATH_OF_TESTS=str(Path(__file__).parent))
+    assert status == 0, said[-4000:]
