@@ -178,7 +178,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     )
     with recording() as recorded, mock.patch.object(call, "chip_of", return_value=chip):
         forward(call.Call(checked))
-        backward(call.Call(checked), torch.zeros_like(v), True)
+        backward(call.Call(checked), torch.zeros_like(v), (True,) * 4)
         angles = torch.zeros(tokens, variant.key_width // 2)
         for back in (False, True):
             launch_rotary(q, q, angles, angles, True, False, back)

@@ -25,9 +25,14 @@ def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 def may_cache(device: torch.device) -> bool:
     """Whether tensors made now are real and stay so: not while torch traces with fake ones or captures a CUDA graph."""
-    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or type(torch.empty(0, device=device)) is not Tensor:
         return False
-    return type(torch.empty(0, device=device)) is Tensor
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def stream_of(device: torch.device) -> int:
+    """The stream that work for a device goes to now: a table that is kept for it was written before whatever reads it."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def is_dynamic(size: int) -> bool:
@@ -154,8 +159,9 @@ def make_partition(
     ``N // block_size + S`` blocks, and that many are laid out, each sequence in blocks of its own.
     """
     if block_offsets is not None:
-        make = _uneven_partition if may_cache(device) else _uneven_partition.__wrapped__
-        return make(block_offsets, device)
+        if may_cache(device):
+            return _uneven_partition(block_offsets, device, stream_of(device))
+        return _uneven_partition.__wrapped__(block_offsets, device, 0)
     assert block_size is not None
     if is_dynamic(tokens) and cu_seqlens is None:
         return BlockPartition(tokens, count_blocks(tokens, block_size), block_size)
@@ -166,7 +172,7 @@ def make_partition(
     counts = (bounds.diff() + block_size - 1) // block_size
     ends = counts.cumsum(0)
     sequences = None
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if cu_seqlens.device.type == "cpu" and type(cu_seqlens) is Tensor and not torch.compiler.is_compiling():
         lengths = cu_seqlens.to(torch.int64).diff() + block_size - 1
         bound = [0, *(lengths // block_size).cumsum(0).tolist()]
         sequences = tuple((first, last) for first, last in pairwise(bound) if last > first)
@@ -183,8 +189,8 @@ def make_partition(
 
 
 @lru_cache(maxsize=64)
-def _uneven_partition(offsets: tuple[int, ...], device: torch.device) -> BlockPartition:
-    """Kept for each layout, since a layer asks for the same one at every step."""
+def _uneven_partition(offsets: tuple[int, ...], device: torch.device, stream: int) -> BlockPartition:
+    """Kept for each layout and stream, since a layer asks for the same one at every step."""
     sizes = [end - start for start, end in pairwise(offsets)]
     slots = max(sizes)
     slot = [block * slots + within for block, size in enumerate(sizes) for within in range(size)]

@@ -199,17 +199,20 @@ def test_the_cheaper_form() -> None:
     from mhla_kernels.checks import check_problem
     from mhla_kernels.mixing import as_mixing
 
-    def pick(tokens: int, block: int, causal: bool, sequences: int = 1, width: int = 128) -> str:
+    def pick(
+        tokens: int, block: int, causal: bool, sequences: int = 1, width: int = 128, value: int | None = None
+    ) -> str:
         q, bounds = torch.empty(1, tokens, 1, width), None
         mixing = as_mixing(torch.ones(tokens // sequences // block, tokens // sequences // block))
         if sequences > 1:
             bounds = list(range(0, tokens + 1, tokens // sequences))
         problem = check_problem(q, q, q, mixing, block, None, causal, True, None, 1e-6, "identity", None, bounds)
-        return _cheapest(problem, width, width, mixing, causal, True)
+        return _cheapest(problem, width, value or width, mixing, causal, True)
 
     assert pick(256, 16, False, width=64) == "parallel"
     assert pick(31500, 210, False) == "chunked"
     assert pick(32768, 64, True) == "chunked"
+    assert pick(2560, 64, True, width=128, value=256) == "chunked", "340M: each half of the values scores all pairs"
     assert pick(512, 64, True) == pick(64 * 512, 64, True, sequences=64) == "parallel"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,14 @@ import pytest
 import torch
 import torch._dynamo.testing
 from implementations import DEVICE, TRITON
-from mhla_kernels import ExponentialMixing, mhla_attention
-from mhla_kernels.triton_backend import ops  # noqa: F401  registers the operator
+from mhla_kernels import ExponentialMixing, backend, mhla_attention
+from mhla_kernels.triton_backend import (
+    attend,
+    config,
+    launch,
+    mix,
+    ops,  # noqa: F401  registers the operator
+)
 from mhla_kernels.triton_backend.tables import make_tables, token_rows
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -220,3 +228,97 @@ def test_wrong_bounds_are_refused_in_a_compiled_graph_too() -> None:
     for wrong in ([0, 25, 20], [0, 7, 19], [1, 7, 20]):
         with pytest.raises(RuntimeError, match="cu_seqlens must rise from 0 to N"):
             compiled(torch.tensor(wrong))
+
+
+@pytest.mark.parametrize("implementation", TRITON)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (1, 2)], ids=str)
+def test_only_gradients_that_are_asked_for(
+    implementation: str, causal: bool, wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are what they are among all; of v alone, without a normaliser, one kernel over token pairs runs."""
+    form, modes = implementation.split()[1], []
+    run = launch.attend
+    monkeypatch.setattr(launch, "attend", lambda call, mode, *given: (modes.append(mode), run(call, mode, *given))[1])
+    options: dict[str, Any] = {"block_size": 8, "form": form, "backend": "triton", "causal": causal}
+    for normalize in (True, False):
+        leaves = problem()
+        out = mhla_attention(*leaves, normalize=normalize, **options)
+        cotangent = torch.rand_like(out)
+        every = torch.autograd.grad(out, leaves, cotangent)
+        leaves = [x.detach().requires_grad_(number in wanted) for number, x in enumerate(leaves)]
+        out = mhla_attention(*leaves, normalize=normalize, **options)
+        modes.clear()
+        found = torch.autograd.grad(out, [leaves[number] for number in wanted], cotangent)
+        for one, number in zip(found, wanted, strict=True):
+            assert torch.equal(one, every[number])
+    if wanted == (2,):
+        assert modes == [attend.DV.value]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_backward_keeps_two_sets_of_summaries(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the largest tensors of a layer: 0.1 to 0.5 GB each at the paper's shapes."""
+    made: list[weakref.ref[Tensor]] = []
+    most = [0]
+
+    def counted(run: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            out = run(*given, **named)
+            made.append(weakref.ref(out[0] if isinstance(out, tuple) else out))
+            most[0] = max(most[0], sum(one() is not None for one in made))
+            return out
+
+        return call
+
+    leaves = problem()
+    out = mhla_attention(*leaves, block_size=8, form="chunked", backend="triton", causal=causal)
+    monkeypatch.setattr(launch, "summarize", counted(launch.summarize))
+    monkeypatch.setattr(mix.DenseMixer, "mix", counted(mix.DenseMixer.mix))
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert len(made) == 4
+    assert most[0] == 2
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nan_is_not_hidden_by_the_feature_map(implementation: str, name: str) -> None:
+    backend, form = implementation.split()
+    given = dict(zip("qkvm", (x.detach().clone() for x in problem()), strict=True))
+    given[name][0, 3, 1, 2] = torch.nan
+    out = mhla_attention(*given.values(), block_size=8, feature_map="relu", form=form, backend=backend)
+    assert out[0, 3, 1].isnan().any()
+    assert out[0, :, 0].isfinite().all()
+
+
+def test_fake_tensors_of_a_gpu_that_is_not_there() -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 20, 2, 8, device="cuda") for _ in range(3))
+        mixing = torch.empty(2, 2, device="cuda")
+        for options in ({"block_offsets": (0, 5, 20)}, {"block_size": 10, "cu_seqlens": [0, 20]}):
+            out = mhla_attention(q, k, v, mixing, **options)
+            assert out.shape == v.shape
+            assert out.device.type == "cuda"
+
+
+def test_one_stage_where_the_compiler_overlaps_chained_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = {}
+    for version in ("3.8.1", "3.9.0", "3.10.0"):
+        monkeypatch.setattr(config.triton, "__version__", version)
+        stages[version] = [2 - config.overlaps_chained_products(chip) for chip in (80, 90, 100, 103, 120)]
+    assert stages == {"3.8.1": [2, 2, 1, 1, 2], "3.9.0": [2] * 5, "3.10.0": [2] * 5}
+
+
+@pytest.mark.parametrize(
+    ("capability", "found", "trusted"),
+    [((9, 0), "3.8.0", False), ((9, 0), "3.9.0", True), ((10, 3), "3.8.0", False), ((8, 6), "3.8.0", True)],
+)
+def test_auto_leaves_a_compiler_alone_that_is_known_to_be_wrong(
+    capability: tuple[int, int], found: str, trusted: bool
+) -> None:
+    backend._distrust.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert (backend._distrust(capability[0], found) is None) == trusted
+    assert len(said) == (not trusted)

@@ -130,7 +130,7 @@ def test_a_broken_kernel_is_replaced_with_one_warning(tmp_path: Path, part: str,
             raise FAILURES[failure]()
         if part == "forward":
             return changes[failure](found)
-        return *found[:3], [changes[failure](x) for x in found[3]]  # only the coefficients
+        return [*found[:3], *(changes[failure](x) for x in found[3:])]  # only the coefficients
 
     with broken(part, change):
         reason = "is off by" if failure in ("numbers", "nan") else type(FAILURES[failure]()).__name__

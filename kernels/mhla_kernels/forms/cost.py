@@ -15,6 +15,9 @@ CONSTANTS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cost
 """By backend, in multiply-adds: ``pair`` and ``summary``, what a token pair and a number of a summary cost beside their
 products (scaling, masking, row sum; writing and reading), and ``token``, what reading a number of k or v again costs."""
 
+OUTPUTS, SPAN = 128, 16
+"""Of the fused kernels in bfloat16: widest part of an output that a program holds, and blocks that a tile of tokens touches."""
+
 
 def cheapest_form(
     tokens: int,
@@ -31,14 +34,20 @@ def cheapest_form(
     ``work``: summaries added up for each block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all M.
     """
     cost = CONSTANTS[backend]
-    pair = key_width + value_width + cost["pair"]
+    inside = key_width + value_width + cost["pair"]
+    pair, products, mixing = inside, 2, 1
+    if backend == "triton":
+        parts = -(-value_width // OUTPUTS)  # each of which computes the scores
+        inside = parts * (key_width + cost["pair"]) + 2 * value_width  # a float32 score is two bfloat16 pieces
+        pair = inside + 2 * SPAN * parts  # and so is a coefficient
+        products, mixing = 3, 3
     parallel = tokens * tokens * pair
     if causal and backend == "triton":
         parallel /= 2  # the PyTorch form computes the masked half too
     mixed = blocks if work is None else work
     summary = key_width * value_width
-    chunked = (2 * tokens + blocks * mixed + cost["summary"] * blocks) * summary
+    chunked = (products * tokens + mixing * blocks * mixed + cost["summary"] * blocks) * summary
     if causal:
         chunked += cost["token"] * tokens * (key_width + value_width)
-        chunked += tokens * min(-(-tokens // max(blocks, 1)), TILE) * pair
+        chunked += tokens * min(-(-tokens // max(blocks, 1)), TILE) * inside
     return "parallel" if parallel <= chunked else "chunked"

@@ -244,7 +244,6 @@ def attend_kernel(
                     scores += tl.load(normalizer_gradient + columns, mask=shown, other=0.0)[None, :]
             if CAUSAL:
                 counts = (columns[None, :] >= rows[:, None]) if LATER else (columns[None, :] <= rows[:, None])
-                scores = tl.where(counts, scores, 0.0)
             if not SUMMARY:
                 # m by row token and column block, then spread over the columns of each block
                 row_block = tl.load(token_row + rows, mask=rows < high, other=0)
@@ -263,6 +262,8 @@ def attend_kernel(
                 scores *= coefficient
             else:
                 coefficient = tl.full([ROWS, COLUMNS], 1.0, tl.float32)
+            if CAUSAL:  # after all factors: zero times what overflowed would be NaN
+                scores = tl.where(counts, scores, 0.0)
             value = load_tokens(a, columns, shown, outputs, OUT_WIDTH, a_stride_n, a_stride_d, OUT_RELU)
             total = multiply(scores, value, total, INPUT)
             if NORMALIZE and MODE == OUT:

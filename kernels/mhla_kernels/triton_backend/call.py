@@ -123,7 +123,8 @@ class Call:
 
     def schedule(self, tiles: config.Tiles) -> dict[str, int]:
         """Launch options."""
-        return {"num_warps": tiles.warps, "num_stages": tiles.stages, **config.register_limit(self.chip, tiles.warps)}
+        stages = 1 if config.overlaps_chained_products(self.chip) else tiles.stages
+        return {"num_warps": tiles.warps, "num_stages": stages, **config.register_limit(self.chip, tiles.warps)}
 
     @cached_property
     def pieces(self) -> tuple[int, int]:

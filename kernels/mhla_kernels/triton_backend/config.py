@@ -6,9 +6,11 @@ but for mixing, which has one kind of tiles for few blocks and one for many.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
+import triton
 
 PIECE = 256
 """Longest run of tokens of a block that is summarised, and whose pairs are scored, at once in the causal form."""
@@ -22,8 +24,19 @@ def power_of_two(number: int) -> int:
     return max(16, 1 << (number - 1).bit_length())
 
 
+PROGRAMS = 528
+"""Four for each multiprocessor of an H100 or H200: what small grids are spread to."""
+
 HOPPER = 90
 """The chip whose tiles are the largest that do not spill, as in ``sm_90``; others get smaller ones where those would."""
+
+
+def overlaps_chained_products(chip: int) -> bool:
+    """Whether this Triton puts products that share an accumulator into different stages of a loop, which computes wrong.
+
+    On datacenter Blackwell before 3.9 (triton-lang/triton #10821, mended by #10988): one stage there.
+    """
+    return chip // 10 == 10 and tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2]) < (3, 9)
 
 
 def register_limit(chip: int, warps: int) -> dict[str, int]:
@@ -116,6 +129,11 @@ def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
             else MixTiles(rows=64, terms=32, columns=128, warps=8, stages=2)
         )
     return MixTiles(rows=16, terms=16, columns=128) if few else MixTiles(rows=32, terms=32, columns=64)
+
+
+def mixing_gradient_parts(tiles: int, width: int) -> int:
+    """Parts of a summary's numbers for as many programs as fill a GPU, each with enough to do."""
+    return max(1, min(PROGRAMS // tiles, width // 1024))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,15 +35,17 @@ def outputs(given: Arguments) -> Tensor:
     return out.to(given.v.dtype).contiguous()
 
 
-def gradients(gradient: Tensor, with_mixing: bool, given: Arguments) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of q, k, v and of the coefficients (none if not asked for)."""
+def gradients(gradient: Tensor, wanted: Sequence[bool], given: Arguments) -> list[Tensor | None]:
+    """Gradients of q, k, v and of each coefficient tensor; ``wanted``: for q, k, v and the coefficients together."""
+    count = len(given.coefficients)
+    wants = [*wanted[:3], *(wanted[3],) * count]
 
-    def run() -> tuple[Tensor, ...]:
+    def run() -> list[Tensor]:
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (*given[:3], *(given.coefficients if with_mixing else ()))]
-            coefficients = leaves[3:] if with_mixing else given.coefficients
-            out = outputs(given._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=coefficients))
-            return torch.autograd.grad(out, leaves, gradient.to(out.dtype))
+            tensors = (*given[:3], *given.coefficients)
+            leaves = [x.detach().requires_grad_(want) for x, want in zip(tensors, wants, strict=True)]
+            out = outputs(given._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=leaves[3:]))
+            return list(torch.autograd.grad(out, [x for x in leaves if x.requires_grad], gradient.to(out.dtype)))
 
-    dq, dk, dv, *others = in_own_thread(run, given.q.device)  # an operator's own thread records nothing for autograd
-    return dq, dk, dv, others
+    found = iter(in_own_thread(run, given.q.device))  # an operator's own thread records nothing for autograd
+    return [next(found) if want else None for want in wants]

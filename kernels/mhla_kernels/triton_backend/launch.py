@@ -5,6 +5,8 @@ A buffer that a kernel fills whole is allocated empty; those that it adds to, or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,31 +26,45 @@ def forward(call: Call) -> Tensor:
     return attend(call, OUT.value, (call.q, call.k, call.v), call.q, mixed, running, None)[0]
 
 
-def backward(call: Call, gradient: Tensor, with_mixing: bool) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of q, k, v and of the coefficients (none if not asked for); summaries are computed anew."""
+def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients of q, k, v and of each coefficient tensor, None for those not ``wanted``; summaries are computed anew.
+
+    ``wanted``: for q, k, v and the coefficients together. At most two sets of float32 summaries live at once.
+    """
+    of_q, of_k, of_v, of_mixing = wanted
     q, k, v = call.q, call.k, call.v
     mixer = MIXERS[call.arguments.mixer]
     gradient = gradient.to(q.dtype)
-    summary = running = mixed = later = d_mixed = None
-    if call.chunked:
-        summary, running = summarize(call, k, v)
-        mixed = mixer.mix(call, summary)
-    weights = None
+    mixed = running = later = weights = own = dq = dk = dv = None
+    coefficients: list[Tensor] = []
     if call.normalize:
         shape = (call.rows, call.tables.tokens)
         weights = q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
-    dq, _ = attend(call, DQ.value, (gradient, v, k), q, mixed, running, weights)
-    if call.chunked:
+    summary = None
+    if call.chunked and (of_q or of_mixing or call.normalize):
+        summary, running = summarize(call, k, v)
+    if of_q or call.normalize:  # its kernel leaves the weights
+        mixed = None if summary is None else mixer.mix(call, summary)
+        dq, _ = attend(call, DQ.value, (gradient, v, k), q, mixed, running, weights)
+    mixed = running = None
+    if call.chunked and (of_k or of_v or of_mixing):
         d_mixed, later = summarize(call, q, gradient, weights, reverse=True)
-        mixed = mixer.mix(call, d_mixed, transposed=True)
-    dv, _ = attend(call, DV.value, (k, q, gradient), k, mixed, later, weights)
-    wants_own = with_mixing and call.chunked and call.causal
-    dk, own = attend(call, DK.value, (v, gradient, q), k, mixed, later, weights, wants_own)
-    if not with_mixing:
-        return dq, dk, dv, []
-    if d_mixed is None or summary is None:
-        return dq, dk, dv, [_reduce(pair_gradient(call, gradient, weights), call)]
-    return dq, dk, dv, [_reduce(x, call) for x in mixer.gradients(call, d_mixed, summary, own)]
+        if of_mixing:
+            assert summary is not None
+            coefficients = mixer.gradients(call, d_mixed, summary)
+        summary = None
+        if of_k or of_v or call.causal:
+            mixed = mixer.mix(call, d_mixed, transposed=True)
+    if of_v:
+        dv, _ = attend(call, DV.value, (k, q, gradient), k, mixed, later, weights)
+    wants_own = of_mixing and call.chunked and call.causal
+    if of_k or wants_own:
+        dk, own = attend(call, DK.value, (v, gradient, q), k, mixed, later, weights, wants_own)
+    if of_mixing and not call.chunked:
+        coefficients = [pair_gradient(call, gradient, weights)]
+    if own is not None:
+        mixer.add_own(call, coefficients, own)
+    return [dq if of_q else None, dk if of_k else None, dv, *(_reduce(x, call) for x in coefficients)]
 
 
 def _reduce(gradient: Tensor, call: Call) -> Tensor:

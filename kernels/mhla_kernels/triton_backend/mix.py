@@ -100,8 +100,8 @@ def mixing_gradient_kernel(
 ):
     """``dm[i, b] = <gradient[i], summary[b]>``, summed over the packed sequences; causal: b < i, else 0.
 
-    Grid: (B * H * tiles of i, tiles of b). ``gradient`` (of the mixed summaries) and ``summary``: ``[B * H, blocks,
-    WIDTH]`` float32; ``mixing_gradient``: ``[B * H, size, size]`` float32.
+    Grid: (B * H * tiles of i, tiles of b, parts of ``WIDTH``). ``gradient`` (of the mixed summaries) and ``summary``:
+    ``[B * H, blocks, WIDTH]`` float32; ``mixing_gradient``: ``[parts, B * H, size, size]`` float32, a term each.
     """
     tiles = tl.cdiv(size, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -109,12 +109,13 @@ def mixing_gradient_kernel(
     b = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     gradient += row * blocks * WIDTH
     summary += row * blocks * WIDTH
+    part, share = tl.program_id(2), tl.cdiv(tl.cdiv(WIDTH, COLUMNS), tl.num_programs(2)) * COLUMNS
     total = tl.zeros([ROWS, ROWS], tl.float32)
     if not CAUSAL or tl.program_id(1) <= tile:
         for sequence in range(0, num_sequences):
             first = tl.load(sequences + sequence)
             count = tl.load(sequences + num_sequences + sequence)
-            for start in range(0, WIDTH, COLUMNS):
+            for start in range(part * share, tl.minimum(WIDTH, (part + 1) * share), COLUMNS):
                 columns = start + tl.arange(0, COLUMNS)
                 r = tl.load(
                     gradient + (first + i).to(tl.int64)[:, None] * WIDTH + columns[None, :],
@@ -129,7 +130,8 @@ def mixing_gradient_kernel(
                 total = multiply(r, tl.trans(s), total, INPUT)
     if CAUSAL:
         total = tl.where(b[None, :] < i[:, None], total, 0.0)
-    offset = mixing_gradient + row * size * size + i[:, None] * size + b[None, :]
+    mixing_gradient += (part * (tl.num_programs(0) // tiles) + row) * size * size
+    offset = mixing_gradient + i[:, None] * size + b[None, :]
     tl.store(offset, total, mask=(i < size)[:, None] & (b < size)[None, :])
 
 
@@ -160,18 +162,22 @@ class DenseMixer:
         h, i, j = matrix.stride()
         return matrix, 0 if matrix.shape[0] == 1 else h, i, j
 
-    def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor, own: Tensor | None) -> list[Tensor]:
+    def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
         """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
         size = call.coefficients[0].shape[-1]
         _, blocks, width = summary.shape
         tiles = config.mix_tiles(call.q.dtype, size)
-        gradient = call.q.new_empty(call.rows, size, size, dtype=torch.float32)
-        parts = triton.cdiv(size, tiles.rows)
-        mixing_gradient_kernel[(call.rows * parts, parts)](
+        side = triton.cdiv(size, tiles.rows)
+        parts = config.mixing_gradient_parts(call.rows * side * side, width)
+        gradient = call.q.new_empty(parts, call.rows, size, size, dtype=torch.float32)
+        mixing_gradient_kernel[(call.rows * side, side, parts)](
             d_mixed, summary, gradient, call.tables.sequences, blocks, call.tables.sequences.shape[1], size,
             INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.causal, WIDTH=width, ROWS=tiles.rows, COLUMNS=64,
             **call.schedule(tiles),
         )  # fmt: skip
-        if own is not None:
-            gradient = gradient + torch.diag_embed(sum_at(own, call.tables.table[_ROW], size))
-        return [gradient]
+        return [gradient.sum(0)]
+
+    def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
+        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        diagonal = gradients[0].diagonal(dim1=1, dim2=2)
+        diagonal += sum_at(own, call.tables.table[_ROW], diagonal.shape[-1])

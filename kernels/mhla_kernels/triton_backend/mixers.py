@@ -27,15 +27,17 @@ class Mixer(Protocol):
         The parallel form reads m[i, b], the causal chunked form m[i, i].
         """
 
-    def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor, own: Tensor | None) -> list[Tensor]:
-        """Gradients of the coefficients, ``[B * H, ...]`` each, in the chunked form.
+    def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
+        """Gradients of the coefficients, ``[B * H, ...]`` each, by the mixing of summaries.
 
         Args:
             call: with the coefficients.
             d_mixed: gradient of the mixed summaries.
             summary: summaries.
-            own: causal: gradient of m[i, i] of every block ``[B * H, M]``; None where mixing covers it.
         """
+
+    def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
+        """Add the gradients of m[i, i] of every block ``[B * H, M]``, by the pairs inside it, in place: causal."""
 
 
 MIXERS: dict[str, Mixer] = {"dense": DenseMixer(), "exponential": ExponentialMixer()}

@@ -53,31 +53,32 @@ def _(*arguments: Any) -> Tensor:
 @torch.library.custom_op(
     "mhla::attention_backward",
     mutates_args=(),
-    schema=f"(Tensor gradient, bool with_mixing, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor[])",
+    schema=f"(Tensor gradient, bool[] wanted, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor[])",
 )
 def attention_backward(
-    gradient: Tensor, with_mixing: bool, *arguments: Any
+    gradient: Tensor, wanted: list[bool], *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of q, k, v and of the coefficients; the last are empty where they were not asked for."""
+    """Gradients of q, k, v and of the coefficients, those that are ``wanted`` of the four; the others are empty."""
     given = Arguments(*arguments)
 
-    def run() -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    def run() -> list[Tensor | None]:
         with torch.cuda.device_of(given.q):
-            return launch.backward(Call(given), gradient, with_mixing)
+            return launch.backward(Call(given), gradient, wanted)
 
-    dq, dk, dv, of_coefficients = guarded(
-        given.guard, given.q.device, run, lambda: fallback.gradients(gradient, with_mixing, given)
+    found = guarded(given.guard, given.q.device, run, lambda: fallback.gradients(gradient, wanted, given))
+    found += [None] * (3 + len(given.coefficients) - len(found))
+    kinds = given.q, given.k, given.v, *given.coefficients
+    dq, dk, dv, *others = (
+        like.new_empty(0) if x is None else x.contiguous() for x, like in zip(found, kinds, strict=True)
     )
-    if not with_mixing:
-        return dq, dk, dv, [x.new_empty(0) for x in given.coefficients]
-    return dq, dk, dv, [x.contiguous() for x in of_coefficients]
+    return dq, dk, dv, others
 
 
 @attention_backward.register_fake
-def _(gradient: Tensor, with_mixing: bool, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def _(gradient: Tensor, wanted: list[bool], *arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     q, k, v, coefficients = arguments[:4]
-    of_coefficients = [x.new_empty(x.shape if with_mixing else 0) for x in coefficients]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_coefficients
+    dq, dk, dv = (x.new_empty(x.shape if wants else 0) for x, wants in zip((q, k, v), wanted[:3], strict=True))
+    return dq, dk, dv, [x.new_empty(x.shape if wanted[3] else 0) for x in coefficients]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -91,12 +92,15 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     inputs, coefficients = saved[: len(saved) - ctx.coefficients], list(saved[len(saved) - ctx.coefficients :])
     q, k, v, *tables = inputs
-    wanted = ctx.needs_input_grad[3]
-    dq, dk, dv, of_coefficients = torch.ops.mhla.attention_backward(
-        gradient, any(wanted), q, k, v, coefficients, *tables, *ctx.options
+    of_coefficients = ctx.needs_input_grad[3]
+    wanted = [*ctx.needs_input_grad[:3], any(of_coefficients)]
+    *found, others = torch.ops.mhla.attention_backward(gradient, wanted, q, k, v, coefficients, *tables, *ctx.options)
+    kept = [x if wants else None for x, wants in zip(others, of_coefficients, strict=True)]
+    return (
+        *(x if wants else None for x, wants in zip(found, wanted[:3], strict=True)),
+        kept,
+        *(None,) * (len(Arguments._fields) - 4),
     )
-    kept = [x if wants else None for x, wants in zip(of_coefficients, wanted, strict=True)]
-    return dq, dk, dv, kept, *(None,) * (len(Arguments._fields) - 4)
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

@@ -96,12 +96,18 @@ def multiply(a, b, acc, INPUT: tl.constexpr):
 
 
 @triton.jit
+def rectify(x):
+    """``max(x, 0)``; NaN stays, as in PyTorch, so that a run that diverges is seen to."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def load_tokens(base, rows, visible, columns, width, stride_n, stride_d, RELU: tl.constexpr):
     """``[len(rows), len(columns)]`` of a token tensor, zero where not ``visible``, mapped if ``RELU``."""
     mask = visible[:, None] & (columns < width)[None, :]
     x = tl.load(base + rows.to(tl.int64)[:, None] * stride_n + columns[None, :] * stride_d, mask=mask, other=0.0)
     if RELU:
-        mapped = tl.maximum(x.to(tl.float32), 0.0) + FEATURE_FLOOR
+        mapped = rectify(x.to(tl.float32)) + FEATURE_FLOOR
         x = round_to(tl.where(mask, mapped, 0.0), x.dtype)
     return x
 

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mhla_kernels.features import turn
-from mhla_kernels.triton_backend.primitives import FEATURE_FLOOR, kernel, round_to
+from mhla_kernels.triton_backend.call import alignment, strides
+from mhla_kernels.triton_backend.primitives import FEATURE_FLOOR, kernel, rectify, round_to
 from mhla_kernels.verdicts import BOUNDS, Verdict, compare, guarded, in_own_thread, may_use
 
 
@@ -37,12 +38,14 @@ def rotary_kernel(
     rows,
     RELU: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BACKWARD: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """``ROWS`` of the B * N * H rows; ``out`` is contiguous, ``cos`` and ``sin`` are ``[N, HALF]`` or ``[B, N, HALF]``.
+    """``ROWS`` of the B * N * H rows; ``out`` is contiguous, ``cos`` and ``sin`` are ``[N, HALF]`` or ``[B, N, HALF]``,
+    contiguous: ``angle_stride_b`` is counted in their rows.
 
     Backward: ``x`` is the gradient of the output and ``raw`` the input, whose sign decides what the rectifier lets through.
     """
@@ -54,22 +57,22 @@ def rotary_kernel(
         first, second = 2 * pair, 2 * pair + 1
     else:
         first, second = pair, pair + HALF
-    offset = (batch * x_stride_b + token * x_stride_n + head * x_stride_h)[:, None]
+    offset = (batch * x_stride_b + token * x_stride_n + head * x_stride_h)[:, None] * ALIGNED
     a = tl.load(x + offset + first[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x + offset + second[None, :] * x_stride_d, mask=inside, other=0.0).to(tl.float32)
-    angle = (batch * angle_stride_b + token * HALF)[:, None] + pair[None, :]
+    angle = ((batch * angle_stride_b + token) * HALF)[:, None] + pair[None, :]
     c = tl.load(cos + angle, mask=inside, other=0.0)
     s = tl.load(sin + angle, mask=inside, other=0.0)
     if BACKWARD:
         new_a, new_b = a * c + b * s, b * c - a * s
         if RELU:
-            offset = (batch * raw_stride_b + token * raw_stride_n + head * raw_stride_h)[:, None]
+            offset = (batch * raw_stride_b + token * raw_stride_n + head * raw_stride_h)[:, None] * ALIGNED
             raw_a = tl.load(raw + offset + first[None, :] * raw_stride_d, mask=inside, other=0.0).to(tl.float32)
             raw_b = tl.load(raw + offset + second[None, :] * raw_stride_d, mask=inside, other=0.0).to(tl.float32)
             new_a, new_b = tl.where(raw_a > 0, new_a, 0.0), tl.where(raw_b > 0, new_b, 0.0)
     else:
         if RELU:
-            a, b = tl.maximum(a, 0.0) + FEATURE_FLOOR, tl.maximum(b, 0.0) + FEATURE_FLOOR
+            a, b = rectify(a) + FEATURE_FLOOR, rectify(b) + FEATURE_FLOOR
         new_a, new_b = a * c - b * s, b * c + a * s
     offset = row[:, None] * (2 * HALF)
     tl.store(out + offset + first[None, :], round_to(new_a, out.dtype.element_ty), mask=inside)
@@ -86,11 +89,12 @@ def launch_rotary(
     if rows == 0:
         return out
     padded = 1 << (half - 1).bit_length()
-    at_once = max(1, 2048 // padded)
+    at_once, aligned = max(1, 2048 // padded), alignment(x, raw)
     with torch.cuda.device_of(x):
         rotary_kernel[(triton.cdiv(rows, at_once),)](
-            x, raw, cos, sin, out, *x.stride(), *raw.stride(), cos.stride(0) if cos.dim() == 3 else 0, tokens, heads, rows,
-            RELU=relu, INTERLEAVED=interleaved, BACKWARD=backward, HALF=half, HALF_PADDED=padded, ROWS=at_once, num_warps=4,
+            x, raw, cos, sin, out, *strides(aligned, x, raw), tokens if cos.dim() == 3 else 0, tokens, heads, rows,
+            RELU=relu, INTERLEAVED=interleaved, ALIGNED=aligned, BACKWARD=backward, HALF=half, HALF_PADDED=padded,
+            ROWS=at_once, num_warps=4,
         )  # fmt: skip
     return out
 

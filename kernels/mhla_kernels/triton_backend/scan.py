@@ -143,9 +143,8 @@ class ExponentialMixer:
         own = call.coefficients[0].sum(-1)
         return own, int(len(own) > 1), 0, 0
 
-    def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor, own: Tensor | None) -> list[Tensor]:
+    def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
         """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
-        assert own is not None
         amplitude, decay = call.coefficients
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
         tiles = config.scan_tiles(terms)
@@ -156,7 +155,11 @@ class ExponentialMixer:
             blocks, call.heads, WIDTH=width, COLUMNS=tiles.columns, TERMS=terms, TERMS_PADDED=tiles.terms,
             **call.schedule(tiles),
         )  # fmt: skip
-        return [of_amplitude.sum(1) + own.sum(-1, keepdim=True), of_decay.sum(1)]
+        return [of_amplitude.sum(1), of_decay.sum(1)]
+
+    def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
+        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`: m[i, i] is the sum of the amplitudes."""
+        gradients[0] += own.sum(-1, keepdim=True)
 
 
 def _head_stride(amplitude: Tensor) -> int:

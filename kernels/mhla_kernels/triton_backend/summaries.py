@@ -50,6 +50,7 @@ def summaries_kernel(
     RELU: tl.constexpr,
     WEIGHTED: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -92,9 +93,9 @@ def summaries_kernel(
                 wide *= tl.load(normalizer_weight + row * tokens + rows, mask=visible, other=0.0)[:, None]
             normalizer += tl.sum(wide, 0)
 
-    # a zero coefficient times a sum that overflowed is zero: see mhla_kernels.finite
-    total = tl.where(tl.abs(total) <= LARGEST, total, tl.where(total < 0, -LARGEST, LARGEST))
-    normalizer = tl.where(tl.abs(normalizer) <= LARGEST, normalizer, tl.where(normalizer < 0, -LARGEST, LARGEST))
+    if CAUSAL:  # a zero coefficient times a sum that overflowed is zero: see mhla_kernels.finite
+        total = tl.where(tl.abs(total) <= LARGEST, total, tl.where(total < 0, -LARGEST, LARGEST))
+        normalizer = tl.where(tl.abs(normalizer) <= LARGEST, normalizer, tl.where(normalizer < 0, -LARGEST, LARGEST))
     summary += (row * blocks * pieces + piece) * (KEY_WIDTH * VALUE_WIDTH + KEY_WIDTH)
     offset = keys[:, None] * VALUE_WIDTH + values[None, :]
     inside = (keys < KEY_WIDTH)[:, None] & (values < VALUE_WIDTH)[None, :]
@@ -151,8 +152,8 @@ def summarize(
         key, value, call.mask_bytes, value_weight, normalizer_weight, summary, call.tables.table,
         *strides(aligned, key, value), call.tables.tokens, blocks, call.heads, pieces, piece_size,
         KEY_WIDTH=call.key_width, VALUE_WIDTH=call.value_width, HAS_MASK=call.key_mask is not None, RELU=call.relu,
-        WEIGHTED=weights is not None, NORMALIZE=call.normalize, TOKENS=tiles.tokens, KEYS=tiles.keys, VALUES=tiles.values,
-        ALIGNED=aligned, **call.schedule(tiles),
+        WEIGHTED=weights is not None, NORMALIZE=call.normalize, CAUSAL=call.causal, TOKENS=tiles.tokens,
+        KEYS=tiles.keys, VALUES=tiles.values, ALIGNED=aligned, **call.schedule(tiles),
     )  # fmt: skip
     if pieces == 1:
         return summary, None

@@ -1,8 +1,8 @@
 """Block tables: where the kernels look up which tokens make up a block, and which blocks belong together.
 
 One int32 tensor ``[7, M]`` serves equal blocks, uneven blocks and packed sequences alike, so that a kernel has one path.
-Nothing here waits for the device. Tables that depend on sizes alone are kept, since every layer asks for the same ones;
-while torch traces they are made anew, as part of the graph.
+Nothing here waits for the device. Tables that depend on sizes alone are kept, for each stream, since every layer asks for
+the same ones; while torch traces or captures a CUDA graph they are made anew, as part of the graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mhla_kernels.blocks import may_cache, on_device
+from mhla_kernels.blocks import may_cache, on_device, stream_of
 
 START, END, ROW, FIRST, LAST, LOW, HIGH = range(7)
 """Rows of a table: first token and end of the block, its row in the mixing matrix, first block and end of the blocks of
@@ -61,17 +61,18 @@ def make_tables(
 ) -> BlockTables:
     """The tables for one of: equal blocks, uneven blocks, packed sequences of equal blocks."""
     cached = may_cache(device)
+    stream = stream_of(device) if cached else 0
     if block_offsets is not None:
-        return (_uneven if cached else _uneven.__wrapped__)(block_offsets, device)
+        return (_uneven if cached else _uneven.__wrapped__)(block_offsets, device, stream)
     assert block_size is not None
     block_size = min(block_size, tokens)
     if cu_seqlens is None:
-        return (_equal if cached else _equal.__wrapped__)(tokens, block_size, device)
+        return (_equal if cached else _equal.__wrapped__)(tokens, block_size, device, stream)
     return _packed(tokens, block_size, cu_seqlens)
 
 
 @lru_cache(maxsize=64)
-def _uneven(offsets: tuple[int, ...], device: torch.device) -> BlockTables:
+def _uneven(offsets: tuple[int, ...], device: torch.device, stream: int) -> BlockTables:
     with torch.inference_mode(False):
         bounds = on_device(offsets, device).int()
         largest = max(end - start for start, end in pairwise(offsets))
@@ -79,7 +80,7 @@ def _uneven(offsets: tuple[int, ...], device: torch.device) -> BlockTables:
 
 
 @lru_cache(maxsize=64)
-def _equal(tokens: int, block_size: int, device: torch.device) -> BlockTables:
+def _equal(tokens: int, block_size: int, device: torch.device, stream: int) -> BlockTables:
     with torch.inference_mode(False):
         start = torch.arange(0, tokens, block_size, dtype=torch.int32, device=device)
         return _one_sequence(tokens, start, (start + block_size).clamp(max=tokens), block_size, None)
@@ -128,11 +129,11 @@ def token_rows(tables: BlockTables) -> Tensor:
     device = tables.table.device
     if tables.packed or not may_cache(device):
         return _token_rows(tables)
-    return _cached_token_rows(tables)
+    return _cached_token_rows(tables, stream_of(device))
 
 
 @lru_cache(maxsize=64)
-def _cached_token_rows(tables: BlockTables) -> Tensor:
+def _cached_token_rows(tables: BlockTables, stream: int) -> Tensor:
     with torch.inference_mode(False):
         return _token_rows(tables)
 
