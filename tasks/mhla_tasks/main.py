@@ -1,0 +1,49 @@
+"""The command line: ``lightning COMMAND --config FILE [--config OVERLAY] [--key=value]``, and the tools beside the commands.
+
+What a command does not use is not imported for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from mhla_tasks.late_imports import put_off_imports
+
+TOOLS = {"doctor": "mhla_tasks.doctor"}
+"""Modules of the tools, each with a function ``main`` that takes the words after its name."""
+
+HELP = """\
+usage: lightning COMMAND [--config FILE]... [--key=value]...
+       lightning TOOL [options]
+
+Train, evaluate and sample models with MHLA attention.
+
+commands:
+  fit        train, and validate on the way; --run_dir=FOLDER keeps everything in it and resumes
+  validate   evaluate weights on the validation data
+  test       evaluate weights on the test data
+  predict    write what a model makes: samples, classes, clips, text
+
+tools:
+  doctor     check this machine: versions, devices, the operator, a short fit; --json for programs
+
+`lightning COMMAND --help` lists the options of a command, `lightning fit --model.help CLASS` those of a class.
+`lightning` and `lightning-mhla` are the same program.
+"""
+
+
+def main() -> None:
+    """Run the command or the tool that the command line names."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(HELP)
+        sys.exit(0 if words else 2)
+    if words[0] in TOOLS:
+        sys.exit(import_module(TOOLS[words[0]]).main(words[1:]))
+    put_off_imports()
+    import_module("mhla_tasks.cli").main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What a command imports before it does a thing: nothing that it does not use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torchmetrics.functional.image", "scipy", "transformers", "diffusers", "pandas")
+"""What Lightning, torchmetrics or a domain would bring, and a classification run does not use."""
+
+
+def modules_after(program: str, *arguments: str) -> tuple[int, set[str], str]:
+    """Exit status, modules imported in the end, and what was printed."""
+    code = (
+        f"import atexit, sys; atexit.register(lambda: print('MODULES', *sys.modules, file=sys.__stderr__))\n{program}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, cwd=ROOT, timeout=240
+    )
+    said, _, modules = done.stderr.rpartition("MODULES ")
+    return done.returncode, set(modules.split()), done.stdout + said
+
+
+MAIN = "from mhla_tasks.main import main; main()"
+
+
+def test_help_and_versions_need_no_torch() -> None:
+    status, modules, said = modules_after(MAIN, "--help")
+    assert status == 0
+    assert all(word in said for word in ("fit ", "validate ", "test ", "predict ", "doctor "))
+    assert not {"torch", "lightning"} & modules
+    status, modules, said = modules_after(MAIN, "doctor", "--json", "--only", "versions", "storage")
+    assert status == 0, said
+    assert not {"torch", "lightning", "numpy"} & modules
+
+
+@pytest.mark.parametrize("mistake", ["--model.init_args.nope=1", "--trainer.max_epochs=many", "--config=missing.yaml"])
+def test_a_mistake_is_told_without_what_a_run_would_need(mistake: str) -> None:
+    status, modules, said = modules_after(MAIN, "fit", "--config", "configs/classification/digits.yaml", mistake)
+    assert status == 2
+    assert said.startswith("error: ")
+    assert not modules.intersection(HEAVY)
+
+
+def test_packages_that_are_put_off_lack_nothing() -> None:
+    program = """
+from mhla_tasks.late_imports import put_off_imports
+put_off_imports()
+put_off_imports()
+import sys, pickle
+import torchmetrics
+from torchmetrics import MeanMetric, Metric
+assert "torchmetrics.functional.image" not in sys.modules
+import torchmetrics.metric
+assert Metric is torchmetrics.metric.Metric
+assert type(pickle.loads(pickle.dumps(MeanMetric()))) is MeanMetric
+assert torchmetrics.classification.MulticlassF1Score(num_classes=3).num_classes == 3
+assert torchmetrics.Accuracy is not None and MeanMetric is torchmetrics.MeanMetric
+assert torchmetrics.functional.accuracy.__module__.startswith("torchmetrics.functional")
+assert not hasattr(torchmetrics, "nothing")
+"""
+    status, modules, said = modules_after(program)
+    assert status == 0, said
+    assert "torchmetrics.functional.image" in modules
+    program = """
+from mhla_tasks.late_imports import put_off_imports
+put_off_imports()
+from torchmetrics.classification import *
+assert BinaryAccuracy is not None
+"""
+    status, _, said = modules_after(program)
+    assert status == 0, said
