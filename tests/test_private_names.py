@@ -8,6 +8,7 @@ from typing import Any
 
 import mhla_kernels.torch_private
 import pytest
+import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
@@ -40,6 +41,12 @@ TORCH = {
         lightning_mhla.system.torch_private,
         "StorageInfo",
     ): "sharded checkpoints are not read without unpickling .metadata",
+    (lightning_mhla.system.torch_private, "compilations"): "a compiled run does not say what it compiled",
+    (lightning_mhla.system.torch_private, "is_compiled"): "layers are compiled again at every stage",
+    (
+        lightning_mhla.system.torch_private,
+        "raise_recompile_limit",
+    ): "layers of different rates are left uncompiled from the eighth on",
     (lightning_mhla.system.torch_private, "flatten_mesh"): "no sequence parallelism under FSDP2",
     (lightning_mhla.system.torch_private, "foreach_add_"): "no moving average of the weights",
     (lightning_mhla.system.torch_private, "foreach_copy_"): "no moving average of the weights",
@@ -82,6 +89,25 @@ LIGHTNING: dict[tuple[Any, str], str] = {
 )
 def test_the_name_is_still_there(where: Any, name: str) -> None:
     assert hasattr(where, name), f"{name} is gone: {({**TORCH, **LIGHTNING})[where, name]}"
+
+
+def test_what_the_compiler_is_asked_for_is_there() -> None:
+    module = lightning_mhla.system.torch_private
+    layer = torch.nn.Linear(2, 2)
+    assert not module.is_compiled(layer)
+    layer.compile(backend="eager")
+    assert module.is_compiled(layer)
+    torch._dynamo.reset()
+    graphs, seconds = module.compilations()
+    layer(torch.ones(1, 2))
+    assert module.compilations()[0] == graphs + 1
+    assert module.compilations()[1] > seconds
+    before = torch._dynamo.config.recompile_limit
+    with torch._dynamo.config.patch(recompile_limit=before):
+        module.raise_recompile_limit(before + 1)
+        assert torch._dynamo.config.recompile_limit == before + 1
+        module.raise_recompile_limit(1)
+        assert torch._dynamo.config.recompile_limit == before + 1
 
 
 def test_the_command_line_keeps_a_parser_for_each_subcommand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_mhla.data.sampling import sample_generator
+from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
 
@@ -20,8 +21,10 @@ VALIDATION_SEED = 0
 class GenerativeModule(TrainingModule):
     """A module whose validation loss is the mean of :meth:`sample_losses`; arguments as for :class:`TrainingModule`."""
 
-    def __init__(self, optimizer: OptimizerConfig, ema_decay: float | None) -> None:
-        super().__init__(optimizer, ema_decay)
+    def __init__(
+        self, optimizer: OptimizerConfig, ema_decay: float | None, compile_options: CompileOptions | None = None
+    ) -> None:
+        super().__init__(optimizer, ema_decay, compile_options)
         self.val_loss, self.val_samples = MeanMetric(), SumMetric()
 
     @abstractmethod

@@ -138,7 +138,7 @@ class Backbone(LayoutTables):
         for block in self.layers:
             self._keep(x, states)
             rotary = angles.get(block.attn.config.rotary_base)
-            options = (condition, context, key_mask, context_mask, rotary, cu_seqlens, share)
+            options = (condition, context, key_mask, context_mask, rotary, cu_seqlens, share, block.draw_kept(x))
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, *options, use_reentrant=False)
             else:

@@ -33,6 +33,10 @@ def make_norm(kind: NormKind, dim: int, affine: bool = True, eps: float = 1e-6) 
     raise ValueError(f"norm={kind!r} is not one of 'layernorm', 'rmsnorm'")
 
 
+def _keep(kept: tuple[Tensor, Tensor] | None, branch: int, x: Tensor) -> Tensor:
+    return x if kept is None else x * kept[branch]
+
+
 class Block(nn.Module):
     """Self-attention, optional cross-attention, and an MLP, each behind a norm and added to the stream.
 
@@ -94,6 +98,7 @@ class Block(nn.Module):
         self.norm2 = make_norm(norm, dim, affine, mlp_norm_eps)
         self.mlp = MLPS[mlp](dim, round(dim * mlp_ratio), bias=bias)
         self.drop_path = DropPath(drop_path)
+        self.drops = drop_path > 0
         self.norm_context: nn.Module | None = None
         self.cross: nn.MultiheadAttention | None = None
         if context_dim is not None:
@@ -111,6 +116,7 @@ class Block(nn.Module):
         rotary: Rotary | None = None,
         cu_seqlens: Sequence[int] | None = None,
         share: SequenceShare | None = None,
+        kept: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Tokens ``[B, N, dim]`` in block order to the same shape.
 
@@ -123,17 +129,27 @@ class Block(nn.Module):
             rotary: see :meth:`lightning_mhla.attention.Attention.forward`.
             cu_seqlens: see there.
             share: see there.
+            kept: what :meth:`draw_kept` gave, where that is called outside of what is compiled or recomputed.
         """
+        if kept is None:
+            kept = self.draw_kept(x)
         options = {"rotary": rotary, "cu_seqlens": cu_seqlens, "share": share}
         if self.modulation is None:
-            x = x + self.drop_path(self.attn(self.norm1(x), key_mask, **options))
+            x = x + _keep(kept, 0, self.attn(self.norm1(x), key_mask, **options))
             x = self._look_at(x, context, context_mask)
-            return x + self.drop_path(self.mlp(self.norm2(x)))
+            return x + _keep(kept, 1, self.mlp(self.norm2(x)))
         assert condition is not None, "a block with condition_dim needs a condition"
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=-1)
-        x = x + self.drop_path(gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1, key_mask, **options))
+        x = x + _keep(kept, 0, gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1, key_mask, **options))
         x = self._look_at(x, context, context_mask)
-        return x + self.drop_path(gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
+        return x + _keep(kept, 1, gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
+
+    def draw_kept(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Factors ``[B, 1, 1]`` of the two branches, 0 for the samples that skip one; None where none does."""
+        if not (self.training and self.drops):
+            return None
+        ones = x.new_ones(len(x), 1, 1)
+        return self.drop_path(ones), self.drop_path(ones)
 
     def next_tokens(self, x: Tensor, state: Any, counts: Sequence[int], rotary: Rotary | None) -> tuple[Tensor, Any]:
         """The next tokens ``[B, N, dim]`` of every row, and the state after them; see :meth:`Attention.next_tokens`."""

@@ -1,6 +1,7 @@
 """Private names of torch that the suite uses; ``tests/test_private_names.py`` says what each is for."""
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner as EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -23,15 +24,37 @@ def set_last_rates(schedule: LRScheduler, rates: list[float]) -> None:
     schedule._last_lr = list(rates)
 
 
+def compilations() -> tuple[int, float]:
+    """Graphs that this process has compiled, and the seconds that it took."""
+    from torch._dynamo.utils import calculate_time_spent, counters  # a second of imports, for who compiles
+
+    return counters["stats"]["unique_graphs"], float(calculate_time_spent().get("total_wall_time", 0.0))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def raise_recompile_limit(least: int) -> None:
+    """Let one function be compiled so many times, for as many layers that share it."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, least)
+
+
 __all__ = [
     "EmptyStateDictLoadPlanner",
     "StorageInfo",
+    "compilations",
     "flatten_mesh",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
     "get_default_store",
+    "is_compiled",
     "load_state_dict",
+    "raise_recompile_limit",
     "set_element",
     "set_last_rates",
     "tree_leaves",

@@ -30,6 +30,7 @@ from lightning_mhla.checkpoints.weights import LIVE, load_weights, shards_weight
 from lightning_mhla.system.hyperparameters import LoggedApart, plain
 from lightning_mhla.system.lightning_private import steps_between_saves
 from lightning_mhla.system.torch_private import flatten_mesh
+from lightning_mhla.training.compilation import CompileOptions, CompileReport, compile_layers
 from lightning_mhla.training.optim import Asked, OptimizerConfig, build_optimizer, parameter_groups, take_over
 from lightning_mhla.training.strategies import SEQUENCE
 
@@ -67,6 +68,7 @@ class TrainingModule(LoggedApart, LightningModule):
         optimizer: see :class:`OptimizerConfig`.
         ema_decay: decay of the exponential moving average of the weights, which validation, test and the checkpoint's
             ``state_dict`` use; null for none.
+        compile_options: how the blocks of the network are compiled; None leaves them as they are.
     """
 
     logged_as = "model"
@@ -84,12 +86,15 @@ class TrainingModule(LoggedApart, LightningModule):
     output_names: tuple[str, ...] = ("head",)
     """How names of parameters behind the last layer begin, for layer decay."""
 
-    def __init__(self, optimizer: OptimizerConfig, ema_decay: float | None) -> None:
+    def __init__(
+        self, optimizer: OptimizerConfig, ema_decay: float | None, compile_options: CompileOptions | None = None
+    ) -> None:
         super().__init__()
         if ema_decay is not None and not 0 < ema_decay < 1:
             raise ValueError(f"ema_decay={ema_decay} must lie between 0 and 1, or be null for no average")
         self.optimizer_config = optimizer
         self.ema_decay = ema_decay
+        self.compile_options = compile_options
         self._asked: Asked | None = None
 
     @property
@@ -137,18 +142,27 @@ class TrainingModule(LoggedApart, LightningModule):
         guards: list[type[Callback]] = [FiniteWatch, StallWatch, Forecast]
         if self.trainer.checkpoint_callbacks:  # checkpoints are not switched off
             guards.append(Recovery)
-        return [StepSeed(), KernelAgreement(), *average, *(guard() for guard in guards if guard not in given)]
+        compiled = [] if self.compile_options is None else [CompileReport()]
+        return [
+            StepSeed(),
+            KernelAgreement(),
+            *compiled,
+            *average,
+            *(guard() for guard in guards if guard not in given),
+        ]
 
     def prediction_callbacks(self) -> list[Callback]:
         """Callbacks that write predictions."""
         return []
 
     def configure_model(self) -> None:
-        """Shard the network block by block, under a strategy that made a device mesh (FSDP2).
+        """Compile the network block by block where it is asked for; shard it under a strategy that made a mesh (FSDP2).
 
         Raises:
             ValueError: under sequence parallelism, where the domain cannot share sequences.
         """
+        if self.compile_options is not None:
+            compile_layers(self.layers(), self.compile_options)
         if self.device_mesh is None or isinstance(self.network, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]

@@ -17,6 +17,7 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.classification.model import Size, VisionTransformer
@@ -60,6 +61,8 @@ class ImageClassifier(TrainingModule):
         mlp_ratio: inner width of the MLP over the tokens'.
         drop_path: stochastic depth of the last block.
         checkpointing: recompute blocks in the backward pass, to save memory.
+        compile: compile the network, block by block (:func:`torch.compile`).
+        compile_options: how; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.
         optimizer: AdamW and its schedule.
@@ -92,6 +95,8 @@ class ImageClassifier(TrainingModule):
         mlp_ratio: float = 4.0,
         drop_path: float = 0.0,
         checkpointing: bool = False,
+        compile: bool = False,
+        compile_options: CompileOptions | None = None,
         label_smoothing: float = 0.0,
         mixup: MixupConfig = MixupConfig(),
         optimizer: OptimizerConfig = OptimizerConfig(),
@@ -102,7 +107,8 @@ class ImageClassifier(TrainingModule):
         attention = as_dataclass(AttentionConfig, attention)
         mixup = as_dataclass(MixupConfig, mixup)
         optimizer = as_dataclass(OptimizerConfig, optimizer)
-        super().__init__(optimizer, ema_decay)
+        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
+        super().__init__(optimizer, ema_decay, compile_options)
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
         if class_names is not None and len(class_names) != num_classes:

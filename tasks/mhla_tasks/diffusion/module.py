@@ -14,6 +14,7 @@ from lightning_mhla.generative.images import OutputFormat, SampleWriter, to_pixe
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.diffusion.model import DiT, Size
 from mhla_tasks.diffusion.pretrained import load_pretrained
@@ -40,6 +41,8 @@ class ClassToImage(GenerativeModule):
         frequency_shift: of the timestep's frequencies: 0 as DiT was trained, 1 as diffusers computes them.
         mlp_norm_eps: epsilon of the norm before the MLP: 1e-6 as DiT was trained, 1e-5 in diffusers.
         checkpointing: recompute blocks in the backward pass, to save memory.
+        compile: compile the network, block by block (:func:`torch.compile`).
+        compile_options: how; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         process: what the network learns.
         sampling: how predict and callbacks draw samples, unless they say otherwise.
         vae: folder or hub name of a diffusers AutoencoderKL, for latents; null for pixels.
@@ -73,6 +76,8 @@ class ClassToImage(GenerativeModule):
         frequency_shift: float = 0.0,
         mlp_norm_eps: float = 1e-6,
         checkpointing: bool = False,
+        compile: bool = False,
+        compile_options: CompileOptions | None = None,
         process: ProcessConfig = ProcessConfig(),
         sampling: SamplingConfig = SamplingConfig(),
         vae: str | None = None,
@@ -85,7 +90,8 @@ class ClassToImage(GenerativeModule):
         process = as_dataclass(ProcessConfig, process)
         sampling = as_dataclass(SamplingConfig, sampling)
         optimizer = as_dataclass(OptimizerConfig, optimizer)
-        super().__init__(optimizer, ema_decay)
+        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
+        super().__init__(optimizer, ema_decay, compile_options)
         self.save_hyperparameters(ignore=["pretrained", "output"])
         keep_plain(self)
         self.sampling, self.output = sampling, output

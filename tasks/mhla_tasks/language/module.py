@@ -17,6 +17,7 @@ from lightning_mhla.attention.sequence import SequenceShare
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
@@ -51,6 +52,8 @@ class LanguageModel(TrainingModule):
         tie_embeddings: whether input and output embeddings are one matrix.
         initializer_range: standard deviation of the weights at the start.
         checkpointing: recompute layers in the backward pass, to save memory.
+        compile: compile the network, block by block (:func:`torch.compile`).
+        compile_options: how; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         optimizer: AdamW and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
         generation: how predict continues prompts.
@@ -81,6 +84,8 @@ class LanguageModel(TrainingModule):
         tie_embeddings: bool = True,
         initializer_range: float = 0.02,
         checkpointing: bool = False,
+        compile: bool = False,
+        compile_options: CompileOptions | None = None,
         optimizer: OptimizerConfig = OptimizerConfig(),
         ema_decay: float | None = None,
         generation: GenerationOptions = GenerationOptions(),
@@ -88,7 +93,8 @@ class LanguageModel(TrainingModule):
     ) -> None:
         optimizer = as_dataclass(OptimizerConfig, optimizer)
         generation = as_dataclass(GenerationOptions, generation)
-        super().__init__(optimizer, ema_decay)
+        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
+        super().__init__(optimizer, ema_decay, compile_options)
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
         self._pretrained = pretrained

@@ -22,6 +22,7 @@ from lightning_mhla.swap import swapped_layers
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.lightning_private import ddp_options
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.video.model import TransformerConfig, build_transformer
 from mhla_tasks.video.pretrained import build_teacher, load_weights
@@ -45,6 +46,8 @@ class VideoDiffusion(GenerativeModule):
         lora: of the adapters.
         distillation: from the model that is replaced.
         checkpointing: recompute blocks in the backward pass, to save memory.
+        compile: compile the network, block by block (:func:`torch.compile`).
+        compile_options: how; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         sampling: how predict and callbacks draw clips.
         pretrained: weights to start from, see mhla_tasks.video.pretrained; not read where --ckpt_path brings weights.
         output: folder for the clips that predict draws; those that are there already are not drawn again. null for the
@@ -71,6 +74,8 @@ class VideoDiffusion(GenerativeModule):
         lora: LoraOptions = LoraOptions(),
         distillation: DistillationConfig = DistillationConfig(),
         checkpointing: bool = False,
+        compile: bool = False,
+        compile_options: CompileOptions | None = None,
         sampling: SamplingConfig = SamplingConfig(),
         pretrained: str | None = None,
         output: str | None = None,
@@ -85,7 +90,8 @@ class VideoDiffusion(GenerativeModule):
         distillation = as_dataclass(DistillationConfig, distillation)
         sampling = as_dataclass(SamplingConfig, sampling)
         optimizer = as_dataclass(OptimizerConfig, optimizer)
-        super().__init__(optimizer, ema_decay)
+        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
+        super().__init__(optimizer, ema_decay, compile_options)
         self.save_hyperparameters(ignore=["pretrained", "output"])
         keep_plain(self)
         if sampling.guidance != 1 and not flow.caption_dropout:
