@@ -70,9 +70,8 @@ def first_losses(config: str, steps: int, folder: Path, start: Path | None) -> l
     command = [sys.executable, "-m", "mhla_tasks.cli", "fit", "--config", str(ROOT / f"configs/{config}.yaml")]
     command += ["--config", str(folder / "overlay.yaml"), f"--run_dir={folder / 'run'}"]
     command += [] if start is None else [f"--model.init_args.pretrained={start}"]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MHLA_CACHE": str(folder / "cache")}  # no tuned forms
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"error: {config} did not train:\n{(done.stdout + done.stderr)[-3000:]}")
     with (folder / "run/metrics.csv").open() as stream:

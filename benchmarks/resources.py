@@ -43,7 +43,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.machine import describe
 
-CHIPS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+CHIPS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Compute capability to the shared memory that one block may have, bytes (CUDA C++ Programming Guide, table 27)."""
 
 MODEL_WIDTHS = ((32, 32), (64, 64), (72, 72), (128, 128), (128, 256))
@@ -71,6 +71,7 @@ class Variant:
     terms: int = 0
     unusual: bool = False
     block_size: int = 64
+    blocks: int = 4
 
     @property
     def spills_allowed(self) -> int:
@@ -146,7 +147,11 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     from mhla_kernels.triton_backend.rotary import launch_rotary
     from mhla_kernels.triton_backend.tables import make_tables, token_rows
 
-    tokens, heads, dtype = 4 * variant.block_size, 1 if variant.unusual else 2, getattr(torch, variant.dtype)
+    tokens, heads, dtype = (
+        variant.blocks * variant.block_size,
+        1 if variant.unusual else 2,
+        getattr(torch, variant.dtype),
+    )
     widths = (variant.key_width, variant.key_width, variant.value_width)
     q, k, v = torch.zeros(2, tokens, heads, sum(widths), dtype=dtype).split(widths, -1)
     mask = bounds = None
@@ -154,7 +159,9 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         q, k, v = (x.transpose(1, 3).contiguous().transpose(1, 3)[:1] for x in (q, k, v))
         mask, bounds = torch.ones(1, tokens, dtype=torch.bool), torch.tensor([0, tokens])
     tables = make_tables(tokens, q.device, variant.block_size, None, bounds)
-    coefficients = [torch.zeros(1, variant.terms)] * 2 if variant.terms else [torch.zeros(1, 4, 4)]
+    coefficients = (
+        [torch.zeros(1, variant.terms)] * 2 if variant.terms else [torch.zeros(1, variant.blocks, variant.blocks)]
+    )
     rows = token_rows(tables) if variant.form == "parallel" else None
     checked = call.Arguments(
         q,
@@ -278,6 +285,7 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
     return (
         dense
         + unusual
+        + layouts(widths)
         + [
             Variant("chunked", True, False, dtype, *pair, terms)
             for pair in widths
@@ -285,6 +293,22 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
             for terms in (4, 16)
         ]
     )
+
+
+def layouts(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
+    """Blocks that take other paths: long ones with running sums, many of them, and so short that a tile spans over 16."""
+    return [
+        Variant(form, causal, not causal, dtype, *pair, block_size=block_size, blocks=blocks)
+        for pair in widths
+        for dtype in ("bfloat16", "float32")
+        for causal in (False, True)
+        for form, block_size, blocks in (
+            ("chunked", 2100, 2),
+            ("chunked", 210, 40),
+            ("chunked", 16, 40),
+            ("parallel", 2, 64),
+        )
+    ]
 
 
 def measure(chosen: list[Variant], chips: list[int], console: Console, sample: int | None = None) -> list[Usage]:

@@ -21,9 +21,10 @@ import torch
 from fork_server import ForkServer
 
 torch.set_num_threads(1)  # or the workers' threads fight for the cores; and sums are the same as in child processes
-if "HF_HOME" not in os.environ:  # the workers take it from the process that starts them
-    os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hugging-face-")
-    atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
+for name, start in {"HF_HOME": "hugging-face-", "MHLA_CACHE": "mhla-"}.items():
+    if name not in os.environ:  # the workers take it from the process that starts them
+        os.environ[name] = tempfile.mkdtemp(prefix=start)
+        atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 if not torch.cuda.is_available() and find_spec("triton"):

@@ -20,6 +20,7 @@ from mhla_kernels.forms import reference
 from mhla_kernels.forms.attend import attend
 from mhla_kernels.forms.cost import cheapest_form
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
+from mhla_kernels.tuned import tuned_form
 
 
 def mhla_attention(
@@ -101,7 +102,7 @@ def mhla_attention(
         if fused:
             from mhla_kernels.triton_backend.fused import attend_fused  # needs triton
 
-            chosen = _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, True) if form == "auto" else form
+            chosen = _choose_form(problem, q, v, mixing, causal, True) if form == "auto" else form
             out = attend_fused(
                 q,
                 k,
@@ -119,7 +120,7 @@ def mhla_attention(
             if out is not None:
                 return out.contiguous()
         if form == "auto":
-            form = _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, False)
+            form = _choose_form(problem, q, v, mixing, causal, False)
         q, k, v, mixing = _prepare(q, k, v, mixing, problem, feature_map, key_mask)
         out = attend(
             q,
@@ -176,6 +177,19 @@ def attention_matrix(
         where = token_blocks(problem.tokens, q.device, block_size, problem.block_offsets, problem.cu_seqlens)
         matrix = mixing.matrix(most_blocks(problem.tokens, block_size, problem.block_offsets))
         return reference.weights(q, k, matrix, where, causal=causal, scale=problem.scale, eps=eps)
+
+
+def _choose_form(
+    problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal: bool, fused: bool
+) -> Literal["parallel", "chunked"]:
+    """What ``lightning tune`` found for such a call, or the cheaper form."""
+    if not is_dynamic(problem.tokens) and problem.cu_seqlens is None:
+        backend, kind, rows = "triton" if fused else "torch", type(mixing).__name__, q.shape[0] * q.shape[2]
+        shape = rows, problem.tokens, problem.blocks, q.shape[-1], v.shape[-1]
+        found = tuned_form(q.device.type, backend, str(q.dtype)[6:], *shape, causal, problem.scale is None, kind)
+        if found is not None:
+            return found
+    return _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused)
 
 
 def _cheapest(

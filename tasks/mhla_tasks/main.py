@@ -10,7 +10,7 @@ from importlib import import_module
 
 from mhla_tasks.late_imports import put_off_imports
 
-TOOLS = {"doctor": "mhla_tasks.doctor"}
+TOOLS = {"doctor": "mhla_tasks.doctor", "tune": "mhla_tasks.tune"}
 """Modules of the tools, each with a function ``main`` that takes the words after its name."""
 
 HELP = """\
@@ -27,6 +27,7 @@ commands:
 
 tools:
   doctor     check this machine: versions, devices, the operator, a short fit; --json for programs
+  tune       measure which form of the operator is faster at your shapes, and keep it
 
 `lightning COMMAND --help` lists the options of a command, `lightning fit --model.help CLASS` those of a class.
 `lightning` and `lightning-mhla` are the same program.
@@ -39,9 +40,9 @@ def main() -> None:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(HELP)
         sys.exit(0 if words else 2)
+    put_off_imports()
     if words[0] in TOOLS:
         sys.exit(import_module(TOOLS[words[0]]).main(words[1:]))
-    put_off_imports()
     import_module("mhla_tasks.cli").main()
 
 

@@ -1,0 +1,102 @@
+"""Forms that were measured on this machine: what ``form="auto"`` takes before it asks the shipped costs.
+
+Written by ``lightning tune``, one file for each device and version of torch in the user's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from contextlib import suppress
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal, NamedTuple, cast
+
+import torch
+
+from mhla_kernels.verdicts import cache_folder, environment
+
+ChosenForm = Literal["parallel", "chunked"]
+
+
+class Setting(NamedTuple):
+    """A call of the operator as far as the cheaper form depends on it.
+
+    Attributes:
+        backend: ``"torch"`` or ``"triton"``.
+        dtype: of q, without ``torch.``.
+        rows: B * H.
+        tokens: N.
+        blocks: M.
+        key_width: Dk.
+        value_width: Dv.
+        causal: as of the call, like the next one.
+        normalize: see there.
+        mixing: the kind of coefficients.
+    """
+
+    backend: str
+    dtype: str
+    rows: int
+    tokens: int
+    blocks: int
+    key_width: int
+    value_width: int
+    causal: bool
+    normalize: bool
+    mixing: str
+
+    def __str__(self) -> str:
+        flags = [name for name in ("causal", "normalize") if getattr(self, name)]
+        size = f"{self.rows}x{self.tokens}/{self.blocks}", f"{self.key_width}x{self.value_width}"
+        return " ".join([self.backend, self.dtype, *size, self.mixing, *flags])
+
+
+recorded: dict[Setting, int] | None = None
+"""While a dict, counts the calls of ``form="auto"`` by their setting."""
+
+
+def path_of(device_type: str) -> Path:
+    """Of the measured forms for the first device of a type."""
+    found = {"torch": torch.__version__, "device": _processor()}
+    if device_type != "cpu":
+        found = environment(f"{device_type}:0")
+    return cache_folder() / "forms" / f"{sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]}.json"
+
+
+@torch.compiler.assume_constant_result
+def tuned_form(device_type: str, *setting: str | int | bool) -> ChosenForm | None:
+    """The form that was measured to be faster for a :class:`Setting`, None where none was."""
+    given = Setting(*setting)  # type: ignore[arg-type]
+    if recorded is not None:
+        recorded[given] = recorded.get(given, 0) + 1
+    return _forms(device_type).get(str(given)) if device_type in ("cpu", "cuda") else None
+
+
+def keep_forms(device_type: str, forms: dict[Setting, ChosenForm]) -> Path:
+    """Add measured forms to those that are kept; the file."""
+    path = path_of(device_type)
+    _forms.cache_clear()
+    kept = {**_forms(device_type), **{str(setting): form for setting, form in forms.items()}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
+    aside.replace(path)
+    _forms.cache_clear()
+    return path
+
+
+@lru_cache
+def _forms(device_type: str) -> dict[str, ChosenForm]:
+    with suppress(OSError, ValueError):
+        return cast(dict[str, ChosenForm], json.loads(path_of(device_type).read_text()))
+    return {}
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,167 @@
+"""Measure which form of the operator is faster here, at your shapes, and keep it for form="auto": ``lightning tune``.
+
+    lightning tune --config configs/language/stdlib.yaml          # the shapes that this run trains and validates with
+    lightning tune --shape 8,6,1024,64,64,64 --shape 1,4,4096,64,128,256,causal
+
+Every shape is run forward and backward in both forms. The faster one is kept in the user's cache (~/.cache/mhla, or
+$MHLA_CACHE), by device and version of torch, and is taken from then on by every process; remove the file to go back to the
+shipped choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from typing import Literal
+
+import torch
+from mhla_kernels import ExponentialMixing, mhla_attention, tuned
+from mhla_kernels.forms.cost import cheapest_form
+from mhla_kernels.mixing import Mixing, as_mixing
+from mhla_kernels.tuned import ChosenForm, Setting
+
+FORMS: tuple[ChosenForm, ChosenForm] = ("parallel", "chunked")
+LEAST_GAIN = 1.03
+"""A form is changed for so much: below it lies what two measurements differ by."""
+LARGEST = 2**28
+"""Scores of token pairs that the parallel form is tried with."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure what the words ask for, keep it, and print a table; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="lightning tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", action="append", default=[], metavar="B,H,N,C,Dk,Dv[,causal]",
+        help="batch, heads, tokens, tokens of a block, widths of keys and values; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="shapes of a run; may be repeated"
+    )
+    parser.add_argument(
+        "--exponential", type=int, metavar="R", help="coefficients are sums of R exponentials (for --shape)"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help="for --shape; float32 on a CPU")
+    parser.add_argument("--seconds", type=float, default=2.0, help="spent on each form of a shape, about")
+    parser.add_argument("--dry-run", action="store_true", help="print the table, keep nothing")
+    asked, others = parser.parse_known_args(words)
+    if others and not asked.config:
+        parser.error(f"unknown: {' '.join(others)} (options of a run need --config)")
+    if not asked.shape and not asked.config:
+        parser.error("give --shape or --config")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    settings: list[Setting] = []
+    for text in asked.shape:
+        try:
+            settings.append(_read_shape(text, asked.exponential, asked.dtype, device))
+        except ValueError as error:
+            parser.error(str(error))
+    if asked.config:
+        settings += settings_of_run([word for file in asked.config for word in ("--config", file)] + others)
+    rows = []
+    for setting in dict.fromkeys(settings):
+        times = {form: measure(setting, form, device, asked.seconds) for form in FORMS}
+        shipped = shipped_form(setting)
+        best = min(FORMS, key=lambda form: times[form])
+        chosen = best if times[shipped] / times[best] >= LEAST_GAIN else shipped
+        rows.append((setting, times, shipped, chosen))
+        sys.stderr.write(f"{setting}: {', '.join(f'{form} {times[form]:.2f} ms' for form in FORMS)}\n")
+    _print(rows)
+    if not asked.dry_run and rows:
+        path = tuned.keep_forms(device.type, {setting: chosen for setting, _, _, chosen in rows})
+        sys.stdout.write(f"kept in {path}\n")
+    return 0
+
+
+def _read_shape(text: str, terms: int | None, dtype: str | None, device: torch.device) -> Setting:
+    words = text.split(",")
+    causal = words[-1] == "causal"
+    try:
+        batch, heads, tokens, block, key, value = map(int, words[:6])
+        if len(words) != 6 + causal or min(batch, heads, tokens, block, key, value) < 1:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"--shape={text} is not B,H,N,C,Dk,Dv or B,H,N,C,Dk,Dv,causal") from None
+    kind = "DenseMixing" if terms is None else "ExponentialMixing"
+    backend = "triton" if device.type == "cuda" else "torch"
+    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    return Setting(backend, dtype, batch * heads, tokens, -(-tokens // block), key, value, causal, not causal, kind)
+
+
+def settings_of_run(words: Sequence[str]) -> list[Setting]:
+    """What a run calls the operator with, by one batch of training and one of validation."""
+    from mhla_tasks import cli
+
+    before = os.getcwd()
+    tuned.recorded = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            cli.main(["fit", *words, "--trainer.fast_dev_run=1", f"--trainer.default_root_dir={folder}"])
+        finally:
+            found, tuned.recorded = tuned.recorded, None
+            os.chdir(before)
+    return list(found or {})
+
+
+def shipped_form(setting: Setting) -> ChosenForm:
+    """The form by the shipped costs."""
+    work = _mixing(setting, torch.device("cpu")).work(setting.blocks, setting.causal, setting.backend == "triton")
+    backend: Literal["torch", "triton"] = "triton" if setting.backend == "triton" else "torch"
+    shape = setting.tokens, setting.blocks, setting.key_width, setting.value_width, setting.causal
+    return cheapest_form(*shape, work=work, backend=backend)
+
+
+def _mixing(setting: Setting, device: torch.device) -> Mixing:
+    if setting.mixing == "ExponentialMixing":
+        return ExponentialMixing(torch.rand(4, device=device), torch.rand(4, device=device))
+    return as_mixing(torch.rand(setting.blocks, setting.blocks, device=device))
+
+
+def measure(setting: Setting, form: ChosenForm, device: torch.device, seconds: float) -> float:
+    """Milliseconds of a pass forward and backward, the median of at least five; infinite where it does not fit."""
+    if form == "parallel" and setting.backend == "torch" and setting.rows * setting.tokens**2 > LARGEST:
+        return float("inf")
+    block = -(-setting.tokens // setting.blocks)
+    setting = setting._replace(blocks=-(-setting.tokens // block))  # uneven blocks are measured as equal ones
+    dtype, mixing = getattr(torch, setting.dtype), _mixing(setting, device)
+    shapes = (
+        (1, setting.tokens, setting.rows, width)
+        for width in (setting.key_width, setting.key_width, setting.value_width)
+    )
+    q, k, v = (torch.rand(shape, device=device).to(dtype).requires_grad_() for shape in shapes)
+    for learned in mixing.tensors.values():
+        learned.requires_grad_()
+    call = partial(
+        mhla_attention, q, k, v, mixing, block_size=block, causal=setting.causal, normalize=setting.normalize, form=form,
+        backend="torch" if setting.backend == "torch" else "auto",
+    )  # fmt: skip
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 7 or time.perf_counter() < end:
+        start = time.perf_counter()
+        call().sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return median(times[2:])
+
+
+def _print(rows: list[tuple[Setting, dict[ChosenForm, float], ChosenForm, ChosenForm]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("call (B*H x N / M, Dk x Dv)", *(f"{form} ms" for form in FORMS), "shipped", "tuned", "gain"):
+        table.add_column(title, justify="left" if title[0] in "cst" else "right")
+    for setting, times, shipped, chosen in rows:
+        gain = f"{times[shipped] / times[chosen]:.2f} x" if chosen != shipped else ""
+        table.add_row(str(setting), *(f"{times[form]:.2f}" for form in FORMS), shipped, chosen, gain)
+    Console(highlight=False, width=max(120, Console().width)).print(table)

@@ -1,0 +1,117 @@
+"""`lightning tune`: what it measures, keeps and prints, and that form="auto" takes it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from mhla_kernels import mhla_attention, tuned
+from mhla_kernels.tuned import Setting
+from mhla_tasks import tune
+from processes import fork_server
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+SETTING = Setting("torch", "float32", 4, 40, 5, 8, 16, False, True, "DenseMixing")
+"""Two rows of two heads, 40 tokens in blocks of 8."""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("MHLA_CACHE", str(tmp_path / "cache"))
+    tuned._forms.cache_clear()
+    yield
+    tuned._forms.cache_clear()
+
+
+def tensors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.rand(*shape, generator=generator) for shape in ((2, 40, 2, 8), (2, 40, 2, 8), (2, 40, 2, 16), (5, 5))]
+
+
+def attend(form: Any, *given: Tensor) -> Tensor:
+    return mhla_attention(*(given or tensors()), block_size=8, form=form)
+
+
+@pytest.mark.parametrize("form", tune.FORMS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_auto_takes_what_was_measured(form: Any, compiled: bool) -> None:
+    """This setting and no other; in a process that has asked before, and in a graph."""
+    parallel, chunked = attend("parallel"), attend("chunked")
+    assert not torch.equal(parallel, chunked), "or the test shows nothing"
+    attend("auto")
+    tuned.keep_forms("cpu", {SETTING: form, SETTING._replace(tokens=41): "reference"})
+    torch._dynamo.reset()
+    run = torch.compile(attend, backend="eager", fullgraph=True) if compiled else attend
+    assert torch.equal(run("auto", *tensors()), {"parallel": parallel, "chunked": chunked}[form])
+    assert tuned.tuned_form("cpu", *SETTING._replace(rows=6)) is None
+    tuned.path_of("cpu").write_text("{torn")
+    tuned._forms.cache_clear()
+    assert tuned.tuned_form("cpu", *SETTING) is None
+
+
+def test_a_form_is_changed_for_a_gain_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = tune.shipped_form(SETTING)
+    other = next(form for form in tune.FORMS if form != shipped)
+    for gain, chosen in ((1.01, shipped), (1.5, other)):
+        times = {shipped: gain, other: 1.0}
+        monkeypatch.setattr(tune, "measure", lambda setting, form, *_, times=times: times[form])
+        assert tune.main(["--shape", "2,2,40,8,8,16"]) == 0
+        assert tuned.tuned_form("cpu", *SETTING) == chosen
+        said = capsys.readouterr().out
+        assert ("1.50 x" in said) == (chosen == other)
+    assert "kept in" in said
+    assert tune.main(["--shape", "2,2,48,8,8,16", "--dry-run"]) == 0
+    assert "kept in" not in capsys.readouterr().out
+    assert tuned.tuned_form("cpu", *SETTING._replace(tokens=48, blocks=6)) is None
+
+
+def test_both_forms_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = ["--shape", "1,2,33,8,8,16,causal", "--shape", "1,1,20,6,8,8"]
+    assert tune.main([*shapes, "--seconds", "0", "--exponential", "3"]) == 0
+    found = capsys.readouterr()
+    assert len(re.findall(r"parallel \d+\.\d+ ms, chunked \d+\.\d+ ms", found.err)) == 2
+    assert "ExponentialMixing causal" in found.out
+    assert tune.measure(SETTING._replace(tokens=2**15), "parallel", torch.device("cpu"), 0.0) == float("inf")
+
+
+def test_the_shapes_of_a_run(tmp_path: Path) -> None:
+    """By the command line, with options of the run; the run itself leaves nothing."""
+    config = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
+    config["trainer"]["logger"] = False
+    config["trainer"].pop("callbacks")
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(config))
+    words = [
+        "tune",
+        "--config",
+        "own.yaml",
+        "--model.init_args.depth=1",
+        "--data.init_args.batch_size=3",
+        "--seconds",
+        "0",
+    ]
+    status, said = fork_server().run(
+        *words, module="mhla_tasks.main", folder=tmp_path, MHLA_CACHE=str(tmp_path / "cache")
+    )
+    assert status == 0, said[-4000:]
+    assert "torch float32 12x64/16 16x16 DenseMixing normalize" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"own.yaml", "cache"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give --shape or --config"),
+        (["--shape", "1,2,3"], "is not B,H,N,C,Dk,Dv"),
+        (["--shape", "1,1,0,1,1,1"], "is not B,H,N,C,Dk,Dv"),
+        (["--shape", "1,1,8,4,8,8", "--model.x=1"], "need --config"),
+    ],
+)
+def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tune.main(words)
+    assert message in capsys.readouterr().err
