@@ -20,7 +20,7 @@ from mhla_kernels.forms import reference
 from mhla_kernels.forms.attend import attend
 from mhla_kernels.forms.cost import cheapest_form
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
-from mhla_kernels.tuned import tuned_form
+from mhla_kernels.tuned import has_forms, tuned_form
 
 
 def mhla_attention(
@@ -183,7 +183,7 @@ def _choose_form(
     problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal: bool, fused: bool
 ) -> Literal["parallel", "chunked"]:
     """What ``lightning tune`` found for such a call, or the cheaper form."""
-    if not is_dynamic(problem.tokens) and problem.cu_seqlens is None:
+    if has_forms(q.device.type) and not is_dynamic(problem.tokens) and problem.cu_seqlens is None:
         backend, kind, rows = "triton" if fused else "torch", type(mixing).__name__, q.shape[0] * q.shape[2]
         shape = rows, problem.tokens, problem.blocks, q.shape[-1], v.shape[-1]
         found = tuned_form(q.device.type, backend, str(q.dtype)[6:], *shape, causal, problem.scale is None, kind)
@@ -213,8 +213,9 @@ def _cheapest(
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Sums stay in the dtype that they are asked for."""
-    available = torch.amp.is_autocast_available(device_type)
-    return torch.autocast(device_type, enabled=False) if available else nullcontext()
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _prepare(

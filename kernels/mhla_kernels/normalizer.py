@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -33,7 +34,12 @@ class _Divide(torch.autograd.Function):
         return share, -product.sum(-1, keepdim=True), None
 
 
+_Divide.forward.__signature__ = inspect.signature(_Divide.forward)  # type: ignore[attr-defined]  # torch asks at each call
+
+
 def divide(out: Tensor, normalizer: Tensor, eps: float) -> Tensor:
     """``out / (normalizer + eps)``; ``out`` is ``[..., V]`` and ``normalizer`` ``[..., 1]``."""
+    if not torch.is_grad_enabled() or not (out.requires_grad or normalizer.requires_grad):
+        return out / (normalizer + eps)
     divided: Tensor = _Divide.apply(out, normalizer, eps)
     return divided

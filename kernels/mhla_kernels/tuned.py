@@ -6,12 +6,13 @@ Written by ``lightning tune``, one file for each device and version of torch in 
 from __future__ import annotations
 
 import json
+import os
 import platform
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -66,32 +67,42 @@ def path_of(device_type: str) -> Path:
 
 
 @torch.compiler.assume_constant_result
+def has_forms(device_type: str) -> bool:
+    """Whether :func:`tuned_form` has anything to say, or to record, for a type of device."""
+    return recorded is not None or bool(_forms(device_type))
+
+
+@torch.compiler.assume_constant_result
 def tuned_form(device_type: str, *setting: str | int | bool) -> ChosenForm | None:
     """The form that was measured to be faster for a :class:`Setting`, None where none was."""
     given = Setting(*setting)  # type: ignore[arg-type]
     if recorded is not None:
         recorded[given] = recorded.get(given, 0) + 1
-    return _forms(device_type).get(str(given)) if device_type in ("cpu", "cuda") else None
+    return _forms(device_type).get(given)
 
 
 def keep_forms(device_type: str, forms: dict[Setting, ChosenForm]) -> Path:
     """Add measured forms to those that are kept; the file."""
     path = path_of(device_type)
     _forms.cache_clear()
-    kept = {**_forms(device_type), **{str(setting): form for setting, form in forms.items()}}
+    kept = [{**setting._asdict(), "form": form} for setting, form in {**_forms(device_type), **forms}.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
+    aside = path.with_suffix(f".{os.getpid()}.part")
+    aside.write_text("[\n" + ",\n".join(f" {json.dumps(row)}" for row in kept) + "\n]\n")
     aside.replace(path)
     _forms.cache_clear()
     return path
 
 
 @lru_cache
-def _forms(device_type: str) -> dict[str, ChosenForm]:
-    with suppress(OSError, ValueError):
-        return cast(dict[str, ChosenForm], json.loads(path_of(device_type).read_text()))
-    return {}
+def _forms(device_type: str) -> dict[Setting, ChosenForm]:
+    if device_type not in ("cpu", "cuda"):
+        return {}
+    try:
+        rows = json.loads(path_of(device_type).read_text())
+        return {Setting(**{name: row[name] for name in Setting._fields}): row["form"] for row in rows}
+    except (OSError, ValueError, KeyError, TypeError):  # not there, torn, or of another version
+        return {}
 
 
 def _processor() -> str:

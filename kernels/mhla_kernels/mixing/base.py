@@ -74,6 +74,8 @@ class Mixing(ABC):
 
     def to(self, dtype: torch.dtype) -> Self:
         """The same coefficients with all tensors in ``dtype``."""
+        if all(x.dtype == dtype for x in self.tensors.values()):
+            return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return type(self)(**values | {name: x.to(dtype) for name, x in self.tensors.items()})
 
