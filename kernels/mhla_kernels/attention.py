@@ -182,8 +182,8 @@ def attention_matrix(
 def _choose_form(
     problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal: bool, fused: bool
 ) -> Literal["parallel", "chunked"]:
-    """What ``lightning tune`` found for such a call, or the cheaper form."""
-    if has_forms(q.device.type) and not is_dynamic(problem.tokens) and problem.cu_seqlens is None:
+    """What ``lightning tune`` found for such a call, outside of graphs, whose sizes may be open; or the cheaper form."""
+    if not torch.compiler.is_compiling() and problem.cu_seqlens is None and has_forms(q.device.type):
         backend, kind, rows = "triton" if fused else "torch", type(mixing).__name__, q.shape[0] * q.shape[2]
         shape = rows, problem.tokens, problem.blocks, q.shape[-1], v.shape[-1]
         found = tuned_form(q.device.type, backend, str(q.dtype)[6:], *shape, causal, problem.scale is None, kind)

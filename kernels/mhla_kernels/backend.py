@@ -6,7 +6,6 @@ import os
 import re
 import warnings
 from functools import lru_cache
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Literal
 
@@ -67,8 +66,14 @@ def _doubt(q: Tensor) -> str | None:
     """Why kernels are not chosen unasked, or None; one warning."""
     if not q.is_cuda:
         return None
-    major = _capability(q.device.index or 0)[0]
-    return _distrust(major, version("triton"))
+    return _distrust(_capability(q.device.index or 0)[0], _triton_version())
+
+
+@lru_cache
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__
 
 
 @lru_cache

@@ -66,13 +66,11 @@ def path_of(device_type: str) -> Path:
     return cache_folder() / "forms" / f"{sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]}.json"
 
 
-@torch.compiler.assume_constant_result
 def has_forms(device_type: str) -> bool:
     """Whether :func:`tuned_form` has anything to say, or to record, for a type of device."""
     return recorded is not None or bool(_forms(device_type))
 
 
-@torch.compiler.assume_constant_result
 def tuned_form(device_type: str, *setting: str | int | bool) -> ChosenForm | None:
     """The form that was measured to be faster for a :class:`Setting`, None where none was."""
     given = Setting(*setting)  # type: ignore[arg-type]
@@ -96,7 +94,7 @@ def keep_forms(device_type: str, forms: dict[Setting, ChosenForm]) -> Path:
 
 @lru_cache
 def _forms(device_type: str) -> dict[Setting, ChosenForm]:
-    if device_type not in ("cpu", "cuda"):
+    if device_type != "cpu" and (device_type != "cuda" or not torch.cuda.is_available()):
         return {}
     try:
         rows = json.loads(path_of(device_type).read_text())

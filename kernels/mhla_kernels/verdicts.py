@@ -7,20 +7,22 @@ withdrawn for the rest of the process. See :func:`may_use`, :func:`guarded` and 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import socket
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,8 @@ from torch import Tensor
 
 FATAL = (torch.OutOfMemoryError, KeyboardInterrupt, SystemExit)
 """What a failing kernel is not blamed for."""
+EXHAUSTED = ("out of memory", "ALLOC_FAILED")
+"""Likewise, in messages: Triton's driver and cuBLAS have no error of their own for it."""
 
 BOUNDS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 4e-2)}
 """Allowed errors of outputs and of gradients, relative to their norm: a few times what a sound kernel has."""
@@ -60,7 +64,10 @@ def cache_folder() -> Path:
     """Where verdicts and tuned choices are kept: ``$MHLA_CACHE``, or ``mhla`` in the user's cache."""
     if own := os.environ.get("MHLA_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mhla"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mhla"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"mhla-{os.getuid()}"
 
 
 @lru_cache
@@ -99,18 +106,24 @@ def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
         device: that it would run on.
         trial: compares the kernel with the PyTorch form. It runs in a thread of its own, where no mode of torch is on.
     """
+    key = device, kind
+    if (
+        key in _verdicts
+    ):  # withdrawn later or not: its operator answers with the PyTorch form, and saves the same tensors
+        return _verdicts[key].agrees
     if kind in _withdrawn:
         return False
-    key = device, kind
-    if key not in _verdicts:
+    if found := _kept(kind, device):
+        _verdicts[key] = found
+    else:
         if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
             if kind not in _unknown:
                 _unknown.add(kind)
                 _warn(kind, device, "it was not tried before a CUDA graph was captured; call it once before")
             return False
-        _verdicts[key] = _kept(kind, device) or _tried(kind, device, trial)
-        if not _verdicts[key].agrees:
-            withdraw(kind, device, _verdicts[key].reason)
+        _verdicts[key] = _tried(kind, device, trial)
+    if not _verdicts[key].agrees:
+        withdraw(kind, device, _verdicts[key].reason)
     return _verdicts[key].agrees
 
 
@@ -139,13 +152,11 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
         return instead()
     try:
         return run()
-    except FATAL:
-        raise
     except Exception as error:
-        if not kind:
+        if not kind or _is_fatal(error):
             raise
         withdraw(kind, str(device), short(error))
-        return instead()
+    return instead()  # out of the handler, which keeps the buffers of the call that failed
 
 
 def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
@@ -171,11 +182,15 @@ def forget() -> None:
 
 
 def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
-    """``run()`` where no mode of torch is on (fake tensors, inference, autocast), on the same stream."""
+    """``run()`` where no mode of torch is on (fake tensors, inference, autocast), on the same stream.
+
+    Backward passes in it run in its thread: the one that autograd has for the device may be waiting for it.
+    """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def with_stream() -> Any:
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        on_stream = torch.cuda.stream(stream) if stream is not None else nullcontext()
+        with on_stream, torch.autograd.set_multithreading_enabled(False):
             return run()
 
     with ThreadPoolExecutor(1) as pool:
@@ -206,46 +221,66 @@ def _warn(kind: str, device: str, reason: str) -> None:
     )
 
 
+def _is_fatal(error: BaseException) -> bool:
+    return isinstance(error, FATAL) or any(words in str(error) for words in EXHAUSTED)
+
+
 def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """A trial, with a mark on the disk as long as it runs: if it takes the process with it, the next one knows."""
+    """A trial, with a locked mark on the disk as long as it runs: if it takes the process with it, later ones know.
+
+    Numbers, and what Triton's compiler says, are kept; other errors may pass, and count for this process alone.
+    """
     folder, start = folder_of(device), time.perf_counter()
-    mark = folder / f"{kind}.{socket.gethostname()}.{os.getpid()}.running"
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    try:
-        verdict = in_own_thread(trial, torch.device(device))
-    except FATAL:
-        mark.unlink(missing_ok=True)
-        raise
-    except Exception as error:
-        verdict = Verdict(False, short(error), time.perf_counter() - start)
-    with suppress(OSError):
-        aside = mark.with_suffix(".part")
-        aside.write_text(json.dumps({**asdict(verdict), "environment": environment(device)}, indent=2) + "\n")
-        aside.replace(folder / f"{kind}.json")
-        mark.unlink(missing_ok=True)
+    mark = folder / f"{kind}.{uuid4().hex}.running"
+    lasting = True
+    with ExitStack() as held:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(mark.open("w")), fcntl.LOCK_EX)
+        try:
+            verdict = in_own_thread(trial, torch.device(device))
+        except BaseException as error:
+            if _is_fatal(error) or not isinstance(error, Exception):
+                with suppress(OSError):
+                    mark.unlink()
+                raise
+            lasting = type(error).__module__.startswith("triton")
+            verdict = Verdict(False, short(error), time.perf_counter() - start)
+        with suppress(OSError):
+            if lasting:
+                aside = mark.with_suffix(".part")
+                aside.write_text(json.dumps({**asdict(verdict), "environment": environment(device)}, indent=2) + "\n")
+                aside.replace(folder / f"{kind}.json")
+            for ended in (mark, *_ended_trials(kind, folder)):
+                ended.unlink(missing_ok=True)
     return verdict
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
-    """What the cache says, None for nothing: a verdict, or that an earlier trial took its process with it."""
+    """What the cache says, None for nothing: a verdict, or that earlier trials took their processes with them."""
     folder = folder_of(device)
     with suppress(OSError, ValueError, KeyError):
         found = json.loads((folder / f"{kind}.json").read_text())
         return Verdict(found["agrees"], f"{found['reason']} (known from {folder / kind}.json)", found["seconds"])
-    for mark in folder.glob(f"{kind}.{socket.gethostname()}.*.running"):
-        process = int(mark.suffixes[-2][1:])
-        if process != os.getpid() and not _lives(process):
-            return Verdict(False, f"an earlier trial of it ended its process (remove {mark} to try again)", 0.0)
-    return None
+    ended = _ended_trials(kind, folder)
+    if len(ended) < 2:  # one may have been stopped from outside
+        return None
+    return Verdict(False, f"trials of it ended their processes (remove {folder / kind}.*.running to try again)", 0.0)
 
 
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+def _ended_trials(kind: str, folder: Path) -> list[Path]:
+    """Marks of trials whose processes are gone: nobody holds their lock."""
+    found = []
+    for mark in folder.glob(f"{kind}.*.running"):
+        with suppress(OSError), mark.open() as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            found.append(mark)
+    return found
+
+
+def forget_kept(device: str) -> None:
+    """Remove all verdicts that are kept for a device: every kind of kernel is tried anew at its next use."""
+    with suppress(OSError):
+        for path in folder_of(device).iterdir():
+            path.unlink(missing_ok=True)
+    forget()

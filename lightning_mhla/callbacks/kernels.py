@@ -9,16 +9,22 @@ from mhla_kernels import agree_on_kernels
 
 
 class KernelAgreement(Callback):
-    """After the first batch of an epoch and after a validation, use no kernel that any process has withdrawn.
+    """Use no kernel that any process has withdrawn, from the first batch of an epoch or of a resumed run on.
+
+    And after a validation.
 
     See :func:`mhla_kernels.agree_on_kernels`; with one process there is nothing to agree on.
     """
+
+    def __init__(self) -> None:
+        self._epoch: int | None = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """All processes train on equally many batches, so that all of them come here."""
-        if batch_idx == 0:
+        if trainer.current_epoch != self._epoch:
+            self._epoch = trainer.current_epoch
             self._agree(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

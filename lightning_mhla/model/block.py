@@ -33,7 +33,7 @@ def make_norm(kind: NormKind, dim: int, affine: bool = True, eps: float = 1e-6) 
     raise ValueError(f"norm={kind!r} is not one of 'layernorm', 'rmsnorm'")
 
 
-def _keep(kept: tuple[Tensor, Tensor] | None, branch: int, x: Tensor) -> Tensor:
+def _keep(kept: tuple[Tensor, ...] | None, branch: int, x: Tensor) -> Tensor:
     return x if kept is None else x * kept[branch]
 
 
@@ -116,7 +116,7 @@ class Block(nn.Module):
         rotary: Rotary | None = None,
         cu_seqlens: Sequence[int] | None = None,
         share: SequenceShare | None = None,
-        kept: tuple[Tensor, Tensor] | None = None,
+        kept: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
         """Tokens ``[B, N, dim]`` in block order to the same shape.
 
@@ -136,20 +136,20 @@ class Block(nn.Module):
         options = {"rotary": rotary, "cu_seqlens": cu_seqlens, "share": share}
         if self.modulation is None:
             x = x + _keep(kept, 0, self.attn(self.norm1(x), key_mask, **options))
-            x = self._look_at(x, context, context_mask)
-            return x + _keep(kept, 1, self.mlp(self.norm2(x)))
+            x = self._look_at(x, context, context_mask, kept)
+            return x + _keep(kept, -1, self.mlp(self.norm2(x)))
         assert condition is not None, "a block with condition_dim needs a condition"
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=-1)
         x = x + _keep(kept, 0, gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1, key_mask, **options))
-        x = self._look_at(x, context, context_mask)
-        return x + _keep(kept, 1, gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
+        x = self._look_at(x, context, context_mask, kept)
+        return x + _keep(kept, -1, gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
 
-    def draw_kept(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Factors ``[B, 1, 1]`` of the two branches, 0 for the samples that skip one; None where none does."""
+    def draw_kept(self, x: Tensor) -> tuple[Tensor, ...] | None:
+        """Factors ``[B, 1, 1]`` of the branches, 0 for the samples that skip one; None where none does."""
         if not (self.training and self.drops):
             return None
         ones = x.new_ones(len(x), 1, 1)
-        return self.drop_path(ones), self.drop_path(ones)
+        return tuple(self.drop_path(ones) for _ in range(2 if self.cross is None else 3))
 
     def next_tokens(self, x: Tensor, state: Any, counts: Sequence[int], rotary: Rotary | None) -> tuple[Tensor, Any]:
         """The next tokens ``[B, N, dim]`` of every row, and the state after them; see :meth:`Attention.next_tokens`."""
@@ -159,10 +159,12 @@ class Block(nn.Module):
         x = x + out
         return x + self.mlp(self.norm2(x)), state
 
-    def _look_at(self, x: Tensor, context: Tensor | None, context_mask: Tensor | None) -> Tensor:
+    def _look_at(
+        self, x: Tensor, context: Tensor | None, context_mask: Tensor | None, kept: tuple[Tensor, ...] | None
+    ) -> Tensor:
         if self.cross is None or self.norm_context is None:
             return x
         assert context is not None, "a block with context_dim needs a context"
         hidden = None if context_mask is None else ~context_mask
         seen, _ = self.cross(self.norm_context(x), context, context, key_padding_mask=hidden, need_weights=False)
-        return x + self.drop_path(seen)
+        return x + _keep(kept, 1, seen)

@@ -65,6 +65,10 @@ def main(words: Sequence[str]) -> int:
             parser.error(str(error))
     if asked.config:
         settings += settings_of_run([word for file in asked.config for word in ("--config", file)] + others)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return 0  # a process that Lightning started for the run
+    if not settings:
+        parser.error("the run calls the operator nowhere with form='auto', or is compiled: leave compile out")
     rows = []
     for setting in dict.fromkeys(settings):
         times = {form: measure(setting, form, device, asked.seconds) for form in FORMS}
@@ -146,7 +150,10 @@ def measure(setting: Setting, form: ChosenForm, device: torch.device, seconds: f
     end = time.perf_counter() + seconds
     while len(times) < 7 or time.perf_counter() < end:
         start = time.perf_counter()
-        call().sum().backward()
+        try:
+            call().sum().backward()
+        except torch.OutOfMemoryError:
+            return float("inf")
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)

@@ -14,9 +14,9 @@ from mhla_kernels.triton_backend.mixers import MIXERS
 from mhla_kernels.verdicts import in_own_thread
 
 
-def outputs(given: Arguments) -> Tensor:
-    """``[B, N, H, V]`` in the dtype of v, contiguous; differentiable."""
-    q, k, v = (x.float() for x in given[:3])
+def outputs(given: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``[B, N, H, V]`` in the dtype of v, contiguous; differentiable. Sums are held in ``dtype``."""
+    q, k, v = (x.to(dtype) for x in given[:3])
     q, k, v = map_features(q, k, v, "relu" if given.relu else "identity", given.key_mask)
     even = given.block_offsets is None
     out = attend(

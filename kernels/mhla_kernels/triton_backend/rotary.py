@@ -185,14 +185,15 @@ def try_rotary(dtype: torch.dtype, width: int, relu: bool, interleaved: bool, de
     """Run the kernel forward and backward on a few rows, and judge it by the PyTorch form."""
     start, (bound, gradient_bound) = time.perf_counter(), BOUNDS[dtype]
     generator = torch.Generator(device).manual_seed(0)
-    x, gradient = (torch.randn(2, 45, 3, width, generator=generator, device=device).to(dtype) for _ in range(2))
-    angle = torch.rand(45, width // 2, generator=generator, device=device) * 6
+    single: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
+    x, gradient = (torch.randn(2, 45, 3, width, **single).to(dtype) for _ in range(2))
+    angle = torch.rand(45, width // 2, **single) * 6
     found: list[list[Tensor]] = []
     for fused in (False, True):
-        leaf = x.clone().requires_grad_()
+        leaf = x.to(dtype if fused else torch.float64, copy=True).requires_grad_()
         given = leaf, angle.cos(), angle.sin(), relu, interleaved
         out = torch.ops.mhla.rotary(*given, "") if fused else turn(*given)
-        found.append([out.detach(), *torch.autograd.grad(out, leaf, gradient)])
+        found.append([out.detach(), *torch.autograd.grad(out, leaf, gradient.to(out.dtype))])
     (want, wanted_gradient), (got, found_gradient) = found
     errors = [
         compare("the output", got, want, bound),

@@ -72,7 +72,7 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
     generator = torch.Generator(device).manual_seed(0)
 
     def rand(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, device=device)
+        return torch.rand(shape, generator=generator, device=device, dtype=torch.float32)  # whatever the default is
 
     blocks, size = MANY + 2 if kind.many else 3, kind.block_size
     tokens = blocks * size - size // 3
@@ -112,12 +112,13 @@ def try_kernels(kind: Kind, device: torch.device) -> Verdict:
 
 
 def _run(given: Arguments, fused: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-    dtype = given.q.dtype if fused else torch.float32
+    dtype = given.q.dtype if fused else torch.float64  # float32 products may be TF32 ones
     leaves = [x.to(dtype).requires_grad_() for x in given[:3]]
-    coefficients = [x.detach().clone().requires_grad_() for x in given.coefficients]
+    kept = torch.float32 if fused else torch.float64
+    coefficients = [x.detach().to(kept, copy=True).requires_grad_() for x in given.coefficients]
     given = given._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=coefficients)
-    out = torch.ops.mhla.attention(*given) if fused else fallback.outputs(given)
+    out = torch.ops.mhla.attention(*given) if fused else fallback.outputs(given, torch.float64)
     generator = torch.Generator(out.device).manual_seed(1)
-    cotangent = torch.randn(out.shape, generator=generator, device=out.device).to(given.v.dtype)
+    cotangent = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
     cotangent = cotangent.to(torch.bfloat16).to(out.dtype)  # the same in either dtype
     return out.detach(), torch.autograd.grad(out, [*leaves, *coefficients], cotangent)

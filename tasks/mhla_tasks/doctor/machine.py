@@ -69,7 +69,9 @@ def devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         advice = ""
         status: Status = "note"
-        if Path("/proc/driver/nvidia/version").exists() and torch.version.cuda is None:
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            advice = "CUDA_VISIBLE_DEVICES is empty, and hides all GPUs"
+        elif Path("/proc/driver/nvidia/version").exists() and torch.version.cuda is None:
             advice, status = "this torch is built without CUDA: install one that is (pytorch.org)", "wrong"
         elif Path("/proc/driver/nvidia/version").exists():
             advice, status = "there is an NVIDIA driver: compare `nvidia-smi` with the CUDA version of torch", "wrong"
@@ -113,9 +115,10 @@ def storage() -> Iterator[Finding]:
     if shared.is_dir():
         room = shutil.disk_usage(shared).free / 2**20
         small = room < LEAST_SHARED_MIB
+        pace = f", {_write_speed(shared):.0f} MiB/s" if room > 2 * PROBE_MIB else ""
         yield Finding(
             "storage", "shared memory", "wrong" if small else "ok",
-            f"{room / 1024:.1f} GiB free, {_write_speed(shared):.0f} MiB/s",
+            f"{room / 1024:.1f} GiB free{pace}",
             "workers that load data need it: docker run --shm-size=8g, or --data.init_args.num_workers=0" if small else "",
             {"free_mib": room},
         )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from mhla_kernels import mhla_attention
-from mhla_kernels.verdicts import folder_of, try_again
+from mhla_kernels.verdicts import folder_of, forget_kept, try_again
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,10 +27,12 @@ SHAPES = {
         "DiT-S/2, 256 px": (256, 6, 256, 16, 64, 64, False),
         "DiT-XL/2, 512 px": (32, 16, 1024, 64, 72, 72, False),
         "Wan 1.3B, 81 frames": (1, 12, 31500, 210, 128, 128, False),
-        "LM 340M, 2,048 tokens": (16, 4, 2048, 64, 128, 128, True),
+        "LM 340M, 2,048 tokens": (16, 4, 2048, 64, 128, 256, True),
     },
 }
 """B, H, N, tokens of a block, widths, causal."""
+NORMALIZED = ("DiT-S/2, 256 px", "DiT-XL/2, 512 px")
+"""Whose outputs are divided by their normaliser; the kernels map their queries and keys, the others have rotary embedding."""
 
 
 def forms() -> Iterator[Finding]:
@@ -69,14 +71,16 @@ def forms() -> Iterator[Finding]:
 
 
 def kernels(device: torch.device) -> Iterator[Finding]:
-    """New verdicts on the kinds of kernels that the shapes of the domains use, kept for ``backend="auto"``."""
+    """New verdicts on the kinds of kernels that models of the domains use; all that were kept before are forgotten."""
+    forget_kept(f"cuda:{device.index or 0}")
     from mhla_kernels.triton_backend.trial import Kind, size_class, try_kernels
 
     for name, (_, _, tokens, block, key, value, causal) in SHAPES["cuda"].items():
         for form in ("parallel", "chunked"):
             many = form == "chunked" and tokens // block > 32
             kind = Kind(
-                form, "dense", "bfloat16", key, value, causal, not causal, False, False, "equal", size_class(block), many, 0
+                form, "dense", "bfloat16", key, value, causal, name in NORMALIZED, name in NORMALIZED, False, "equal",
+                size_class(block), many, 0,
             )  # fmt: skip
             verdict = try_again(str(kind), f"cuda:{device.index or 0}", partial(try_kernels, kind, device))
             yield Finding(
@@ -97,7 +101,7 @@ def speed() -> Iterator[Finding]:
         mixing = torch.rand(blocks, blocks, device=device).requires_grad_()
         ours = partial(mhla_attention, q, k, v, mixing, block_size=block, causal=causal, normalize=not causal)
         turned = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-        softmax = partial(F.scaled_dot_product_attention, turned[0], turned[1], turned[2], is_causal=causal)
+        softmax = partial(F.scaled_dot_product_attention, turned[0], turned[1], turned[2][..., :key], is_causal=causal)
         own, other = (_milliseconds(call, device) for call in (ours, softmax))
         yield Finding(
             "speed", name, "ok", f"{own:.2f} ms forward and backward; softmax {other:.2f} ms ({other / own:.1f} x)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -49,7 +50,16 @@ def examine(part: str, examination: Examination) -> Iterator[Finding]:
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:
     """All findings, and the worst of them as ``verdict``."""
-    return {"verdict": verdict(findings), "findings": [asdict(finding) for finding in findings]}
+    return {"verdict": verdict(findings), "findings": [_without_nan(asdict(finding)) for finding in findings]}
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON knows no NaN and no infinity: null instead."""
+    if isinstance(value, dict):
+        return {name: _without_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def verdict(findings: list[Finding]) -> Status:
