@@ -97,7 +97,7 @@ def test_kernels_compile_ahead_of_time_within_their_limits(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     kernels = json.loads((tmp_path / "resources.json").read_text())["kernels"]
     assert sum(kernel["launches"] for kernel in kernels) == 30
-    assert {kernel["chip"] for kernel in kernels} == {80, 90, 100}
+    assert {kernel["chip"] for kernel in kernels} == {80, 86, 89, 90, 100, 120}
     assert all(kernel["registers"] > 0 and kernel["shared_bytes"] >= 0 for kernel in kernels)
 
 
