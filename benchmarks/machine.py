@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from mhla_kernels.tuned import processor_name
 
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Machine, thread count, versions and date, for a result file."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "flash-linear-attention"):
         try:
@@ -26,12 +26,6 @@ def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         versions["cuda"] = torch.version.cuda or ""
     return {"date": date.today().isoformat(), "device": name, "threads": torch.get_num_threads(), **versions}
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, seconds: float, least: int = 3) -> float:

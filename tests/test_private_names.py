@@ -46,7 +46,7 @@ TORCH = {
     (
         lightning_mhla.system.torch_private,
         "raise_recompile_limit",
-    ): "layers of different rates are left uncompiled from the eighth on",
+    ): "of many layers that differ, those from the eighth graph on are left uncompiled",
     (lightning_mhla.system.torch_private, "flatten_mesh"): "no sequence parallelism under FSDP2",
     (lightning_mhla.system.torch_private, "foreach_add_"): "no moving average of the weights",
     (lightning_mhla.system.torch_private, "foreach_copy_"): "no moving average of the weights",

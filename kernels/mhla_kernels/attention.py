@@ -182,7 +182,7 @@ def attention_matrix(
 def _choose_form(
     problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal: bool, fused: bool
 ) -> Literal["parallel", "chunked"]:
-    """What ``lightning tune`` found for such a call, outside of graphs, whose sizes may be open; or the cheaper form."""
+    """The form that ``lightning tune`` kept for such a call (not in graphs, whose sizes may be open), or the cheaper one."""
     if not torch.compiler.is_compiling() and problem.cu_seqlens is None and has_forms(q.device.type):
         backend, kind, rows = "triton" if fused else "torch", type(mixing).__name__, q.shape[0] * q.shape[2]
         shape = rows, problem.tokens, problem.blocks, q.shape[-1], v.shape[-1]

@@ -54,13 +54,13 @@ class Setting(NamedTuple):
         return " ".join([self.backend, self.dtype, *size, self.mixing, *flags])
 
 
-recorded: dict[Setting, int] | None = None
-"""While a dict, counts the calls of ``form="auto"`` by their setting."""
+recorded: list[Setting] | None = None
+"""While a list, takes the setting of every call with ``form="auto"``."""
 
 
 def path_of(device_type: str) -> Path:
     """Of the measured forms for the first device of a type."""
-    found = {"torch": torch.__version__, "device": _processor()}
+    found = {"torch": torch.__version__, "device": processor_name()}
     if device_type != "cpu":
         found = environment(f"{device_type}:0")
     return cache_folder() / "forms" / f"{sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]}.json"
@@ -75,7 +75,7 @@ def tuned_form(device_type: str, *setting: str | int | bool) -> ChosenForm | Non
     """The form that was measured to be faster for a :class:`Setting`, None where none was."""
     given = Setting(*setting)  # type: ignore[arg-type]
     if recorded is not None:
-        recorded[given] = recorded.get(given, 0) + 1
+        recorded.append(given)
     return _forms(device_type).get(given)
 
 
@@ -103,7 +103,8 @@ def _forms(device_type: str) -> dict[Setting, ChosenForm]:
         return {}
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Of the CPU, as its maker writes it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 FATAL = (torch.OutOfMemoryError, KeyboardInterrupt, SystemExit)
-"""What a failing kernel is not blamed for."""
+"""Errors that say nothing of the kernel."""
 EXHAUSTED = ("out of memory", "ALLOC_FAILED")
 """Likewise, in messages: Triton's driver and cuBLAS have no error of their own for it."""
 
@@ -39,7 +39,7 @@ BOUNDS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 4e-2)}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial of one kind of kernel said.
+    """The result of a trial of one kind of kernel.
 
     Attributes:
         agrees: whether the kernel may be used.
@@ -72,7 +72,7 @@ def cache_folder() -> Path:
 
 @lru_cache
 def environment(device: str) -> dict[str, str]:
-    """What a verdict holds for: the device and the versions that compile and run a kernel on it.
+    """The device, and the versions that compile and run a kernel on it: a verdict holds for these.
 
     Args:
         device: as torch names it, ``"cuda:0"`` or ``"cpu"`` (the interpreter).
@@ -107,9 +107,8 @@ def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
         trial: compares the kernel with the PyTorch form. It runs in a thread of its own, where no mode of torch is on.
     """
     key = device, kind
-    if (
-        key in _verdicts
-    ):  # withdrawn later or not: its operator answers with the PyTorch form, and saves the same tensors
+    # if it was withdrawn since, its operator computes the PyTorch form, and saves the same tensors for a recomputation
+    if key in _verdicts:
         return _verdicts[key].agrees
     if kind in _withdrawn:
         return False
@@ -257,7 +256,7 @@ def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
-    """What the cache says, None for nothing: a verdict, or that earlier trials took their processes with them."""
+    """The verdict in the cache, or one against a kind whose trials ended their processes; None for neither."""
     folder = folder_of(device)
     with suppress(OSError, ValueError, KeyError):
         found = json.loads((folder / f"{kind}.json").read_text())

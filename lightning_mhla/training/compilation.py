@@ -51,7 +51,7 @@ def compile_layers(layers: Iterable[nn.Module], options: CompileOptions) -> None
     elif options.options is not None:
         given["options"] = options.options
     layers = list(layers)
-    raise_recompile_limit(8 * len(layers))  # layers may differ, in their rate of stochastic depth say
+    raise_recompile_limit(8 * len(layers))  # layers may differ, in the kind of their attention say
     for layer in layers:
         if not is_compiled(layer):
             layer.compile(**given)
@@ -74,7 +74,7 @@ class CompileReport(Callback):
                 log.info("compiled %d graphs in %.0f s, up to the end of the first step", graphs, seconds)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What came later: other sizes, the last short batch, another mode."""
+        """Count what was compiled later: for other sizes, a last short batch, validation."""
         if self._first is not None and trainer.is_global_zero:
             graphs, seconds = (now - first for now, first in zip(compilations(), self._first, strict=True))
             log.info("compiled %d graphs in %.0f s after the first step", graphs, seconds)

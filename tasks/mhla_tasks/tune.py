@@ -104,14 +104,14 @@ def settings_of_run(words: Sequence[str]) -> list[Setting]:
     from mhla_tasks import cli
 
     before = os.getcwd()
-    tuned.recorded = {}
+    tuned.recorded = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             cli.main(["fit", *words, "--trainer.fast_dev_run=1", f"--trainer.default_root_dir={folder}"])
         finally:
             found, tuned.recorded = tuned.recorded, None
             os.chdir(before)
-    return list(found or {})
+    return found or []
 
 
 def shipped_form(setting: Setting) -> ChosenForm:

@@ -23,7 +23,7 @@ LONGEST = 4096
 
 
 class Kind(NamedTuple):
-    """What decides which kernels a call compiles, but for alignments and strides.
+    """Everything but alignments and strides that decides which kernels a call compiles.
 
     Attributes:
         form: ``"parallel"`` or ``"chunked"``.

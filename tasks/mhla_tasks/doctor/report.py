@@ -1,4 +1,4 @@
-"""What the doctor found: a line for each thing that was looked at, as a table or as JSON."""
+"""The findings of the doctor: one for each thing that was looked at, as a table or as JSON."""
 
 from __future__ import annotations
 
