@@ -59,7 +59,8 @@ class Variant:
     """One form of the operator with its options.
 
     ``terms`` of an exponential mixing, 0 for dense coefficients. ``unusual`` is what models seldom do, all at once: tokens
-    next to each other instead of features, one head, a key mask, packed sequences, no feature map.
+    next to each other instead of features, one head, a key mask, packed sequences, no feature map. Blocks of less than four
+    tokens are as seldom.
     """
 
     form: str
@@ -76,7 +77,7 @@ class Variant:
     @property
     def spills_allowed(self) -> int:
         """Bytes a thread may spill."""
-        if self.unusual:
+        if self.unusual or self.block_size < 4:
             return SPILL_LIMIT
         return 0 if self.dtype == "bfloat16" and (self.key_width, self.value_width) in MODEL_WIDTHS else SPILL_LIMIT
 
@@ -142,10 +143,11 @@ def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, in
 
 def launches_of(variant: Variant, chip: int) -> list[Launch]:
     """The kernels of a forward and a backward pass, arguments specialised as Triton would at a launch."""
+    from mhla_kernels.forms.spanning import chunk_tokens
     from mhla_kernels.triton_backend import call
     from mhla_kernels.triton_backend.launch import backward, forward
     from mhla_kernels.triton_backend.rotary import launch_rotary
-    from mhla_kernels.triton_backend.tables import make_tables, token_rows
+    from mhla_kernels.triton_backend.tables import make_tables, rows_in_chunks, token_rows
 
     tokens, heads, dtype = (
         variant.blocks * variant.block_size,
@@ -163,6 +165,12 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         [torch.zeros(1, variant.terms)] * 2 if variant.terms else [torch.zeros(1, variant.blocks, variant.blocks)]
     )
     rows = token_rows(tables) if variant.form == "parallel" else None
+    if variant.form == "spanning":
+        chunk = chunk_tokens(tokens, variant.block_size, "triton")
+        tables, count = make_tables(tokens, q.device, chunk, None, bounds), -(-chunk // variant.block_size)
+        by_block = torch.zeros(1, variant.terms, count)
+        coefficients = [torch.zeros(1, count, count), by_block, by_block, by_block[..., 0].contiguous()]
+        rows = rows_in_chunks(tokens, q.device, variant.block_size, chunk, bounds)
     checked = call.Arguments(
         q,
         k,
@@ -174,6 +182,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         tables.sequences,
         rows,
         tables.largest,
+        variant.block_size,
         None,
         variant.causal,
         variant.normalize,
@@ -291,6 +300,12 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
             for pair in widths
             for dtype in ("bfloat16", "float32")
             for terms in (4, 16)
+        ]
+        + [
+            Variant("spanning", causal, normalize, dtype, *pair, terms=8, block_size=16, blocks=40)
+            for pair in widths
+            for dtype in ("bfloat16", "float32")
+            for causal, normalize in ((True, False), (True, True), (False, True))
         ]
     )
 

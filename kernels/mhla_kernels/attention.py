@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mhla_kernels.backend import Backend, Form, check_form_and_backend, choose_backend
+from mhla_kernels.backend import Backend, ChosenForm, Form, check_form_and_backend, choose_backend
 from mhla_kernels.blocks import is_dynamic, most_blocks, token_blocks
-from mhla_kernels.checks import Problem, check_block_size, check_devices, check_problem, repeat_heads
+from mhla_kernels.checks import Problem, check_block_size, check_devices, check_problem, check_span, repeat_heads
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms import reference
 from mhla_kernels.forms.attend import attend
@@ -70,9 +69,10 @@ def mhla_attention(
             each sequence's first token. Causal, or bidirectional when every non-empty sequence has exactly M blocks, or
             with an :class:`ExponentialMixing` without a grid.
             Its values are checked at once on the CPU and on the device itself on an accelerator, without waiting for it.
-        form: ``"parallel"`` (all pairs), ``"chunked"`` (block summaries), ``"reference"`` (the definition, N x N), or
-            ``"auto"``: the cheaper of the first two; block summaries where ``torch.export`` leaves N open (exponential mixing
-            is then applied as its matrix).
+        form: ``"parallel"`` (all pairs), ``"chunked"`` (block summaries), ``"spanning"`` (chunks of several blocks, for an
+            :class:`ExponentialMixing` without a grid and blocks of equal size), ``"reference"`` (the definition, N x N), or
+            ``"auto"``: the cheapest of the first three; block summaries where ``torch.export`` leaves N open (exponential
+            mixing is then applied as its matrix).
         backend: ``"torch"``, ``"triton"`` (fused kernels, for float32 and bfloat16 on a GPU, widths up to 256; on a CPU
             in Triton's interpreter, with ``TRITON_INTERPRET=1``), or ``"auto"``: Triton wherever it can run on a GPU.
 
@@ -94,6 +94,8 @@ def mhla_attention(
         q, k, v, mixing, block_size, block_offsets, causal, normalize, scale, eps, feature_map, key_mask, cu_seqlens
     )
     check_devices(q, k, v, mixing, key_mask)
+    if form == "spanning":
+        check_span(problem, mixing, causal)
     fused = choose_backend(backend, q, k, v, form) == "triton"
     if q.numel() == 0 or v.numel() == 0:
         return _nothing(q, k, v, mixing)
@@ -179,23 +181,22 @@ def attention_matrix(
         return reference.weights(q, k, matrix, where, causal=causal, scale=problem.scale, eps=eps)
 
 
-def _choose_form(
-    problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal: bool, fused: bool
-) -> Literal["parallel", "chunked"]:
+def _choose_form(problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal: bool, fused: bool) -> ChosenForm:
     """The form that ``lightning tune`` kept for such a call (not in graphs, whose sizes may be open), or the cheaper one."""
     if not torch.compiler.is_compiling() and problem.cu_seqlens is None and has_forms(q.device.type):
         backend, kind, rows = "triton" if fused else "torch", type(mixing).__name__, q.shape[0] * q.shape[2]
         shape = rows, problem.tokens, problem.blocks, q.shape[-1], v.shape[-1]
         found = tuned_form(q.device.type, backend, str(q.dtype)[6:], *shape, causal, problem.scale is None, kind)
-        if found is not None:
+        spans = mixing.span_terms(causal) is not None and problem.block_offsets is None
+        if found is not None and (found != "spanning" or spans):  # kinds over a grid have the same name
             return found
     return _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused)
 
 
 def _cheapest(
     problem: Problem, key_width: int, value_width: int, mixing: Mixing, causal: bool, fused: bool
-) -> Literal["parallel", "chunked"]:
-    """The cheaper form; summaries where N is left open by ``torch.export``.
+) -> ChosenForm:
+    """The cheapest form; summaries where N is left open by ``torch.export``.
 
     Triton's kernels stay inside each packed sequence.
     """
@@ -206,8 +207,9 @@ def _cheapest(
         sequences = max(1, len(problem.cu_seqlens) - 1)
         tokens, blocks = -(-tokens // sequences), -(-blocks // sequences)
     work = mixing.work(blocks, causal, fused)
+    terms = mixing.span_terms(causal) if problem.block_offsets is None else None
     return cheapest_form(
-        tokens, blocks, key_width, value_width, causal, work=work, backend="triton" if fused else "torch"
+        tokens, blocks, key_width, value_width, causal, work=work, terms=terms, backend="triton" if fused else "torch"
     )
 
 

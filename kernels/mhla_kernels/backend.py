@@ -7,12 +7,14 @@ import re
 import warnings
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-Form = Literal["auto", "parallel", "chunked", "reference"]
+Form = Literal["auto", "parallel", "chunked", "spanning", "reference"]
+ChosenForm = Literal["parallel", "chunked", "spanning"]
+"""What ``"auto"`` chooses from."""
 Backend = Literal["auto", "torch", "triton"]
 
 INSTALLED = find_spec("triton") is not None
@@ -35,8 +37,8 @@ memory or registers of Hopper's matrix products out of turn (#9433, #11366)."""
 
 def check_form_and_backend(form: str, backend: str) -> None:
     """Raise ValueError for unknown names."""
-    if form not in ("auto", "parallel", "chunked", "reference"):
-        raise ValueError(f"form={form!r} is not one of 'auto', 'parallel', 'chunked', 'reference'")
+    if form not in get_args(Form):
+        raise ValueError(f"form={form!r} is not one of {', '.join(map(repr, get_args(Form)))}")
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend={backend!r} is not one of 'auto', 'torch', 'triton'")
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mhla_kernels.blocks import is_dynamic
 from mhla_kernels.mixing import Mixing
 from mhla_kernels.torch_private import assert_async
 
@@ -161,6 +162,21 @@ def check_devices(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing, key_mask: Ten
         if x is not None and x.device != q.device:
             hint = "; it was never given values (to_empty and load_state_dict do)" if x.is_meta else ""
             raise ValueError(f"{name} is on {str(x.device)!r}, but q is on {str(q.device)!r}{hint}")
+
+
+def check_span(problem: Problem, mixing: Mixing, causal: bool) -> None:
+    """Refuse the spanning form for coefficients and blocks that it does not take.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if mixing.span_terms(causal) is None:
+        raise ValueError(
+            f"form='spanning' takes an ExponentialMixing without a grid, not {mixing}; use form='chunked' or 'auto'"
+        )
+    if problem.block_offsets is not None or is_dynamic(problem.tokens):
+        which = "block_offsets" if problem.block_offsets is not None else "an open number of tokens"
+        raise ValueError(f"form='spanning' takes blocks of equal size, not {which}; use form='chunked' or 'auto'")
 
 
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,13 +12,12 @@ from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from mhla_kernels.backend import ChosenForm
 from mhla_kernels.verdicts import cache_folder, environment
-
-ChosenForm = Literal["parallel", "chunked"]
 
 
 class Setting(NamedTuple):

@@ -1,11 +1,11 @@
-"""Measure which form of the operator is faster here, at your shapes, and keep it for form="auto": ``lightning tune``.
+"""Measure which form of the operator is fastest here, at your shapes, and keep it for form="auto": ``lightning tune``.
 
     lightning tune --config configs/language/stdlib.yaml          # the shapes that this run trains and validates with
     lightning tune --shape 8,6,1024,64,64,64 --shape 1,4,4096,64,128,256,causal
 
-Every shape is run forward and backward in both forms. The faster one is kept in the user's cache (~/.cache/mhla, or
-$MHLA_CACHE), by device and version of torch, and is taken from then on by every process; remove the file to go back to the
-shipped choice.
+Every shape is run forward and backward in every form that takes it. The fastest one is kept in the user's cache
+(~/.cache/mhla, or $MHLA_CACHE), by device and version of torch, and is taken from then on by every process; remove the file
+to go back to the shipped choice.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from mhla_kernels import ExponentialMixing, mhla_attention, tuned
+from mhla_kernels.backend import ChosenForm
 from mhla_kernels.forms.cost import cheapest_form
 from mhla_kernels.mixing import Mixing, as_mixing
-from mhla_kernels.tuned import ChosenForm, Setting
+from mhla_kernels.tuned import Setting
 
-FORMS: tuple[ChosenForm, ChosenForm] = ("parallel", "chunked")
+FORMS: tuple[ChosenForm, ...] = get_args(ChosenForm)
 LEAST_GAIN = 1.03
 """A form is changed for so much: below it lies what two measurements differ by."""
 LARGEST = 2**28
@@ -71,12 +72,12 @@ def main(words: Sequence[str]) -> int:
         parser.error("the run calls the operator nowhere with form='auto', or is compiled: leave compile out")
     rows = []
     for setting in dict.fromkeys(settings):
-        times = {form: measure(setting, form, device, asked.seconds) for form in FORMS}
+        times = {form: measure(setting, form, device, asked.seconds) for form in forms_of(setting)}
         shipped = shipped_form(setting)
-        best = min(FORMS, key=lambda form: times[form])
+        best = min(times, key=lambda form: times[form])
         chosen = best if times[shipped] / times[best] >= LEAST_GAIN else shipped
         rows.append((setting, times, shipped, chosen))
-        sys.stderr.write(f"{setting}: {', '.join(f'{form} {times[form]:.2f} ms' for form in FORMS)}\n")
+        sys.stderr.write(f"{setting}: {', '.join(f'{form} {time:.2f} ms' for form, time in times.items())}\n")
     _print(rows)
     if not asked.dry_run and rows:
         path = tuned.keep_forms(device.type, {setting: chosen for setting, _, _, chosen in rows})
@@ -116,16 +117,23 @@ def settings_of_run(words: Sequence[str]) -> list[Setting]:
 
 def shipped_form(setting: Setting) -> ChosenForm:
     """The form by the shipped costs."""
-    work = _mixing(setting, torch.device("cpu")).work(setting.blocks, setting.causal, setting.backend == "triton")
+    mixing = _mixing(setting, torch.device("cpu"))
+    work = mixing.work(setting.blocks, setting.causal, setting.backend == "triton")
     backend: Literal["torch", "triton"] = "triton" if setting.backend == "triton" else "torch"
     shape = setting.tokens, setting.blocks, setting.key_width, setting.value_width, setting.causal
-    return cheapest_form(*shape, work=work, backend=backend)
+    return cheapest_form(*shape, work=work, terms=mixing.span_terms(setting.causal), backend=backend)
 
 
 def _mixing(setting: Setting, device: torch.device) -> Mixing:
     if setting.mixing == "ExponentialMixing":
         return ExponentialMixing(torch.rand(4, device=device), torch.rand(4, device=device))
     return as_mixing(torch.rand(setting.blocks, setting.blocks, device=device))
+
+
+def forms_of(setting: Setting) -> list[ChosenForm]:
+    """The forms that take such a call."""
+    spans = _mixing(setting, torch.device("cpu")).span_terms(setting.causal) is not None
+    return [form for form in FORMS if form != "spanning" or spans]
 
 
 def measure(setting: Setting, form: ChosenForm, device: torch.device, seconds: float) -> float:
@@ -170,5 +178,7 @@ def _print(rows: list[tuple[Setting, dict[ChosenForm, float], ChosenForm, Chosen
         table.add_column(title, justify="left" if title[0] in "cst" else "right")
     for setting, times, shipped, chosen in rows:
         gain = f"{times[shipped] / times[chosen]:.2f} x" if chosen != shipped else ""
-        table.add_row(str(setting), *(f"{times[form]:.2f}" for form in FORMS), shipped, chosen, gain)
-    Console(highlight=False, width=max(120, Console().width)).print(table)
+        table.add_row(
+            str(setting), *(f"{times[form]:.2f}" if form in times else "" for form in FORMS), shipped, chosen, gain
+        )
+    Console(highlight=False, width=max(140, Console().width)).print(table)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from mhla_kernels import ExponentialMixing, mhla_attention
+from mhla_kernels.forms import spanning
 from mhla_kernels.triton_backend import config
 from toeplitz import Toeplitz
 from torch import Tensor
@@ -17,6 +18,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TORCH = ("torch reference", "torch parallel", "torch chunked", "torch auto")
 TRITON = ("triton parallel", "triton chunked")
 IMPLEMENTATIONS = (*TORCH, *TRITON)
+SPANNING = ("torch spanning", "triton spanning")
+"""For exponential mixing over a sequence of equal blocks."""
 
 
 def attend(implementation: str, *tensors: Tensor, **options: Any) -> Tensor:
@@ -35,12 +38,16 @@ def attend(implementation: str, *tensors: Tensor, **options: Any) -> Tensor:
     return mhla_attention(q, k, v, coefficients, form=form, backend=backend, **moved).cpu()
 
 
+SHORT_CHUNKS = {"torch": 24, "triton": 24}
+"""For :data:`mhla_kernels.forms.spanning.CHUNK`."""
+
+
 @contextmanager
 def small_tiles() -> Iterator[None]:
     """Tiles of 16, so that small problems have many of them; pieces of 40 tokens."""
     tokens = {"rows": 16, "columns": 16, "slice": 16}
     patches = {
-        "attend_tiles": lambda dtype, x_width, out_width, whole, parallel, chip: config.AttendTiles(
+        "attend_tiles": lambda dtype, x_width, out_width, whole, *others: config.AttendTiles(
             **tokens, outputs=config.power_of_two(out_width) if whole else 16
         ),
         "pair_tiles": lambda dtype: config.AttendTiles(**tokens),
@@ -50,5 +57,5 @@ def small_tiles() -> Iterator[None]:
         "PIECE": 40,
         "SPLIT": 40,
     }
-    with mock.patch.multiple(config, **patches):
+    with mock.patch.multiple(config, **patches), mock.patch.dict(spanning.CHUNK, SHORT_CHUNKS):
         yield

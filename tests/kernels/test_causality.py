@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from implementations import IMPLEMENTATIONS, TORCH, TRITON, attend, small_tiles
+from implementations import IMPLEMENTATIONS, SPANNING, TORCH, TRITON, attend, small_tiles
 from mhla_kernels import ExponentialMixing, mhla_attention, mhla_prefill, mhla_step
 from mhla_kernels.forms import chunked
 from mhla_kernels.mixing import exponential
@@ -27,7 +27,11 @@ CASES = [
         IMPLEMENTATIONS, ("dense", "exponential", "toeplitz"), SIZES, (True, False)
     )
     if (implementation in TORCH and (kind != "toeplitz" or normalize))
-    or (kind != "toeplitz" and size in INTERPRETED_SIZES[implementation])
+    or (implementation in TRITON and kind != "toeplitz" and size in INTERPRETED_SIZES[implementation])
+]
+CASES += [
+    (implementation, "exponential", "small blocks", normalize)
+    for implementation, normalize in product(SPANNING, (True, False))
 ]
 PACKED = [0, 0, 20, 33, 61]
 
@@ -93,7 +97,7 @@ def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("implementation", "kind", "size", "normalize"), CASES)
 def test_the_future_does_not_change_the_past(implementation: str, kind: str, size: str, normalize: bool) -> None:
     tokens, block_size = SIZES[size]
-    interpreted = implementation in TRITON
+    interpreted = implementation.startswith("triton")
     if interpreted and size == "long blocks":
         tokens = 100
     tensors = problem(kind, tokens, -(-tokens // block_size), signed=not normalize)
@@ -113,12 +117,14 @@ def test_the_future_does_not_change_the_past(implementation: str, kind: str, siz
 
 
 @pytest.mark.usefixtures("_short_runs")
-@pytest.mark.parametrize("kind", ["dense", "exponential"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("implementation", "kind"),
+    [*product(IMPLEMENTATIONS, ("dense", "exponential")), *product(SPANNING, ("exponential",))],
+)
 def test_neither_in_packed_sequences_nor_behind_a_mask(implementation: str, kind: str) -> None:
     tensors = problem(kind, 61, 5, signed=False)
     mask = torch.rand(1, 61) > 0.2
-    lasts = [45] if implementation in TRITON else [5, 19, 25, 45, 59]
+    lasts = [45] if implementation.startswith("triton") else [5, 19, 25, 45, 59]
     with small_tiles():
         for options in ({"cu_seqlens": PACKED}, {"key_mask": mask, "block_size": 13}):
             asked: dict[str, Any] = {"causal": True, "block_size": 8, **options}

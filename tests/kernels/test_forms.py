@@ -6,17 +6,21 @@ One file, since all tests share one generator of problems.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from implementations import DEVICE, IMPLEMENTATIONS, TORCH, TRITON, attend, small_tiles
+from implementations import DEVICE, IMPLEMENTATIONS, SHORT_CHUNKS, SPANNING, TORCH, TRITON, attend, small_tiles
 from mhla_kernels import ExponentialMixing, attention_matrix, mhla_attention
+from mhla_kernels.blocks import make_partition
+from mhla_kernels.forms import attend as forms_attend
+from mhla_kernels.forms import spanning
 from oracle import equal_starts, exponential_matrix, oracle, packed_starts, relative_error
 from toeplitz import toeplitz_matrix
 from torch import Tensor
@@ -63,6 +67,11 @@ def random_cases(tokens: int, heads: int) -> st.SearchStrategy[Case]:
         mixing=st.sampled_from(["dense", "dense", "exponential", "toeplitz"]),
         seed=st.integers(0, 2**16),
     )
+
+
+def spans(case: Case) -> bool:
+    """Whether the spanning form takes it."""
+    return case.mixing == "exponential" and (case.layout != "uneven" or case.causal)
 
 
 def build(case: Case) -> tuple[tuple[Tensor, ...], dict[str, Any], list[list[int]], dict[str, Any]]:
@@ -175,7 +184,8 @@ def check_against_definition(
 @given(case=random_cases(tokens=40, heads=3))
 def test_torch_forms_agree_with_the_definition(case: Case) -> None:
     torch.manual_seed(case.seed)
-    check_against_definition(TORCH, *build(case))
+    with mock.patch.dict(spanning.CHUNK, SHORT_CHUNKS):
+        check_against_definition(TORCH + SPANNING[:1] * spans(case), *build(case))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -184,7 +194,68 @@ def test_triton_forms_agree_with_the_definition(case: Case) -> None:
     torch.manual_seed(case.seed)
     # In a thread: at hypothesis' depth of calls CPython 3.11 maps and unmaps a piece of its stack at every call.
     with small_tiles(), ThreadPoolExecutor(1) as pool:
-        pool.submit(check_against_definition, TRITON, *build(case)).result()
+        pool.submit(check_against_definition, TRITON + SPANNING[1:] * spans(case), *build(case)).result()
+
+
+@pytest.mark.parametrize("implementation", SPANNING)
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("decay", [0.0, 0.02, 90.0], ids=lambda rate: f"decay {rate}")
+def test_chunks_that_span_blocks(implementation: str, causal: bool, decay: float) -> None:
+    """Several chunks of the shipped size, sums that do not fade, and ones that are gone after a block."""
+    n, check = 600, {"causal": causal, "normalize": False}
+    q, k, v = torch.rand(1, n, 1, 4), torch.rand(1, n, 1, 4), torch.randn(1, n, 1, 3)
+    check_against_definition(
+        (implementation,),
+        (q, k, v, torch.rand(2), torch.tensor([decay, 0.1])),
+        {"block_size": 11, **check},
+        equal_starts(n, 11),
+        check,
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_chunks_of_sequences_whose_bounds_only_the_device_knows(causal: bool) -> None:
+    """As on a GPU, where nobody waits for them."""
+    q, k, v = (torch.rand(1, 300, 2, 4) for _ in range(3))
+    span = ExponentialMixing(torch.rand(2, 3), torch.rand(2, 3)).span(4, causal)
+    chunks = make_partition(300, q.device, 32, None, torch.tensor([0, 10, 140, 140, 300]))
+    assert chunks.sequences is not None
+    options: dict[str, Any] = {"causal": causal, "scale": None, "eps": 1e-6}
+    want, got = (
+        each.merge(spanning.spanning(*(each.split(x) for x in (q, k, v)), span, 8, each, **options))
+        for each in (chunks, replace(chunks, sequences=None))
+    )
+    assert relative_error("output", got, want) < 1e-6
+
+
+@pytest.mark.parametrize("form", ["chunked", "spanning"])
+@pytest.mark.parametrize("rows", [1, 2, 6], ids=lambda rows: f"{rows} rows")
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per head"])
+def test_long_sequences_are_computed_some_rows_at_a_time(
+    form: str, rows: int, per_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of one pass, but for the coefficients' gradients, which are sums over rows."""
+    tensors = [torch.rand(3, 64, 3, 4) for _ in range(3)]
+    tensors += [torch.rand(3, 2) if per_head else torch.rand(2) for _ in range(2)]
+
+    def run() -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        mixing = ExponentialMixing(*leaves[3:])
+        out = mhla_attention(*leaves[:3], mixing, block_size=4, causal=True, form=form)  # type: ignore[arg-type]
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    want = run()
+    summaries = 16 if form == "chunked" else 2
+    monkeypatch.setattr(forms_attend, "PART", rows * summaries * 4 * 4 * 4)
+    seen = []
+    partition = forms_attend.make_partition
+    monkeypatch.setattr(forms_attend, "make_partition", lambda *x: seen.append(x) or partition(*x))
+    got = run()
+    assert len(seen) == {1: 9, 2: 6, 6: 2}[rows]
+    for name, a, b in zip(("out", "q", "k", "v"), got, want, strict=False):
+        assert torch.equal(a, b), name
+    for a, b in zip(got[4:], want[4:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("implementation", TRITON)
@@ -266,17 +337,16 @@ class CountNumbers(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("form", ["chunked", "spanning"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_exponential_mixing_works_in_linear_time_backwards_too(causal: bool) -> None:
+def test_exponential_mixing_works_in_linear_time_backwards_too(causal: bool, form: Any) -> None:
     """Twice the tokens are at most a little more than twice the work."""
     counts = []
     for tokens in (4096, 8192):
         q, k, v = (torch.rand(1, tokens, 1, 4, requires_grad=True) for _ in range(3))
         mixing = ExponentialMixing(torch.rand(2, requires_grad=True), torch.rand(2, requires_grad=True))
         with CountNumbers() as count:
-            mhla_attention(
-                q, k, v, mixing, block_size=4, causal=causal, form="chunked", backend="torch"
-            ).sum().backward()
+            mhla_attention(q, k, v, mixing, block_size=4, causal=causal, form=form, backend="torch").sum().backward()
         counts.append(count.numbers)
     assert counts[1] < 2.2 * counts[0]
 

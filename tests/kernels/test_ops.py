@@ -59,12 +59,12 @@ def test_opcheck(form: str, dtype: torch.dtype) -> None:
     shared = mixing[:1].detach().requires_grad_()
     utilities = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
     for arguments in (
-        (q, k, v, [mixing], None, None, *tables(form), 8, None, True, False, True, 1e-6, form, "dense", ""),
-        (q, k, v, [shared], mask, None, *tables(form), 8, None, False, True, False, 1e-6, form, "dense", ""),
+        (q, k, v, [mixing], None, None, *tables(form), 8, 8, None, True, False, True, 1e-6, form, "dense", ""),
+        (q, k, v, [shared], mask, None, *tables(form), 8, 8, None, False, True, False, 1e-6, form, "dense", ""),
     ):
         torch.library.opcheck(torch.ops.mhla.attention, arguments, test_utils=utilities)
     if form == "chunked":
-        options = (*tables(form), 8, None, True, True, False, 1e-6, form, "exponential", "")
+        options = (*tables(form), 8, 8, None, True, True, False, 1e-6, form, "exponential", "")
         arguments = (q, k, v, problem(exponential=True)[3:], None, None, *options)
         torch.library.opcheck(torch.ops.mhla.attention, arguments, test_utils=utilities)
 

@@ -153,18 +153,18 @@ def test_a_broken_kernel_is_replaced_with_one_warning(tmp_path: Path, part: str,
         assert same(values_and_gradients(), values_and_gradients("torch"))
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "form"), [(False, "chunked"), (True, "chunked"), (True, "spanning")])
 @pytest.mark.parametrize("part", ["forward", "backward"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_kernel_that_fails_after_its_trial_is_withdrawn(
-    tmp_path: Path, part: str, causal: bool, compiled: bool
+    tmp_path: Path, part: str, causal: bool, form: str, compiled: bool
 ) -> None:
     """Only at this size, say: the call is answered by the PyTorch form, and so is every later one."""
     q, k, v, dense = tensors()
     masked = (torch.arange(20, device=DEVICE) < 15)[None]
     exponential = [torch.rand(2, 3, device=DEVICE).requires_grad_() for _ in range(2)]
     leaves = [q, k, v, *(exponential if causal else [dense])]
-    options: dict[str, Any] = {"causal": causal, "key_mask": masked, "block_size": 8, "form": "chunked"}
+    options: dict[str, Any] = {"causal": causal, "key_mask": masked, "block_size": 8, "form": form}
 
     def layer(q: Tensor, k: Tensor, v: Tensor, *mixing: Tensor, backend: str = "auto") -> Tensor:
         coefficients: Any = ExponentialMixing(*mixing) if causal else mixing[0]

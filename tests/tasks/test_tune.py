@@ -37,7 +37,7 @@ def attend(form: Any, *given: Tensor) -> Tensor:
     return mhla_attention(*(given or tensors()), block_size=8, form=form)
 
 
-@pytest.mark.parametrize("form", tune.FORMS)
+@pytest.mark.parametrize("form", tune.forms_of(SETTING))
 @pytest.mark.parametrize("compiled", [False, True])
 def test_auto_takes_what_was_measured(form: Any, compiled: bool) -> None:
     """This setting and no other; in a process that has asked before. Graphs, whose sizes may be open, go by the costs."""
@@ -59,7 +59,7 @@ def test_auto_takes_what_was_measured(form: Any, compiled: bool) -> None:
 
 def test_a_form_is_changed_for_a_gain_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shipped = tune.shipped_form(SETTING)
-    other = next(form for form in tune.FORMS if form != shipped)
+    other = next(form for form in tune.forms_of(SETTING) if form != shipped)
     for gain, chosen in ((1.01, shipped), (1.5, other)):
         times = {shipped: gain, other: 1.0}
         monkeypatch.setattr(tune, "measure", lambda setting, form, *_, times=times: times[form])
@@ -73,11 +73,11 @@ def test_a_form_is_changed_for_a_gain_only(monkeypatch: pytest.MonkeyPatch, caps
     assert tuned.tuned_form("cpu", *SETTING._replace(tokens=48, blocks=6)) is None
 
 
-def test_both_forms_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_forms_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     shapes = ["--shape", "1,2,33,8,8,16,causal", "--shape", "1,1,20,6,8,8"]
     assert tune.main([*shapes, "--seconds", "0", "--exponential", "3"]) == 0
     found = capsys.readouterr()
-    assert len(re.findall(r"parallel \d+\.\d+ ms, chunked \d+\.\d+ ms", found.err)) == 2
+    assert len(re.findall(r"parallel \d+\.\d+ ms, chunked \d+\.\d+ ms, spanning \d+\.\d+ ms", found.err)) == 2
     assert "ExponentialMixing causal" in found.out
     assert tune.measure(SETTING._replace(tokens=2**15), "parallel", torch.device("cpu"), 0.0) == float("inf")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mhla_kernels.backend import Form
@@ -11,7 +12,13 @@ from mhla_kernels.blocks import is_dynamic, make_partition, most_blocks, token_b
 from mhla_kernels.forms import reference
 from mhla_kernels.forms.chunked import chunked, make_mixer
 from mhla_kernels.forms.parallel import parallel
+from mhla_kernels.forms.spanning import chunk_tokens, spanning
 from mhla_kernels.mixing import Mixing
+from mhla_kernels.mixing.span import Span
+
+PART = 8 * 2**20
+"""Bytes of summaries that are made at once on a CPU: they stay in its cache, and memory of this size is used again instead
+of being asked of the system, page by page; see ``benchmarks.forms``."""
 
 
 def attend(
@@ -31,13 +38,63 @@ def attend(
     """Outputs ``[B, N, H, V]``; ``scale`` None asks for the normaliser. Arguments are those of the public function, checked."""
     options: dict[str, Any] = {"causal": causal, "scale": scale, "eps": eps}
     tokens, device = q.shape[1], q.device
+    if form in ("chunked", "spanning") and device.type == "cpu" and not torch.compiler.is_compiling():
+        rows = _rows_at_once(q, v, mixing, form, block_size, block_offsets, causal)
+        if rows < q.shape[0] * q.shape[2]:
+            options |= {"block_size": block_size, "block_offsets": block_offsets, "cu_seqlens": cu_seqlens}
+            return _in_parts((q, k, v), mixing, form, rows, options)
     if form == "reference" or (form == "parallel" and is_dynamic(tokens)):
         where = token_blocks(tokens, device, block_size, block_offsets, cu_seqlens)
         matrix = mixing.matrix(most_blocks(tokens, block_size, block_offsets))
         return reference.attend(reference.weights(q, k, matrix, where, **options), v)
+    if form == "spanning":
+        assert block_size is not None
+        chunk = chunk_tokens(tokens, block_size)
+        span = mixing.span(-(-chunk // block_size), causal)
+        return attend_span(q, k, v, span, block_size, chunk, cu_seqlens, **options)
     blocks = make_partition(tokens, device, block_size, block_offsets, cu_seqlens)
     q, k, v = blocks.split(q), blocks.split(k), blocks.split(v)
     if form == "parallel":
         matrix = mixing.matrix(most_blocks(tokens, block_size, block_offsets))
         return blocks.merge(parallel(q, k, v, blocks.expand_mixing(matrix), **options))
     return blocks.merge(chunked(q, k, v, make_mixer(mixing, blocks), **options))
+
+
+def _rows_at_once(
+    q: Tensor,
+    v: Tensor,
+    mixing: Mixing,
+    form: Form,
+    block_size: int | None,
+    block_offsets: tuple[int, ...] | None,
+    causal: bool,
+) -> int:
+    """Rows of batch and heads whose summaries fill :data:`PART`."""
+    tokens, summary = q.shape[1], q.shape[-1] * v.shape[-1]
+    count = most_blocks(tokens, block_size, block_offsets)
+    if form == "spanning":
+        assert block_size is not None
+        count = -(-tokens // chunk_tokens(tokens, block_size)) * (mixing.span_terms(causal) or 1)
+    return max(1, PART // max(1, count * summary * v.element_size()))
+
+
+def _in_parts(
+    tokens: tuple[Tensor, Tensor, Tensor], mixing: Mixing, form: Form, rows: int, options: dict[str, Any]
+) -> Tensor:
+    """The same, of so many rows at a time: some of the batch, or one of it and some heads."""
+    batch, _, heads, _ = tokens[0].shape
+    axis, count = (0, max(1, rows // heads)) if batch > 1 else (2, rows)
+    parts = []
+    for index, (q, k, v) in enumerate(zip(*(x.split(count, axis) for x in tokens), strict=True)):
+        own = mixing.of_heads(slice(index * count, (index + 1) * count)) if axis == 2 else mixing
+        parts.append(attend(q, k, v, own, form, **options))
+    return torch.cat(parts, axis)
+
+
+def attend_span(
+    q: Tensor, k: Tensor, v: Tensor, span: Span, block_size: int, chunk: int, cu_seqlens: Tensor | None, **options: Any
+) -> Tensor:
+    """Outputs ``[B, N, H, V]`` of the spanning form, in chunks of ``chunk`` tokens; ``options`` as for the other forms."""
+    chunks = make_partition(q.shape[1], q.device, chunk, None, cu_seqlens)
+    q, k, v = chunks.split(q), chunks.split(k), chunks.split(v)
+    return chunks.merge(spanning(q, k, v, span, block_size, chunks, **options))

@@ -9,7 +9,9 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from mhla_kernels.backend import ChosenForm
 from mhla_kernels.forms.chunked import TILE
+from mhla_kernels.forms.spanning import chunk_tokens
 
 CONSTANTS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cost.json").read_text())
 """By backend, in multiply-adds: ``pair`` and ``summary``, what a token pair and a number of a summary cost beside their
@@ -27,22 +29,23 @@ def cheapest_form(
     causal: bool,
     *,
     work: int | None = None,
+    terms: int | None = None,
     backend: Literal["torch", "triton"] = "torch",
-) -> Literal["parallel", "chunked"]:
-    """The cheaper form for N ``tokens`` in M ``blocks``, counted in multiply-adds for one batch row and head.
+) -> ChosenForm:
+    """The cheapest form for N ``tokens`` in M ``blocks``, counted in multiply-adds for one batch row and head.
 
     ``work``: summaries added up for each block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all M.
+    ``terms``: running sums between chunks of several blocks, see :meth:`mhla_kernels.mixing.Mixing.span_terms`.
     """
-    cost = CONSTANTS[backend]
+    cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)  # each scores the pairs
     inside = key_width + value_width + cost["pair"]
     pair, products, mixing = inside, 2, 1
-    if backend == "triton":
-        parts = -(-value_width // OUTPUTS)  # each of which computes the scores
+    if fused:
         inside = parts * (key_width + cost["pair"]) + 2 * value_width  # a float32 score is two bfloat16 pieces
         pair = inside + 2 * SPAN * parts  # and so is a coefficient
         products, mixing = 3, 3
     parallel = tokens * tokens * pair
-    if causal and backend == "triton":
+    if causal and fused:
         parallel /= 2  # the PyTorch form computes the masked half too
     mixed = blocks if work is None else work
     summary = key_width * value_width
@@ -50,4 +53,17 @@ def cheapest_form(
     if causal:
         chunked += cost["token"] * tokens * (key_width + value_width)
         chunked += tokens * min(-(-tokens // max(blocks, 1)), TILE) * inside
-    return "parallel" if parallel <= chunked else "chunked"
+    costs: dict[ChosenForm, float] = {"parallel": parallel, "chunked": chunked}
+    size = -(-tokens // max(blocks, 1))
+    chunk = chunk_tokens(tokens, size, backend)
+    if terms is not None and size < chunk < tokens:
+        products, moved, pair = (
+            2,
+            0.0,
+            key_width + value_width,
+        )  # on a CPU what lies beside the products stays in its cache
+        if fused:  # weighted tokens and sums are two bfloat16 pieces each
+            products, moved, pair = 4, cost["summary"] / chunk, inside + 2 * SPAN * parts
+        spanning = (products + moved) * tokens * terms * summary + tokens * chunk * pair / (1 + (causal and fused))
+        costs["spanning"] = spanning + cost["token"] * tokens * (key_width + value_width)
+    return min(costs, key=lambda form: costs[form])

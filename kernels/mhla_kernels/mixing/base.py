@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mhla_kernels.blocks import is_dynamic, on_device
+from mhla_kernels.mixing.span import Span
 from mhla_kernels.torch_private import pytree
 
 Rows = slice | Tensor
@@ -92,6 +93,13 @@ class Mixing(ABC):
         """M of the largest grid or longest sequence that the coefficients are for; None for any length."""
         return None
 
+    def of_heads(self, heads: slice) -> Self:
+        """The coefficients of some heads; every learned tensor has the heads as its first axis, where there are any."""
+        if self.heads is None:
+            return self
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return type(self)(**values | {name: x[heads] for name, x in self.tensors.items()})
+
     def check(self, heads: int, causal: bool) -> None:
         """Check values and shapes for attention of ``heads`` heads.
 
@@ -129,6 +137,16 @@ class Mixing(ABC):
             weights = weights.tril(-1)
         weights = weights.expand(batch, heads, blocks, blocks).reshape(batch * heads, blocks, blocks)
         return torch.bmm(weights, summary.flatten(0, 1)).view_as(summary)
+
+    # Chunks of several blocks, for coefficients that are sums of products: the spanning form.
+
+    def span_terms(self, causal: bool) -> int | None:
+        """T, the running sums that such chunks pass on; None for a kind that has no such sums."""
+        return None
+
+    def span(self, blocks: int, causal: bool) -> Span:
+        """The coefficients by chunks of ``blocks`` blocks, where :meth:`span_terms` is a number."""
+        raise NotImplementedError
 
     # Generation: a state keeps the summaries of all finished blocks, or running sums of them.
 

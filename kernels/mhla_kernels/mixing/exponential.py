@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from mhla_kernels.finite import finite_
 from mhla_kernels.mixing.base import BlockShares, Mixing, Rows, as_it_is
 from mhla_kernels.mixing.fitting import fit_exponentials
+from mhla_kernels.mixing.span import Span, make_span
 from mhla_kernels.torch_private import assert_async
 
 GROUP = 32
@@ -124,14 +125,24 @@ class ExponentialMixing(Mixing):
         """See :meth:`Mixing.mix`; the cost is O(M R W) (times a group or the length of an axis), never O(M^2 W)."""
         amplitude, decay = self._per_head()
         if causal:
-            return _earlier(summary, amplitude, decay)
+            return earlier(summary, amplitude, decay)
         if self.grid is None:
-            later = _earlier(summary.flip(2), amplitude, decay).flip(2)
+            later = earlier(summary.flip(2), amplitude, decay).flip(2)
             own = amplitude.sum(-1)[:, None, None] * summary
-            return _earlier(summary, amplitude, decay) + own + later
+            return earlier(summary, amplitude, decay) + own + later
         if self.terms * sum(self.grid) > prod(self.grid):
             return torch.einsum("hib,nhbw->nhiw", self.dense().expand(summary.shape[1], -1, -1), summary)
         return _separable(summary, amplitude, decay, self.grid)
+
+    def span_terms(self, causal: bool) -> int | None:
+        """See :meth:`Mixing.span_terms`: R in each direction; over a grid, blocks in a row are no neighbours."""
+        if self.grid is not None:
+            return None
+        return self.terms if causal else 2 * self.terms
+
+    def span(self, blocks: int, causal: bool) -> Span:
+        """See :meth:`Mixing.span`."""
+        return make_span(*self._per_head(), blocks, causal)
 
     @property
     def running_sums(self) -> int:
@@ -197,7 +208,10 @@ class ExponentialMixing(Mixing):
 
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
         """See :meth:`Mixing.work`; the fused kernels apply the matrix unless causal."""
-        return blocks if fused and not causal else min(blocks, GROUP + 2 * self.terms)
+        if fused and not causal:
+            return blocks
+        both_ways = 1 if causal or self.grid is not None else 3  # two passes, and one for turning and adding them
+        return both_ways * min(blocks, GROUP + 2 * self.terms)
 
     @classmethod
     def fit(
@@ -273,7 +287,7 @@ def _outer_sum(a: Tensor, b: Tensor) -> Tensor:
     return joined.flatten(-4, -3).flatten(-2, -1)
 
 
-def _earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
+def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
     """``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b``, in groups of blocks, between which R sums go on.
 
     ``summary`` ``[B, H, M, W]``; ``amplitude`` and ``decay`` ``[H or 1, R]``.
@@ -298,7 +312,7 @@ def _earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
         sums = torch.bmm(everywhere(writing), x).view(batch, heads, groups, -1, width).transpose(2, 3).flatten(1, 2)
         before = F.pad(finite_(sums)[:, :, :-1], (0, 0, 1, 0))  # [B, H R, groups, W]
         fading = (group * decay).expand(heads, -1).reshape(-1, 1)
-        states = before + _earlier(before, torch.ones_like(fading), fading)  # a sequence of groups
+        states = before + earlier(before, torch.ones_like(fading), fading)  # a sequence of groups
         states = states.unflatten(1, (heads, -1)).transpose(2, 3).flatten(0, 2)
         out = torch.baddbmm(torch.bmm(everywhere(reading), states), everywhere(within), x)
     out = out.view(batch, heads, -1, width)
@@ -306,7 +320,7 @@ def _earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
 
 
 def _separable(summary: Tensor, amplitude: Tensor, decay: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """Mixing over a grid, one axis after the other for each term; shapes as for :func:`_earlier`, decay ``[H, R, A]``."""
+    """Mixing over a grid, one axis after the other for each term; shapes as for :func:`earlier`, decay ``[H, R, A]``."""
     shape = summary.shape
     out = torch.zeros_like(summary)
     for term in range(amplitude.shape[-1]):

@@ -103,6 +103,7 @@ def attend_kernel(
     running,
     mixing,
     own_gradient,
+    term_weight,
     table,
     token_row,
     x_stride_b,
@@ -136,9 +137,11 @@ def attend_kernel(
     piece_size,
     tiles,
     size,
+    weight_stride_h,
     eps,
     MODE: tl.constexpr,
     SUMMARY: tl.constexpr,
+    TERMS: tl.constexpr,
     PACKED: tl.constexpr,
     RUNNING: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -162,8 +165,13 @@ def attend_kernel(
     ``running`` for each piece that of the pieces before (after) it. Parallel: tiles of ``ROWS`` tokens, in ``table`` if
     ``PACKED``, and ``COLUMNS`` tokens lie in ``SPAN`` blocks at most, of the ``size`` of ``mixing``.
 
+    Spanning (``SUMMARY`` and ``TERMS``): blocks of the table are chunks, pairs are those of a chunk, whose blocks
+    ``mixing`` is between, and ``mixed`` holds ``TERMS`` summaries for each, which a row enters by the weights
+    ``term_weight`` ``[H or 1, TERMS, size]`` of its block.
+
     ``own_gradient``, written in mode DK of the chunked causal form: ``[B * H, tiles in all, output parts]``, this tile's
-    part of the gradient of m[i, i].
+    part of the gradient of m[i, i]. Spanning, in modes DQ and DK: ``[B * H, N, TERMS, output parts, 2]``, this row's part
+    of the gradient of each weight, by values and, with the normaliser in DQ, by the sum of keys.
     """
     tile, part, row = tl.program_id(0) % tiles_of_row, tl.program_id(1), (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -171,7 +179,8 @@ def attend_kernel(
     PAIR_RELU: tl.constexpr = RELU and (MODE == OUT or MODE == DV)
     OUT_RELU: tl.constexpr = RELU and (MODE == DQ or MODE == DK)
     LATER: tl.constexpr = MODE == DV or MODE == DK
-    PAIRS: tl.constexpr = CAUSAL or not SUMMARY
+    PAIRS: tl.constexpr = CAUSAL or not SUMMARY or TERMS > 0
+    MATRIX: tl.constexpr = not SUMMARY or TERMS > 0
     SUMMARY_WIDTH: tl.constexpr = X_WIDTH * OUT_WIDTH + (OUT_WIDTH if MODE == DQ or MODE == DK else X_WIDTH)
 
     block = 0
@@ -207,7 +216,7 @@ def attend_kernel(
     key_mask += batch * tokens
     inverse_normalizer += row * tokens
     normalizer_gradient += row * tokens
-    if OWN_GRADIENT:
+    if OWN_GRADIENT and not TERMS:
         own_gradient += (row * tiles_of_row + tile) * tl.num_programs(1)
 
     rows = start + tl.arange(0, ROWS)
@@ -244,7 +253,7 @@ def attend_kernel(
                     scores += tl.load(normalizer_gradient + columns, mask=shown, other=0.0)[None, :]
             if CAUSAL:
                 counts = (columns[None, :] >= rows[:, None]) if LATER else (columns[None, :] <= rows[:, None])
-            if not SUMMARY:
+            if MATRIX:
                 # m by row token and column block, then spread over the columns of each block
                 row_block = tl.load(token_row + rows, mask=rows < high, other=0)
                 first_block = tl.load(token_row + first)
@@ -271,12 +280,32 @@ def attend_kernel(
             if NORMALIZE and MODE == DQ:
                 if CAUSAL:
                     coefficient = tl.where(counts, coefficient, 0.0)
-                if SUMMARY:
-                    keys = dot(coefficient.to(INPUT), value, keys)
-                else:
+                if MATRIX:
                     keys = multiply(coefficient, value, keys, INPUT)
+                else:
+                    keys = dot(coefficient.to(INPUT), value, keys)
 
-    if SUMMARY:
+    if TERMS:
+        row_block = tl.load(token_row + rows, mask=rows < high, other=0)
+        for term in range(0, TERMS):
+            weight = tl.load(term_weight + head * weight_stride_h + term * size + row_block)
+            values, sums, z = _through_summary(
+                tl.zeros([ROWS, OUTPUTS], tl.float32), tl.zeros([ROWS], tl.float32),
+                tl.zeros([ROWS, OUTPUTS], tl.float32), x, rows, visible, x_stride_n, x_stride_d,
+                mixed + ((row * TERMS + term) * table_size + block) * SUMMARY_WIDTH, outputs,
+                MODE, X_WIDTH, OUT_WIDTH, PAIR_RELU, NORMALIZE, SLICE,
+            )  # fmt: skip
+            if OWN_GRADIENT:
+                part_of = own_gradient + (((row * tokens + rows) * TERMS + term) * tl.num_programs(1) + part) * 2
+                mine = load_tokens(own, rows, visible, outputs, OUT_WIDTH, own_stride_n, own_stride_d, RELU)
+                mine = mine.to(tl.float32)
+                tl.store(part_of, tl.sum(mine * values, 1), mask=rows < high)
+                if NORMALIZE and MODE == DQ:
+                    tl.store(part_of + 1, tl.sum(mine * z, 1), mask=rows < high)
+            total += weight[:, None] * values
+            normalizer += weight * sums
+            keys += weight[:, None] * z
+    elif SUMMARY:
         if CAUSAL:
             block_row = tl.load(table + ROW * table_size + block)
             own_coefficient = tl.load(mixing + block_row * (mixing_stride_i + mixing_stride_j))
@@ -323,14 +352,19 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Run the kernel; ``operands`` are x, y, a of the table above; chunked if there are ``mixed`` summaries.
 
-    Gives the result, and in mode DK, if asked, the gradient of m[i, i] of every block ``[B * H, blocks]``.
+    Gives the result, and if asked a gradient: of m[i, i] of every block ``[B * H, blocks]``, in mode DK of the causal
+    chunked form; of the term weights as each token sees them, ``[B * H, N, T]``, in DQ and DK of the spanning form.
     """
     x, y, a = operands
     out_like = call.v if mode in (OUT.value, DV.value) else call.q
     out = torch.empty(out_like.shape, dtype=out_like.dtype, device=out_like.device)
     chunked = mixed is not None
     whole = mode == DQ.value and call.normalize
-    tiles = config.attend_tiles(x.dtype, x.shape[-1], out.shape[-1], whole, not chunked, call.chip)
+    terms = call.terms if chunked else 0
+    pairwise = not chunked or terms > 0
+    tiles = config.attend_tiles(
+        x.dtype, x.shape[-1], out.shape[-1], whole, pairwise, call.chip, terms > 0 and mode in (DQ.value, DK.value)
+    )
     parts = triton.cdiv(out.shape[-1], tiles.outputs)
     (pieces, piece_size), in_piece, span = call.pieces, 1, 1
     if chunked:
@@ -338,20 +372,27 @@ def attend(
         count = call.tables.blocks * pieces * in_piece
     else:
         table, count = call.tile_table(tiles.rows)
-        span = config.power_of_two(call.tables.span(tiles.columns))
-    gradient = x.new_zeros(call.rows, count, parts, dtype=torch.float32) if own_gradient else None
+    if pairwise:
+        span = config.power_of_two(call.span(tiles.columns))
+    gradient = None
+    if own_gradient:
+        shape = (call.tables.tokens, terms, parts, 2) if terms else (count, parts)
+        gradient = x.new_zeros(call.rows, *shape, dtype=torch.float32)
     inverse, normalizer_gradient = weights or (x, x)
     aligned = alignment(x, y, a, own, out)
     if call.pairs is None:
         call.pairs = MIXERS[call.arguments.mixer].pairs(call)
     coefficients, *coefficient_strides = call.pairs
+    term_weight = call.coefficients[1 if mode in (OUT.value, DQ.value) else 2] if terms else x
     attend_kernel[(call.rows * count, parts)](
         x, y, a, own, out, call.mask_bytes, inverse, normalizer_gradient,
         x if mixed is None else mixed, x if running is None else running, coefficients,
-        x if gradient is None else gradient, table, table if call.token_row is None else call.token_row,
+        x if gradient is None else gradient, term_weight, table,
+        table if call.token_row is None else call.token_row,
         *strides(aligned, x, y, a, own, out), *coefficient_strides,
         call.tables.tokens, table.shape[1], call.heads, count, pieces, piece_size, in_piece,
-        call.coefficients[0].shape[-1], call.arguments.eps, MODE=mode, SUMMARY=chunked, PACKED=call.tables.packed,
+        call.coefficients[0].shape[-1], term_weight.stride(0) if terms and len(term_weight) > 1 else 0,
+        call.arguments.eps, MODE=mode, SUMMARY=chunked, TERMS=terms, PACKED=call.tables.packed,
         RUNNING=running is not None, CAUSAL=call.causal, NORMALIZE=call.normalize,
         RELU=call.relu, HAS_MASK=call.key_mask is not None, OWN_GRADIENT=own_gradient,
         X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
@@ -359,4 +400,9 @@ def attend(
     )  # fmt: skip
     if gradient is None:
         return out, None
+    if terms:
+        by_values, by_keys = gradient.sum(3).unbind(-1)
+        if mode == DK.value or weights is None:
+            return out, by_values
+        return out, by_values * inverse[..., None] + by_keys * normalizer_gradient[..., None]
     return out, gradient.view(call.rows, call.tables.blocks, -1).sum(-1)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mhla_kernels.triton_backend import config
-from mhla_kernels.triton_backend.tables import BlockTables, make_tables
+from mhla_kernels.triton_backend.tables import BlockTables, make_tables, span_of_tile
 
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -33,19 +33,21 @@ class Arguments(NamedTuple):
         q: ``[B, N, H, K]``, any strides, like all token tensors.
         k: ``[B, N, H, K]``.
         v: ``[B, N, H, V]``.
-        coefficients: float32 tensors of the mixing, ``[1, ...]`` or ``[H, ...]``; a scale is multiplied into the first one.
+        coefficients: float32 tensors of the mixing, ``[1, ...]`` or ``[H, ...]``; a scale is multiplied into the first
+            one. In the spanning form the tensors of a :class:`mhla_kernels.mixing.span.Span`.
         key_mask: ``[B, N]`` bool.
         cu_seqlens: packed sequences, ``[S + 1]`` on the device.
         table: see :class:`BlockTables`, like the next one.
         sequences: see there.
-        token_row: ``[N]`` int32, the row of each token's block in the matrix of coefficients; parallel form.
-        largest: tokens in the largest block.
+        token_row: ``[N]`` int32, the row of each token's block in the matrix of coefficients; parallel and spanning form.
+        largest: tokens in the largest block; in the spanning form those of a chunk, which takes the block's place.
+        block_size: tokens in a block, in the spanning form.
         block_offsets: first token of each block and N, for uneven blocks.
         causal: see :func:`mhla_kernels.mhla_attention`, like the next one.
         normalize: see there.
         relu: whether the feature map is ``"relu"``.
         eps: see :func:`mhla_kernels.mhla_attention`.
-        form: ``"parallel"`` or ``"chunked"``.
+        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
         mixer: key of :data:`mhla_kernels.triton_backend.mixers.MIXERS`.
         guard: the kind of kernels, where the PyTorch form takes their place if they fail; empty where they raise.
     """
@@ -60,6 +62,7 @@ class Arguments(NamedTuple):
     sequences: Tensor
     token_row: Tensor | None
     largest: int
+    block_size: int
     block_offsets: list[int] | None
     causal: bool
     normalize: bool
@@ -88,8 +91,14 @@ class Call:
         self.token_row, self.key_mask = arguments.token_row, arguments.key_mask
         self.causal, self.normalize, self.relu = arguments.causal, arguments.normalize, arguments.relu
         self.chunked = arguments.form == "chunked"
+        self.terms = self.coefficients[1].shape[1] if arguments.form == "spanning" else 0
+        """Running sums between chunks; 0 in the other forms."""
         self.pairs: tuple[Tensor, int, int, int] | None = None
         """Coefficients for token pairs, once the attend kernel has asked for them."""
+        if self.terms:
+            matrix = self.coefficients[0]
+            h, i, j = matrix.stride()
+            self.pairs = matrix, 0 if len(matrix) == 1 else h, i, j
 
     @property
     def rows(self) -> int:
@@ -128,7 +137,9 @@ class Call:
 
     @cached_property
     def pieces(self) -> tuple[int, int]:
-        """Pieces of a block, and tokens in one."""
+        """Pieces of a block, and tokens in one; a chunk is one piece."""
+        if self.terms:
+            return 1, self.tables.largest
         longest = config.PIECE if self.causal else config.SPLIT
         pieces = -(-self.tables.largest // longest)
         return pieces, -(-self.tables.largest // pieces)
@@ -137,6 +148,10 @@ class Call:
     def mask_bytes(self) -> Tensor:
         """The key mask, or anything where there is none."""
         return self.q if self.key_mask is None else self.key_mask.contiguous().view(torch.uint8)
+
+    def span(self, tile: int) -> int:
+        """Blocks that a tile of so many tokens touches at most, counted from the start of its sequence or chunk."""
+        return span_of_tile(tile, self.arguments.block_size) if self.terms else self.tables.span(tile)
 
     def tile_table(self, rows: int) -> tuple[Tensor, int]:
         """Tiles of ``rows`` tokens from the start of each sequence: their table (packed), anything (else); their number."""

@@ -67,16 +67,19 @@ class AttendTiles(Tiles):
 
 
 def attend_tiles(
-    dtype: torch.dtype, x_width: int, out_width: int, whole: bool, parallel: bool, chip: int
+    dtype: torch.dtype, x_width: int, out_width: int, whole: bool, parallel: bool, chip: int, terms: bool = False
 ) -> AttendTiles:
-    """For the attend kernel; ``whole`` when a program needs the full output width (the normalised gradient of q)."""
+    """For the attend kernel; ``whole`` when a program needs the full output width (the normalised gradient of q).
+
+    ``parallel``: its pairs are weighed by a matrix. ``terms``: of the spanning form, with the gradients of its weights.
+    """
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
     if dtype == torch.bfloat16:
         outputs = out_width if whole else min(out_width, 128)
         rows = 64 if outputs <= 128 else 32
         columns = 32 if whole or (parallel and outputs > 64) or (chip != HOPPER and outputs <= 64) else rows
-        if whole and parallel and outputs > 64:
-            rows = 32
+        if parallel and ((whole and outputs > 64) or terms):
+            rows = columns = 32
         warps = 4 if outputs <= 64 else 8
         return AttendTiles(rows=rows, columns=columns, slice=min(x_width, 64), outputs=outputs, warps=warps, stages=2)
     outputs = out_width if whole else min(out_width, 64)
@@ -134,6 +137,11 @@ def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
 def mixing_gradient_parts(tiles: int, width: int) -> int:
     """Parts of a summary's numbers for as many programs as fill a GPU, each with enough to do."""
     return max(1, min(PROGRAMS // tiles, width // 1024))
+
+
+def mixing_gradient_columns(chip: int) -> int:
+    """Numbers of a summary that the gradient of mixing takes at a time."""
+    return 64 if chip in (HOPPER, 100) else 32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from mhla_kernels.blocks import is_dynamic, most_blocks, on_device
 from mhla_kernels.checks import Problem
+from mhla_kernels.forms.spanning import chunk_tokens
 from mhla_kernels.mixing import Mixing
 from mhla_kernels.triton_backend import ops  # noqa: F401  registers the operator
-from mhla_kernels.triton_backend.tables import make_tables, token_rows
+from mhla_kernels.triton_backend.tables import make_tables, rows_in_chunks, token_rows
 from mhla_kernels.triton_backend.trial import MANY, Kind, size_class, try_kernels
 from mhla_kernels.verdicts import may_use
 
@@ -39,7 +40,16 @@ def attend_fused(
     dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16
     mixing, factor = mixing.to(torch.float32), 1.0 if problem.scale is None else problem.scale
     most = most_blocks(problem.tokens, block_size, problem.block_offsets)
-    kind, (coefficients, *others) = mixing.fused(most, causal, form)
+    chunk = None
+    if form == "spanning":
+        assert block_size is not None
+        chunk = chunk_tokens(problem.tokens, block_size, "triton")
+        kind, span = "exponential", mixing.span(-(-chunk // block_size), causal)
+        coefficients = [span.matrix * factor, span.reading * factor, span.writing, span.decay]
+        terms = span.decay.shape[-1]
+    else:
+        kind, (first, *others) = mixing.fused(most, causal, form)
+        coefficients, terms = [first * factor, *others], first.shape[-1] if others else 0
     guard = ""
     if only_if_sound:
         offsets = problem.block_offsets
@@ -49,23 +59,30 @@ def attend_fused(
             q.device.type, q.device.index, form, kind, "float32" if dtype is torch.float32 else "bfloat16", q.shape[-1],
             v.shape[-1], causal, problem.scale is None, relu, key_mask is not None, layout, size,
             form == "chunked" and (is_dynamic(problem.tokens) or problem.blocks > MANY),
-            coefficients.shape[-1] if others else 0,
+            terms,
         )  # fmt: skip
         if not guard:
             return None
     bounds = None if problem.cu_seqlens is None else on_device(problem.cu_seqlens, q.device)
-    tables = make_tables(problem.tokens, q.device, block_size, problem.block_offsets, bounds)
+    tables = make_tables(problem.tokens, q.device, chunk or block_size, problem.block_offsets, bounds)
+    token_row = None
+    if chunk is not None:
+        assert block_size is not None
+        token_row = rows_in_chunks(problem.tokens, q.device, block_size, chunk, bounds)
+    elif form == "parallel":
+        token_row = token_rows(tables)
     out: Tensor = torch.ops.mhla.attention(
         q.to(dtype),
         k.to(dtype),
         v.to(dtype),
-        [(coefficients * factor).contiguous(), *others],
+        [x.contiguous() for x in coefficients],
         key_mask,
         bounds,
         tables.table,
         tables.sequences,
-        token_rows(tables) if form == "parallel" else None,
+        token_row,
         tables.largest,
+        block_size or 0,
         None if problem.block_offsets is None else list(problem.block_offsets),
         causal,
         problem.scale is None,

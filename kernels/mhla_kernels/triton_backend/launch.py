@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mhla_kernels.triton_backend import spanning
 from mhla_kernels.triton_backend.attend import DK, DQ, DV, OUT, attend
 from mhla_kernels.triton_backend.call import Call
 from mhla_kernels.triton_backend.mixers import MIXERS
@@ -19,6 +20,8 @@ from mhla_kernels.triton_backend.summaries import summarize
 
 def forward(call: Call) -> Tensor:
     """Outputs ``[B, N, H, V]``."""
+    if call.terms:
+        return spanning.forward(call)
     mixed = running = None
     if call.chunked:
         summary, running = summarize(call, call.k, call.v)
@@ -33,8 +36,11 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tenso
     """
     of_q, of_k, of_v, of_mixing = wanted
     q, k, v = call.q, call.k, call.v
-    mixer = MIXERS[call.arguments.mixer]
     gradient = gradient.to(q.dtype)
+    if call.terms:
+        found, of_span = spanning.backward(call, gradient, wanted)
+        return [*found, *(_reduce(x, call) for x in of_span)]
+    mixer = MIXERS[call.arguments.mixer]
     mixed = running = later = weights = own = dq = dk = dv = None
     coefficients: list[Tensor] = []
     if call.normalize:

@@ -172,7 +172,8 @@ class DenseMixer:
         gradient = call.q.new_empty(parts, call.rows, size, size, dtype=torch.float32)
         mixing_gradient_kernel[(call.rows * side, side, parts)](
             d_mixed, summary, gradient, call.tables.sequences, blocks, call.tables.sequences.shape[1], size,
-            INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.causal, WIDTH=width, ROWS=tiles.rows, COLUMNS=64,
+            INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.causal, WIDTH=width, ROWS=tiles.rows,
+            COLUMNS=config.mixing_gradient_columns(call.chip),
             **call.schedule(tiles),
         )  # fmt: skip
         return [gradient.sum(0)]

@@ -15,11 +15,12 @@ from torch import Tensor
 from mhla_kernels.triton_backend import config
 from mhla_kernels.triton_backend.call import Call, alignment, strides, sum_at
 from mhla_kernels.triton_backend.primitives import dot, kernel, load_tokens, load_visible, multiply
+from mhla_kernels.triton_backend.tables import END as _END
 from mhla_kernels.triton_backend.tables import HIGH as _HIGH
 from mhla_kernels.triton_backend.tables import LOW as _LOW
 from mhla_kernels.triton_backend.tables import START as _START
 
-START, LOW, HIGH = tl.constexpr(_START), tl.constexpr(_LOW), tl.constexpr(_HIGH)
+START, END, LOW, HIGH = (tl.constexpr(row) for row in (_START, _END, _LOW, _HIGH))
 
 
 @triton.jit
@@ -116,7 +117,9 @@ def pair_gradient_kernel(
     table_size,
     heads,
     tiles_of_row,
+    tiles,
     size,
+    CHUNKS: tl.constexpr,
     PACKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -133,12 +136,17 @@ def pair_gradient_kernel(
     """The gradient of mixing from one tile of ``ROWS`` keys and all queries that see them.
 
     Grid: (B * H * tiles). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, zeroed before; query block by key
-    block, key blocks counted from the first one of the tile, which has at most ``SPAN``.
+    block, key blocks counted from the first one of the tile, which has at most ``SPAN``. ``CHUNKS``: ``table`` is that of
+    chunks, each of ``tiles`` tiles, and pairs are those of a chunk.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
     INPUT: tl.constexpr = q.dtype.element_ty
-    if PACKED:
+    if CHUNKS:
+        low = tl.load(table + START * table_size + tile // tiles)
+        high = tl.load(table + END * table_size + tile // tiles)
+        start = low + (tile % tiles) * ROWS
+    elif PACKED:
         start = tl.load(table + START * table_size + tile)
         low = tl.load(table + LOW * table_size + tile)
         high = tl.load(table + HIGH * table_size + tile)
@@ -185,11 +193,15 @@ def pair_gradient_kernel(
 
 
 def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] | None) -> Tensor:
-    """``[B * H, M, M]`` gradient of the matrix of coefficients in the parallel form."""
+    """Gradient of the matrix of coefficients: ``[B * H, M, M]``, in the spanning form ``[B * H, G, G]``."""
     q, k, v = call.q, call.k, call.v
     tiles = config.pair_tiles(q.dtype)
-    (table, count), size = call.tile_table(tiles.rows), call.coefficients[0].shape[-1]
-    span = config.power_of_two(call.tables.span(tiles.rows))
+    size, in_chunk = call.coefficients[0].shape[-1], triton.cdiv(call.tables.largest, tiles.rows)
+    if call.terms:
+        table, count = call.tables.table, call.tables.blocks * in_chunk
+    else:
+        table, count = call.tile_table(tiles.rows)
+    span = config.power_of_two(call.span(tiles.rows))
     inverse, normalizer_gradient = weights or (q, q)
     assert call.token_row is not None
     out = q.new_zeros(call.rows, count, size, span, dtype=torch.float32)
@@ -197,12 +209,20 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
     pair_gradient_kernel[(call.rows * count,)](
         q, k, v, gradient, call.mask_bytes, inverse, normalizer_gradient, out, table, call.token_row,
         *strides(aligned, q, k, v, gradient), call.tables.tokens, table.shape[1],
-        call.heads, count, size, PACKED=call.tables.packed, CAUSAL=call.causal, NORMALIZE=call.normalize,
+        call.heads, count, in_chunk, size, CHUNKS=call.terms > 0, PACKED=call.tables.packed, CAUSAL=call.causal,
+        NORMALIZE=call.normalize,
         RELU=call.relu, HAS_MASK=call.key_mask is not None, KEY_WIDTH=call.key_width, VALUE_WIDTH=call.value_width,
         ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice, SPAN=span,
         ALIGNED=aligned, **call.schedule(tiles),
     )  # fmt: skip
-    starts = table[_START].long() if call.tables.packed else torch.arange(count, device=q.device) * tiles.rows
+    starts = torch.arange(count, device=q.device)
+    if call.terms:
+        starts = table[_START].long()[starts // in_chunk] + starts % in_chunk * tiles.rows
+        starts = starts.clamp(max=call.tables.tokens - 1)  # a tile without tokens
+    elif call.tables.packed:
+        starts = table[_START].long()
+    else:
+        starts *= tiles.rows
     block = (call.token_row[starts][:, None] + torch.arange(span, device=q.device)).flatten()
     by_block = out.permute(0, 2, 1, 3).reshape(call.rows * size, -1)
     return sum_at(by_block, block, size).reshape(call.rows, size, size)

@@ -89,7 +89,7 @@ def launch_rotary(
     if rows == 0:
         return out
     padded = 1 << (half - 1).bit_length()
-    at_once, aligned = max(1, 2048 // padded), alignment(x, raw)
+    at_once, aligned = max(1, 1024 // padded), alignment(x, raw)
     with torch.cuda.device_of(x):
         rotary_kernel[(triton.cdiv(rows, at_once),)](
             x, raw, cos, sin, out, *strides(aligned, x, raw), tokens if cos.dim() == 3 else 0, tokens, heads, rows,

@@ -30,6 +30,8 @@ def summaries_kernel(
     value_weight,
     normalizer_weight,
     summary,
+    term_weight,
+    token_row,
     table,
     key_stride_b,
     key_stride_n,
@@ -44,6 +46,9 @@ def summaries_kernel(
     heads,
     pieces,
     piece_size,
+    size,
+    weight_stride_h,
+    TERMS: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -60,9 +65,15 @@ def summaries_kernel(
 
     Grid: (B * H * blocks * pieces, key parts * value parts). ``summary``: ``[B * H, blocks * pieces, K * V + K]``.
     ``value_weight`` and ``normalizer_weight``: ``[B * H, N]`` float32; tokens enter S and z with these weights.
+    With ``TERMS`` there is a summary for each of them, ``[B * H, TERMS, blocks, K * V + K]`` and one program each, which
+    a token enters by the weight ``[H or 1, TERMS, size]`` of its block.
     """
     piece, part = tl.program_id(0) % (blocks * pieces), tl.program_id(1)
     row = (tl.program_id(0) // (blocks * pieces)).to(tl.int64)
+    place = row * blocks * pieces + piece
+    if TERMS:
+        term_weight += (row // TERMS % heads) * weight_stride_h + (row % TERMS) * size
+        row = row // TERMS
     batch, head = row // heads, row % heads
     block = piece // pieces
     start = tl.load(table + START * blocks + block) + (piece % pieces) * piece_size
@@ -82,21 +93,29 @@ def summaries_kernel(
         visible = load_visible(key_mask + batch * tokens, rows, end, HAS_MASK)
         k = load_tokens(key, rows, visible, keys, KEY_WIDTH, key_stride_n, key_stride_d, RELU)
         v = load_tokens(value, rows, visible, values, VALUE_WIDTH, value_stride_n, value_stride_d, False)
+        if TERMS:
+            by_term = tl.load(term_weight + tl.load(token_row + rows, mask=rows < end, other=0))
         if WEIGHTED:
             weight = tl.load(value_weight + row * tokens + rows, mask=visible, other=0.0)
+            if TERMS:
+                weight *= by_term
             total = multiply(tl.trans(k.to(tl.float32) * weight[:, None]), v, total, k.dtype)
+        elif TERMS:
+            total = multiply(tl.trans(k.to(tl.float32) * by_term[:, None]), v, total, k.dtype)
         else:
             total = multiply(tl.trans(k), v, total, k.dtype)
         if NORMALIZE:
             wide = k.to(tl.float32)
             if WEIGHTED:
                 wide *= tl.load(normalizer_weight + row * tokens + rows, mask=visible, other=0.0)[:, None]
+            if TERMS:
+                wide *= by_term[:, None]
             normalizer += tl.sum(wide, 0)
 
     if CAUSAL:  # a zero coefficient times a sum that overflowed is zero: see mhla_kernels.finite
         total = tl.where(tl.abs(total) <= LARGEST, total, tl.where(total < 0, -LARGEST, LARGEST))
         normalizer = tl.where(tl.abs(normalizer) <= LARGEST, normalizer, tl.where(normalizer < 0, -LARGEST, LARGEST))
-    summary += (row * blocks * pieces + piece) * (KEY_WIDTH * VALUE_WIDTH + KEY_WIDTH)
+    summary += place * (KEY_WIDTH * VALUE_WIDTH + KEY_WIDTH)
     offset = keys[:, None] * VALUE_WIDTH + values[None, :]
     inside = (keys < KEY_WIDTH)[:, None] & (values < VALUE_WIDTH)[None, :]
     tl.store(summary + offset, round_to(total, summary.dtype.element_ty), mask=inside)
@@ -139,18 +158,23 @@ def summarize(
 ) -> tuple[Tensor, Tensor | None]:
     """Summaries of the blocks ``[B * H, M, K * V + K]`` float32, and of earlier pieces of the same block, if any.
 
-    ``weights``: of each token in S and in z, ``[B * H, N]``. ``reverse`` asks for later pieces.
+    ``weights``: of each token in S and in z, ``[B * H, N]``. ``reverse`` asks for later pieces. In the spanning form those
+    of the chunks, ``[B * H * T, M, K * V + K]``, of queries if ``reverse``.
     """
     pieces, piece_size = call.pieces
     blocks, width = call.tables.blocks, call.summary_width
     value_weight, normalizer_weight = weights or (call.q, call.q)
     tiles = config.summary_tiles(call.q.dtype, call.key_width, call.value_width)
     parts = triton.cdiv(call.key_width, tiles.keys) * triton.cdiv(call.value_width, tiles.values)
-    summary = call.q.new_empty(call.rows, blocks * pieces, width, dtype=torch.float32)
+    terms, term_weight = call.terms, call.coefficients[1 if reverse else 2] if call.terms else call.q
+    rows = call.rows * max(1, terms)
+    summary = call.q.new_empty(rows, blocks * pieces, width, dtype=torch.float32)
     aligned = alignment(key, value)
-    summaries_kernel[(call.rows * blocks * pieces, parts)](
-        key, value, call.mask_bytes, value_weight, normalizer_weight, summary, call.tables.table,
+    summaries_kernel[(rows * blocks * pieces, parts)](
+        key, value, call.mask_bytes, value_weight, normalizer_weight, summary, term_weight,
+        call.tables.table if call.token_row is None else call.token_row, call.tables.table,
         *strides(aligned, key, value), call.tables.tokens, blocks, call.heads, pieces, piece_size,
+        term_weight.shape[-1], term_weight.stride(0) if terms and len(term_weight) > 1 else 0, TERMS=terms,
         KEY_WIDTH=call.key_width, VALUE_WIDTH=call.value_width, HAS_MASK=call.key_mask is not None, RELU=call.relu,
         WEIGHTED=weights is not None, NORMALIZE=call.normalize, CAUSAL=call.causal, TOKENS=tiles.tokens,
         KEYS=tiles.keys, VALUES=tiles.values, ALIGNED=aligned, **call.schedule(tiles),

@@ -47,9 +47,14 @@ class BlockTables:
     def span(self, tile: int) -> int:
         """Blocks that a tile of so many tokens, counted from the start of its sequence, touches at most."""
         if self.offsets is None:
-            return min(tile, (tile - 2) // self.largest + 2)
+            return span_of_tile(tile, self.largest)
         starts = range(0, self.tokens, tile)
         return max(bisect_left(self.offsets, t + tile) - bisect_right(self.offsets, t) + 1 for t in starts)
+
+
+def span_of_tile(tile: int, block_size: int) -> int:
+    """Blocks of equal size that so many tokens in a row touch at most."""
+    return min(tile, (tile - 2) // block_size + 2)
 
 
 def make_tables(
@@ -136,6 +141,12 @@ def token_rows(tables: BlockTables) -> Tensor:
 def _cached_token_rows(tables: BlockTables, stream: int) -> Tensor:
     with torch.inference_mode(False):
         return _token_rows(tables)
+
+
+def rows_in_chunks(tokens: int, device: torch.device, block_size: int, chunk: int, cu_seqlens: Tensor | None) -> Tensor:
+    """``[N]`` int32: for each token its block, counted from the start of its chunk of ``chunk`` tokens."""
+    rows = token_rows(make_tables(tokens, device, block_size, None, cu_seqlens))
+    return rows % -(-chunk // min(block_size, tokens))
 
 
 def _token_rows(tables: BlockTables) -> Tensor:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mhla_kernels.forms.spanning import CHUNK, chunk_tokens
 from mhla_kernels.triton_backend import fallback
 from mhla_kernels.triton_backend.call import Arguments
 from mhla_kernels.triton_backend.config import power_of_two
-from mhla_kernels.triton_backend.tables import make_tables, token_rows
+from mhla_kernels.triton_backend.tables import make_tables, rows_in_chunks, token_rows
 from mhla_kernels.verdicts import BOUNDS, Verdict, compare
 
 MANY = 32
@@ -26,7 +27,7 @@ class Kind(NamedTuple):
     """Everything but alignments and strides that decides which kernels a call compiles.
 
     Attributes:
-        form: ``"parallel"`` or ``"chunked"``.
+        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
         mixer: key of ``MIXERS``.
         dtype: ``"float32"`` or ``"bfloat16"``.
         key_width: K.
@@ -38,7 +39,7 @@ class Kind(NamedTuple):
         layout: ``"equal"`` blocks, ``"uneven"`` ones, or ``"packed"`` sequences.
         block_size: tokens of the largest block, rounded up to a power of two, at most :data:`LONGEST`.
         many: whether there are more than :data:`MANY` blocks.
-        terms: of exponential coefficients; 0 for a matrix.
+        terms: of exponential coefficients, in the spanning form running sums; 0 for a matrix.
     """
 
     form: str
@@ -75,6 +76,8 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
         return torch.rand(shape, generator=generator, device=device, dtype=torch.float32)  # whatever the default is
 
     blocks, size = MANY + 2 if kind.many else 3, kind.block_size
+    if kind.form == "spanning":
+        blocks = -(-2 * CHUNK["triton"] // size) + 1  # two chunks and a part of a third
     tokens = blocks * size - size // 3
     offsets = bounds = None
     if kind.layout == "uneven":
@@ -86,12 +89,20 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
     dtype = getattr(torch, kind.dtype)
     q, k = ((rand(1, tokens, 2, kind.key_width) - (0.5 if kind.relu else 0.0)).to(dtype) for _ in range(2))
     v = (rand(1, tokens, 2, kind.value_width) - 0.5).to(dtype)
-    shapes = [(2, kind.terms)] * 2 if kind.terms else [(2, blocks, blocks)]
-    tables = make_tables(tokens, device, None if offsets else size, offsets, bounds)
+    shapes: list[tuple[int, ...]] = [(2, kind.terms)] * 2 if kind.terms else [(2, blocks, blocks)]
+    chunk = size
+    if kind.form == "spanning":
+        chunk = chunk_tokens(tokens, size, "triton")
+        count = -(-chunk // size)
+        shapes = [(2, count, count), (2, kind.terms, count), (2, kind.terms, count), (2, kind.terms)]
+    tables = make_tables(tokens, device, None if offsets else chunk, offsets, bounds)
+    token_row = token_rows(tables) if kind.form == "parallel" else None
+    if kind.form == "spanning":
+        token_row = rows_in_chunks(tokens, device, size, chunk, bounds)
     return Arguments(
         q, k, v, [rand(*shape) for shape in shapes], rand(1, tokens) < 0.8 if kind.masked else None, bounds,
-        tables.table, tables.sequences, token_rows(tables) if kind.form == "parallel" else None, tables.largest,
-        None if offsets is None else list(offsets), kind.causal, kind.normalize, kind.relu, 1e-6, kind.form, kind.mixer, "",
+        tables.table, tables.sequences, token_row, tables.largest, size, None if offsets is None else list(offsets),
+        kind.causal, kind.normalize, kind.relu, 1e-6, kind.form, kind.mixer, "",
     )  # fmt: skip
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from mhla_kernels import mhla_attention
+from mhla_kernels import ExponentialMixing, mhla_attention
+from mhla_kernels.backend import ChosenForm
+from mhla_kernels.mixing import MixingLike
 from mhla_kernels.verdicts import folder_of, forget_kept, try_again
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,11 +41,11 @@ def forms() -> Iterator[Finding]:
     """The PyTorch forms, and on a GPU the Triton kernels, by dtype and direction, over all widths."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backends = ("torch", "triton") if device.type == "cuda" else ("torch",)
-    for backend, form, dtype, causal in product(backends, ("parallel", "chunked"), BOUNDS, (False, True)):
+    for backend, form, dtype, causal in product(backends, get_args(ChosenForm), BOUNDS, (False, True)):
         errors, wrong = [0.0, 0.0], []
         for widths in WIDTHS:
             try:
-                given = _problem(widths, device)
+                given = _problem(widths, device, form == "spanning")
                 want = _run(given, torch.float64, causal, form="reference", backend="torch")
                 got, again = (_run(given, dtype, causal, form=form, backend=backend) for _ in range(2))
             except Exception as error:  # a kernel that does not compile, say
@@ -109,18 +111,26 @@ def speed() -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _problem(widths: tuple[int, int], device: torch.device) -> list[Tensor]:
+def _problem(widths: tuple[int, int], device: torch.device, spans: bool) -> list[Tensor]:
+    """Tokens, and coefficients of three blocks of 32 or, for more than one chunk, of exponentials."""
     generator = torch.Generator(device).manual_seed(0)
-    q, k = (torch.rand(2, 83, 2, widths[0], generator=generator, device=device) for _ in range(2))
-    v = torch.rand(2, 83, 2, widths[1], generator=generator, device=device) - 0.5
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, device=device)
+
+    tokens = 300 if spans else 83
+    q, k, v = rand(2, tokens, 2, widths[0]), rand(2, tokens, 2, widths[0]), rand(2, tokens, 2, widths[1]) - 0.5
     rounded = [x.bfloat16().float() for x in (q, k, v)]  # the same numbers in every dtype
-    return [*rounded, torch.rand(2, 3, 3, generator=generator, device=device)]
+    return [*rounded, *((rand(2, 3), rand(2, 3)) if spans else (rand(2, 3, 3),))]
 
 
 def _run(given: list[Tensor], dtype: torch.dtype, causal: bool, **choice: Any) -> tuple[list[Tensor], list[Tensor]]:
-    mixing = given[3].to(torch.float64 if dtype is torch.float64 else torch.float32).requires_grad_()
-    leaves = [*(x.to(dtype).requires_grad_() for x in given[:3]), mixing]
-    q, k, v = leaves[:3]
+    learned = torch.float64 if dtype is torch.float64 else torch.float32
+    leaves = [x.to(dtype if i < 3 else learned).requires_grad_() for i, x in enumerate(given)]
+    q, k, v, *coefficients = leaves
+    mixing: MixingLike = (
+        coefficients[0] if len(coefficients) == 1 else ExponentialMixing(coefficients[0], coefficients[1])
+    )
     out = mhla_attention(q, k, v, mixing, block_size=32, causal=causal, **choice)
     generator = torch.Generator(out.device).manual_seed(1)
     cotangent = torch.randn(out.shape, generator=generator, device=out.device).bfloat16().to(dtype)

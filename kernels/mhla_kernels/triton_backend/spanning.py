@@ -1,0 +1,122 @@
+"""The spanning form on plain tensors: chunks of several blocks, between which running sums go; exponential coefficients.
+
+A summary for each term takes the place of a block's; the chunk's own pairs are scored with the matrix of its blocks. The
+backward pass is the forward one with queries for keys, the weights of reading for those of writing, and time reversed; so
+with X the sums that chunks read and Y the gradients of what they write, a term's ``e^-decay`` has the gradient
+``sum_c <X_c, Y_c>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mhla_kernels.triton_backend import config
+from mhla_kernels.triton_backend.attend import DK, DQ, DV, OUT, attend
+from mhla_kernels.triton_backend.call import Call, sum_at
+from mhla_kernels.triton_backend.pairs import pair_gradient
+from mhla_kernels.triton_backend.primitives import kernel
+from mhla_kernels.triton_backend.summaries import summarize
+from mhla_kernels.triton_backend.tables import FIRST as _FIRST
+from mhla_kernels.triton_backend.tables import LAST as _LAST
+
+FIRST, LAST = tl.constexpr(_FIRST), tl.constexpr(_LAST)
+
+
+@kernel
+def carry_kernel(
+    sums,
+    decay,
+    table,
+    decay_stride_h,
+    blocks,
+    heads,
+    TERMS: tl.constexpr,
+    EARLIER: tl.constexpr,
+    REVERSE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Replace each chunk's sums by those of the chunks before it in its sequence, faded by ``e^-decay`` a chunk.
+
+    Grid: (B * H * TERMS * column parts). ``sums``: ``[B * H, TERMS, blocks, WIDTH]`` float32, in place; ``decay``:
+    ``[H or 1, TERMS]``. Terms from ``EARLIER`` on take the chunks after; ``REVERSE`` exchanges the two.
+    """
+    parts = tl.cdiv(WIDTH, COLUMNS)
+    part, place = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
+    term, head = place % TERMS, place // TERMS % heads
+    columns = part * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < WIDTH
+    fade = tl.exp(-tl.load(decay + head * decay_stride_h + term))
+    backwards = (term >= EARLIER) != REVERSE
+    sums += place * blocks * WIDTH
+    state = tl.zeros([COLUMNS], tl.float32)
+    for step in range(0, blocks):
+        i = tl.where(backwards, blocks - 1 - step, step)
+        begin = tl.load(table + tl.where(backwards, LAST, FIRST) * blocks + i)
+        state = tl.where(begin == tl.where(backwards, i + 1, i), 0.0, state)
+        offset = sums + i.to(tl.int64) * WIDTH + columns
+        own = tl.load(offset, mask=inside, other=0.0)
+        tl.store(offset, state, mask=inside)
+        state = state * fade + own
+
+
+def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
+    """In place, of what :func:`summarize` gives."""
+    decay, earlier = call.coefficients[3], call.terms
+    if not call.causal:
+        earlier //= 2
+    width = sums.shape[-1]
+    tiles = config.scan_tiles(1)
+    carry_kernel[(sums.shape[0] * triton.cdiv(width, tiles.columns),)](
+        sums, decay, call.tables.table, call.terms if len(decay) > 1 else 0, call.tables.blocks, call.heads,
+        TERMS=call.terms, EARLIER=earlier, REVERSE=reverse, WIDTH=width, COLUMNS=tiles.columns, **call.schedule(tiles),
+    )  # fmt: skip
+    return sums
+
+
+def forward(call: Call) -> Tensor:
+    """Outputs ``[B, N, H, V]``."""
+    sums = _carry(call, summarize(call, call.k, call.v)[0])
+    return attend(call, OUT.value, (call.q, call.k, call.v), call.q, sums, None, None)[0]
+
+
+def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Gradients of q, k, v, None for those not ``wanted``, and of the tensors of the span, ``[B * H, ...]``."""
+    of_q, of_k, of_v, of_mixing = wanted
+    q, k, v = call.q, call.k, call.v
+    sums = weights = dq = dk = dv = by_query = by_key = None
+    coefficients: list[Tensor] = []
+    if call.normalize:
+        shape = (call.rows, call.tables.tokens)
+        weights = q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
+    if of_q or of_mixing or call.normalize:  # its kernel leaves the weights
+        sums = _carry(call, summarize(call, k, v)[0])
+        dq, by_query = attend(call, DQ.value, (gradient, v, k), q, sums, None, weights, of_mixing)
+    if of_k or of_v or of_mixing:
+        later = _carry(call, summarize(call, q, gradient, weights, reverse=True)[0], reverse=True)
+        if of_v:
+            dv, _ = attend(call, DV.value, (k, q, gradient), k, later, None, weights)
+        if of_k or of_mixing:
+            dk, by_key = attend(call, DK.value, (v, gradient, q), k, later, None, weights, of_mixing)
+        if of_mixing:
+            assert sums is not None
+            assert by_query is not None
+            assert by_key is not None
+            fading = sums.mul_(later).view(call.rows, call.terms, -1).sum(-1)
+            of_decay = -(-call.coefficients[3]).exp().repeat(call.rows // len(call.coefficients[3]), 1) * fading
+            coefficients = [pair_gradient(call, gradient, weights), *(_by_block(call, x) for x in (by_query, by_key))]
+            coefficients.append(of_decay)
+    return [dq if of_q else None, dk if of_k else None, dv], coefficients
+
+
+def _by_block(call: Call, by_token: Tensor) -> Tensor:
+    """``[B * H, N, T]`` summed over the tokens of each block of a chunk: ``[B * H, T, G]``."""
+    assert call.token_row is not None
+    rows, _, terms = by_token.shape
+    size = call.coefficients[0].shape[-1]
+    return sum_at(by_token.transpose(1, 2).flatten(0, 1), call.token_row, size).reshape(rows, terms, size)
