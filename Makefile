@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test check fuzz hosts mutate lint resources clean
+.PHONY: help demo test check fuzz hosts mutate lint resources gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -44,6 +44,9 @@ lint: .venv/test-installed  ## ruff, mypy, and the import contract
 
 resources: .venv/test-installed  ## compile all Triton kernels ahead of time, print registers, spills and shared memory
 	$(BIN)/python -m benchmarks.resources
+
+gpu: .venv/test-installed  ## everything that waits for a GPU: checks, tuning, benchmarks, models; an hour, resumable (ARGS=...)
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:  ## remove the environment and all runs
 	rm -rf .venv runs

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from mhla_kernels.triton_backend import fallback, launch
 from mhla_kernels.triton_backend.call import Arguments, Call
@@ -101,6 +102,33 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         kept,
         *(None,) * (len(Arguments._fields) - 4),
     )
+
+
+def _operations(given: Any) -> int:
+    """Of the form that runs, without what lies beside its products; an operation is an addition or a multiplication."""
+    batch, tokens, heads, key_width = given.q
+    width, causal = given.v[-1], given.causal
+    chunked = given.form != "parallel"
+    blocks, size = given.table[1], given.largest
+    pairs = tokens * (min(size, tokens) if chunked else tokens) / (2 if causal else 1) * (key_width + width)
+    if not chunked:
+        return int(2 * batch * heads * pairs)
+    terms = given.coefficients[1][1] if given.form == "spanning" else 1
+    mixed = 0 if given.form == "spanning" else blocks * (blocks if given.mixer == "dense" else given.coefficients[0][1])
+    products = (2 * tokens * terms + mixed) * key_width * width
+    return int(2 * batch * heads * (products + (pairs if causal or given.form == "spanning" else 0)))
+
+
+@register_flop_formula(torch.ops.mhla.attention)
+def _forward_operations(*arguments: Any, out_shape: Any = None, **_: Any) -> int:
+    """What :class:`torch.utils.flop_counter.FlopCounterMode` counts."""
+    return _operations(Arguments(*arguments))
+
+
+@register_flop_formula(torch.ops.mhla.attention_backward)
+def _backward_operations(gradient: Any, wanted: Any, *arguments: Any, out_shape: Any = None, **_: Any) -> int:
+    """Twice the forward pass."""
+    return 2 * _operations(Arguments(*arguments))
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,237 @@
+"""Everything that waits for a GPU, in one go: checks, tuning, benchmarks with their peers, whole models; resumable.
+
+    make gpu                                    # or python -m benchmarks.gpu
+    python -m benchmarks.gpu --authors ../MHLA  # the authors' code is measured too
+    python -m benchmarks.gpu --only attention --again
+
+Results are data under benchmarks/results/CHIP/. A part that ended well is not run again, so a stopped run goes on where it was,
+and a part that takes longer than its share of the hour is stopped. In the end: a table of the operator's floors and what was
+measured. On a CPU the same parts run at small sizes, for a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import describe
+from benchmarks.shapes import MODELS
+from lightning_mhla.system.files import write_whole
+
+ROOT = Path(__file__).parents[1]
+GOAL = 2.0
+"""Times its floor that a pass of the operator may take."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program to run.
+
+    Attributes:
+        command: its words, after ``python``; or all of them where the first one is no option.
+        minutes: after which it is stopped.
+        keeps: file in the results' folder that takes what it prints on standard output.
+        environment: variables that it gets.
+    """
+
+    command: tuple[str, ...]
+    minutes: float
+    keeps: str | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
+    """The parts by name, what is known soonest first."""
+    to = ("--out", str(out))
+    doctor = ("-m", "mhla_tasks.main", "doctor", "--json")
+    if not gpu:
+        small = ("--device", "cpu", "--seconds", "0")
+        shape = ("--shape", "1,2,64,16,8,8", "--seconds", "0", "--dry-run")
+        return {
+            "doctor": Part((*doctor, "--only", "versions", "devices"), 3, "doctor.json"),
+            "native": Part(("-m", "benchmarks.native", *to), 5),
+            "tune": Part(("-m", "mhla_tasks.main", "tune", *shape), 3, "tune.txt"),
+            "attention": Part(("-m", "benchmarks.attention", *small, "--longest", "64", *to), 5),
+            "short blocks": Part(
+                ("-m", "benchmarks.short_blocks", *small, "--tokens", "64", "--runs", "1", *to), 5
+            ),
+            "generation": Part(
+                ("-m", "benchmarks.generation", "--device", "cpu", "--contexts", "64", "--steps", "2", *to), 5
+            ),
+            "throughput": Part(
+                ("-m", "benchmarks.throughput", "--configs", "classification/digits", "--steps", "2", "--compile", "off", *to),
+                5,
+            ),
+        }  # fmt: skip
+    found = {"doctor": Part(doctor, 4, "doctor.json"), "native": Part(("-m", "benchmarks.native", *to), 8)}
+    tests = ("-m", "pytest", "-q", "-n", "4", "--timeout", "0", "tests/kernels")
+    found["tests"] = Part(tests, 12, "tests.txt")
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer:
+        for form in ("parallel", "chunked", "spanning"):
+            command = (sanitizer, "--error-exitcode", "1", sys.executable, "-m", "benchmarks.native", "--case", form)
+            found[f"sanitizer {form}"] = Part(
+                command, 4, f"sanitizer-{form}.txt", (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
+            )
+    shapes = [
+        f"{shape.batch},{shape.heads},{shape.tokens},{shape.block},{shape.key_width},{shape.value_width}"
+        + (",causal" if shape.causal else "")
+        for shape in MODELS
+    ]
+    words = [word for shape in shapes for word in ("--shape", shape)]
+    found["tune"] = Part(("-m", "mhla_tasks.main", "tune", "--seconds", "0.5", *words), 8, "tune.txt")
+    peers = () if authors is None else ("--authors", str(authors.resolve()))
+    found["attention"] = Part(("-m", "benchmarks.attention", "--seconds", "0.2", *peers, *to), 10)
+    found["short blocks"] = Part(("-m", "benchmarks.short_blocks", "--runs", "3", "--seconds", "0.1", *to), 5)
+    found["throughput"] = Part(("-m", "benchmarks.throughput", *to), 15)
+    found["generation"] = Part(("-m", "benchmarks.generation", *to), 8)
+    found["models"] = Part(("-m", "benchmarks.models", "--seconds", "3", *to), 12)
+    found["wan"] = Part(("-m", "benchmarks.wan", *to), 10)
+    return found
+
+
+def folder_of(device: torch.device) -> str:
+    """The chip's name for a folder."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def run(name: str, part: Part, out: Path, console: Console) -> dict[str, Any]:
+    """One part, to its end or its limit: status, seconds, and the end of what it said."""
+    words = list(part.command) if not part.command[0].startswith("-") else [sys.executable, *part.command]
+    console.print(f"[bold]{name}[/]: {' '.join(words)}", highlight=False, soft_wrap=True)
+    start = time.perf_counter()
+    log = out / f"{name.replace(' ', '-')}.log"
+    environment = {**os.environ, **dict(part.environment)}
+    with log.open("w") as said:
+        stream: Any = subprocess.PIPE if part.keeps else said
+        try:
+            done = subprocess.run(
+                words, stdout=stream, stderr=said, text=True, cwd=ROOT, env=environment, timeout=60 * part.minutes,
+                check=False,
+            )  # fmt: skip
+            status, printed = done.returncode, done.stdout or ""
+        except subprocess.TimeoutExpired as error:
+            status, printed = 124, (error.stdout or b"").decode(errors="replace")
+    if part.keeps and printed:
+        (out / part.keeps).write_text(printed)
+    seconds = time.perf_counter() - start
+    told = log.read_text(errors="replace").strip().splitlines()[-1:] if status else []
+    if not status:
+        log.unlink()
+    console.print(
+        f"  {'ok' if status == 0 else f'status {status}'}, {seconds:.0f} s {' '.join(told)[:200]}", highlight=False
+    )
+    return {
+        "status": status,
+        "seconds": round(seconds, 1),
+        "date": date.today().isoformat(),
+        "command": [word.replace(str(out), "OUT") for word in words[1:]],
+    }
+
+
+def goals(out: Path) -> list[dict[str, Any]]:
+    """The operator at the shapes of models: floor, what was measured, and the peers, from attention-cuda.json."""
+    path = out / "attention-cuda.json"
+    if not path.exists():
+        return []
+    rows = json.loads(path.read_text())["rows"]
+    found = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        group = {row["method"]: row for row in rows if row["name"] == name and "error" not in row}
+        if "both_over_floor" not in group.get("auto", {}):
+            continue
+        own = group["auto"]
+        peers = {method: group[method]["both_ms"] / own["both_ms"] for method in group if method in PEERS}
+        found.append(
+            {
+                "shape": name,
+                **{key: own[key] for key in ("forward_ms", "forward_floor_ms", "both_ms", "both_floor_ms")},
+                "forward_over_floor": own["forward_over_floor"],
+                "both_over_floor": own["both_over_floor"],
+                "met": max(own["forward_over_floor"], own["both_over_floor"]) <= GOAL,
+                "times_faster_than": peers,
+            }
+        )
+    return found
+
+
+PEERS = ("softmax", "fla", "loop", "authors")
+
+
+def print_goals(rows: list[dict[str, Any]], console: Console) -> None:
+    """A row for each shape."""
+    table = Table(
+        title=f"the operator against its floors (goal: at most {GOAL:g} times) and its peers, forward and backward"
+    )
+    for title in ("shape", "ms", "floor", "x", "forward x", "goal", *PEERS):
+        table.add_column(title, justify="left" if title == "shape" else "right")
+    for row in rows:
+        peers = [row["times_faster_than"].get(peer) for peer in PEERS]
+        table.add_row(
+            row["shape"], f"{row['both_ms']:.3f}", f"{row['both_floor_ms']:.3f}", f"{row['both_over_floor']:.2f}",
+            f"{row['forward_over_floor']:.2f}", "met" if row["met"] else "missed",
+            *("" if peer is None else f"{peer:.1f} x" for peer in peers),
+        )  # fmt: skip
+    console.print(table)
+
+
+def main() -> None:
+    """Command line; status 1 if a part failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
+    parser.add_argument("--again", action="store_true", help="run parts that ended well once more")
+    parser.add_argument("--authors", type=Path, metavar="DIR", help="checkout of the authors' code, measured too")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results"), help="its folder CHIP takes the results"
+    )
+    args = parser.parse_args()
+    console, device = Console(width=150), torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU; --device cpu runs the same parts at small sizes")
+    out = (args.out / folder_of(device)).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    all_parts = parts(out, device.type == "cuda", args.authors)
+    unknown = sorted(set(args.only or ()) - set(all_parts))
+    if unknown:
+        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(all_parts)}")
+    path, machine = out / "parts.json", describe(device)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    versions = {**machine, "date": None}
+    done = known.get("parts", {}) if {**known.get("machine", {}), "date": None} == versions else {}
+    for name in args.only or all_parts:
+        if done.get(name, {}).get("status") == 0 and not args.again:
+            console.print(f"{name}: done on {done[name]['date']}", highlight=False)
+            continue
+        done[name] = run(name, all_parts[name], out, console)
+        write_whole(path, json.dumps({"machine": machine, "parts": done}, indent=1) + "\n")
+    rows = goals(out)
+    if rows:
+        write_whole(out / "goals.json", json.dumps({"machine": machine, "goal": GOAL, "rows": rows}, indent=1) + "\n")
+        print_goals(rows, console)
+    failed = [name for name in args.only or all_parts if done[name]["status"]]
+    console.print(
+        f"results: {out}" + (f"; failed: {', '.join(failed)}" if failed else ""), highlight=False, soft_wrap=True
+    )
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Training steps of the shipped configurations on this device, with random batches: samples a second and MFU, compiled or not.
+
+    python -m benchmarks.throughput
+    python -m benchmarks.throughput --configs configs/language/mhla_340m_fineweb.yaml --compile
+
+The model, its optimiser and its precision are those of the file, run by Lightning's Trainer; pretrained weights, encoders and
+VAEs are left out, since latents and captions come encoded. Operations are counted by torch over one forward pass (three times
+that for a step: what checkpointing computes again is not utilisation), and compared with the peak that Lightning knows for the
+device. Batches that do not fit are halved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import time
+import warnings
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from lightning import LightningModule, Trainer
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.machine import describe
+from lightning_mhla.system.files import write_whole
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = {
+    "classification/digits": 64,
+    "classification/deit_t_imagenet": 256,
+    "classification/deit_s_imagenet": 256,
+    "diffusion/digits": 64,
+    "diffusion/dit_s2_256": 256,
+    "diffusion/dit_xl2_256": 32,
+    "language/stdlib": 16,
+    "language/mhla_340m_fineweb": 16,
+    "language/linear_340m_fineweb": 16,
+    "language/softmax_340m_fineweb": 16,
+    "language/mhla_340m_long": 1,
+    "video/digits_finetune": 16,
+    "video/wan_1_3b": 1,
+}
+"""Samples at once on a GPU of 80 GB."""
+
+SMALL = {
+    name: batch for name, batch in CONFIGS.items() if name.split("/")[1] in ("digits", "stdlib", "digits_finetune")
+}
+"""For a CPU."""
+
+LEFT_OUT = ("pretrained", "vae", "distillation")
+"""Options that would download something, or have another model run beside."""
+STEPS, WARM_UP = 12, 4
+
+
+def build(path: Path, compiled: bool) -> tuple[LightningModule, dict[str, Any]]:
+    """The model of a configuration, without what would have to be downloaded, and the configuration."""
+    config = yaml.safe_load(path.read_text())
+    model = config["model"]
+    options = model["init_args"]
+    for name in LEFT_OUT:
+        options.pop(name, None)
+    options.get("text", {}).pop("encoder", None)
+    options["compile"] = compiled
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningModule, "model")
+    module = parser.instantiate(parser.parse_object({"model": model})).model
+    if hasattr(module, "flow"):  # the empty caption comes with the data
+        module.flow = replace(module.flow, caption_dropout=0.0)
+    return module, config
+
+
+def make_batch(module: Any, config: dict[str, Any], samples: int) -> tuple[dict[str, Tensor], int]:
+    """A random batch as the configuration's data would give it, and the tokens of a sample."""
+    options, kind = config["model"]["init_args"], type(module).__name__
+    if kind == "ImageClassifier":
+        size, patch = options["image_size"], options["patch_size"]
+        images = torch.randn(samples, options.get("channels", 3), size, size)
+        return {"image": images, "label": torch.randint(options["num_classes"], (samples,))}, (size // patch) ** 2
+    if kind == "ClassToImage":
+        size, channels = options["sample_size"], options["channels"]
+        latents = torch.randn(samples, channels, size, size)
+        tokens = (size // options["patch_size"]) ** 2
+        return {"latent": latents, "label": torch.randint(options["num_classes"], (samples,))}, tokens
+    if kind == "LanguageModel":
+        length = options["context"]
+        return {"tokens": torch.randint(options["vocab_size"], (samples, length + 1))}, length
+    network = module.network.config
+    sampling, patch = module.sampling, network.patch_size
+    scale = (4, 8, 8) if network.in_channels == 16 else (1, 1, 1)  # Wan's VAE; digits are made in pixels
+    lengths = (sampling.frames - 1) // scale[0] + 1, sampling.height // scale[1], sampling.width // scale[2]
+    latents = torch.randn(samples, network.in_channels, *lengths)
+    tokens = prod(length // step for length, step in zip(lengths, patch, strict=True))
+    return {"latent": latents, "text": torch.randn(samples, 64, network.text_dim)}, tokens
+
+
+class Clock(Callback):
+    """Seconds of every step, and operations of one."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.operations = 0
+        self._start = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count once, then take the time."""
+        if batch_idx == 0:
+            counter = FlopCounterMode(display=False)
+            with (
+                torch.no_grad(),
+                counter,
+                trainer.strategy.precision_plugin.forward_context(),
+                warnings.catch_warnings(),
+            ):
+                warnings.simplefilter("ignore")
+                pl_module.training_step(batch, 0)
+            self.operations = 3 * counter.get_total_flops()
+        _wait(pl_module.device)
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Of the whole step, with the optimiser's."""
+        _wait(pl_module.device)
+        self.seconds.append(time.perf_counter() - self._start)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(name: str, samples: int, compiled: bool, steps: int) -> dict[str, Any]:
+    """One row."""
+    for quiet in ("lightning.pytorch", "lightning_mhla"):
+        logging.getLogger(quiet).setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    module, config = build(ROOT / f"configs/{name}.yaml", compiled)
+    precision: Any = config["trainer"].get("precision", "32-true") if torch.cuda.is_available() else "32-true"
+    clock = Clock()
+    trainer = Trainer(
+        max_steps=steps, precision=precision, accelerator="auto", devices=1, logger=False, callbacks=[clock],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        gradient_clip_val=config["trainer"].get("gradient_clip_val"),
+    )  # fmt: skip
+    module.configure_model()
+    batch, tokens = make_batch(module, config, samples)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, DataLoader([batch] * steps, batch_size=None))  # type: ignore[arg-type]
+    each = median(clock.seconds[min(WARM_UP, steps - 1) :])
+    row: dict[str, Any] = {
+        "config": name, "compile": compiled, "samples": samples, "tokens": tokens, "precision": precision,
+        "seconds": each, "first_step_seconds": clock.seconds[0], "samples_per_second": samples / each,
+        "tokens_per_second": samples * tokens / each, "operations": clock.operations,
+        "TFLOPs": clock.operations / each / 1e12,
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+        dtype = torch.bfloat16 if str(precision).startswith("bf16") else torch.float32
+        peak = get_available_flops(torch.device("cuda", 0), dtype)
+        row["mfu"] = None if peak is None else clock.operations / each / peak
+    return row
+
+
+def measure_or_halve(name: str, samples: int, compiled: bool, steps: int) -> dict[str, Any]:
+    """With as many samples as fit; a configuration that fails says why."""
+    while True:
+        try:
+            return measure(name, samples, compiled, steps)
+        except torch.OutOfMemoryError as error:
+            if samples == 1:
+                return {"config": name, "compile": compiled, "samples": 1, "failed": str(error).splitlines()[0]}
+            samples //= 2
+        except Exception as error:
+            return {
+                "config": name,
+                "compile": compiled,
+                "samples": samples,
+                "failed": f"{type(error).__name__}: {error}",
+            }
+        finally:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            torch._dynamo.reset()
+
+
+def print_table(rows: list[dict[str, Any]], console: Console) -> None:
+    """A row for each configuration, compiled or not."""
+    table = Table(title="training steps with random batches")
+    for title in (
+        "configuration",
+        "compiled",
+        "at once",
+        "samples/s",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "first step s",
+        "GB",
+    ):
+        table.add_column(title, justify="left" if title == "configuration" else "right")
+    for row in rows:
+        cells = [row["config"], "yes" if row["compile"] else "", str(row["samples"])]
+        if "failed" in row:
+            table.add_row(*cells, row["failed"][:60])
+            continue
+        mfu, memory = row.get("mfu"), row.get("peak_bytes")
+        table.add_row(
+            *cells, f"{row['samples_per_second']:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['TFLOPs']:.3g}",
+            "" if mfu is None else f"{mfu:.0%}", f"{row['first_step_seconds']:.1f}",
+            "" if memory is None else f"{memory / 1e9:.1f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=__doc__.splitlines()[0])
+    parser.add_argument("--configs", nargs="+", help="such as language/stdlib; by default those of the device's size")
+    parser.add_argument("--compile", choices=("both", "on", "off"), default="both")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--samples", type=int, help="at once")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for throughput.json")
+    args = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    machine, path = describe(torch.device("cuda" if gpu else "cpu")), args.out / "throughput.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    same = {**known.get("machine", {}), "date": None} == {**machine, "date": None}
+    rows = [row for row in known["rows"] if "failed" not in row] if same else []
+    done = {(row["config"], row["compile"]) for row in rows}
+    sizes = CONFIGS if gpu else SMALL
+    for name in args.configs or list(sizes):
+        for compiled in {"both": (False, True), "on": (True,), "off": (False,)}[args.compile]:
+            if (name, compiled) not in done:
+                rows.append(measure_or_halve(name, args.samples or sizes.get(name, 1), compiled, args.steps))
+                write_whole(path, json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    print_table(rows, Console(width=150))
+
+
+if __name__ == "__main__":
+    main()
