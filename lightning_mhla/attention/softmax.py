@@ -11,7 +11,6 @@ import torch
 from mhla_kernels.sequence_parallel import gather_shares
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.config import MIXING_OPTIONS
@@ -93,6 +92,8 @@ class SoftmaxAttention(Attention, kind="softmax"):
         """
         wide = torch.promote_types(k.dtype, torch.float32)
         k, v = (gather_shares(x, 1, share.lengths, share.group, wide)[:, : share.end].to(x.dtype) for x in (k, v))
+        from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler
+
         return self._scaled(q, k, v, attn_mask=causal_lower_right(q.shape[1], share.end))
 
     def continue_from(

@@ -6,13 +6,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from lightning import Callback, LightningModule, Trainer
-from matplotlib.figure import Figure
 
 from lightning_mhla.system.folders import checkpoint_folder
-
-matplotlib.use("Agg")
 
 
 class LearningCurves(Callback):
@@ -84,6 +80,8 @@ class LearningCurves(Callback):
             return
         columns = min(3, len(panels))
         rows = -(-len(panels) // columns)
+        from matplotlib.figure import Figure  # not before there is something to draw
+
         figure = Figure(figsize=(4.2 * columns, 3 * rows), layout="constrained")
         axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axis, (title, names) in zip(axes, panels.items(), strict=False):

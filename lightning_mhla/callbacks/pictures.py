@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mhla.attention import MHLA, Attention
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.system.folders import run_folder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def attention_rank(weights_HNN: Tensor) -> float:
@@ -167,6 +168,8 @@ def draw_mixing(mixing: dict[str, Tensor], layout: BlockLayout) -> Figure:
     """One panel for each layer, by number; matrices per head are shown as their mean (MHLA paper, figure 4b)."""
     columns = min(4, len(mixing))
     rows = -(-len(mixing) // columns)
+    from matplotlib.figure import Figure  # not before there is something to draw
+
     figure = Figure(figsize=(3.2 * columns, 3.3 * rows + 0.5), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     first = int(layout.prefix_tokens > 0)
@@ -194,8 +197,12 @@ def draw_matrices(weights: dict[str, Tensor], least: float = 1e-5) -> Figure:
     """
     columns = min(4, len(weights))
     rows = -(-len(weights) // columns)
+    from matplotlib.figure import Figure  # not before there is something to draw
+
     figure = Figure(figsize=(3.2 * columns + 0.6, 3.2 * rows + 0.5), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    from matplotlib.colors import LogNorm
+
     scale = LogNorm(least, 1)
     for axis in axes[len(weights) :]:
         axis.remove()
@@ -225,6 +232,8 @@ def draw_attention(weights: dict[str, Tensor], layout: BlockLayout, image: Tenso
         min(p - p % plane[1] + (2 * i + 1) * plane[1] // (2 * queries), tokens - 1) for i, p in enumerate(positions)
     ]
     shift = int(image is not None)
+    from matplotlib.figure import Figure  # not before there is something to draw
+
     figure = Figure(figsize=(1.7 * (queries + shift), 1.75 * len(weights) + 0.6), layout="constrained")
     axes = figure.subplots(len(weights), queries + shift, squeeze=False)
     for row, (number, layer) in enumerate(weights.items()):
@@ -255,6 +264,8 @@ def draw_frames(weights: dict[str, Tensor], layout: BlockLayout, clip: Tensor | 
     chosen = torch.linspace(0, length - 1, min(frames, length)).round().int().tolist()
     middle, center = chosen[len(chosen) // 2], (high // 2, wide // 2)
     above = int(clip is not None)
+    from matplotlib.figure import Figure  # not before there is something to draw
+
     figure = Figure(figsize=(1.6 * len(chosen) + 0.4, 1.65 * (len(weights) + above) + 0.7), layout="constrained")
     axes = figure.subplots(len(weights) + above, len(chosen), squeeze=False)
     for column, frame in enumerate(chosen):

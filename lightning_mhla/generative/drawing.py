@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from matplotlib.figure import Figure
 from rich.progress import track
 from torch import Tensor
 
@@ -20,6 +19,9 @@ from lightning_mhla.data.module import process_share
 from lightning_mhla.data.sampling import Ticket, evaluation_batches, kept_random_state
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.options import as_dataclass
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GRID = 10
 """Rows and columns of a picture of samples."""
@@ -186,6 +188,8 @@ def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:
         for across, image in enumerate(row):
             canvas[:, down * step : (down + 1) * step - 1, across * step : (across + 1) * step - 1] = image
     size = 0.55 if images.shape[-1] < 64 else 1.2
+    from matplotlib.figure import Figure  # not before there is something to draw
+
     figure = Figure(figsize=(wide * size + 0.6, len(rows) * size + 0.4), layout="constrained")
     axis = figure.subplots()
     axis.imshow(canvas.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=255, interpolation="nearest")

@@ -63,6 +63,14 @@ class ShortErrorParser(LightningArgumentParser):
 class SuiteCLI(LightningCLI):
     """LightningCLI with short errors, run folders, and checkpoints that never override what the user asks for."""
 
+    def __init__(self, *, args: ArgsType = None, **options: Any) -> None:
+        """See LightningCLI; the options of commands that are not asked for are not looked up."""
+        words = list(args) if isinstance(args, Sequence) else sys.argv[1:]
+        every = LightningCLI.subcommands()
+        chosen = {name: every[name] for name in words[:1] if name in every} or every
+        self.subcommands = lambda: chosen  # type: ignore[method-assign]
+        super().__init__(args=args, **options)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The options of every command beside Lightning's."""
         parser.add_argument(
@@ -93,7 +101,8 @@ class SuiteCLI(LightningCLI):
         parsers = subcommand_parsers(self)
         for command in parsers.values():
             command.set_defaults({"weights_only": True})
-        parsers["predict"].set_defaults({"return_predictions": False})  # callbacks write them
+        if "predict" in parsers:
+            parsers["predict"].set_defaults({"return_predictions": False})  # callbacks write them
         subcommand = next((word for word in words if word in parsers), None)
         if subcommand is not None:
             chosen = parsers[subcommand]

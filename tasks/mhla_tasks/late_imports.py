@@ -1,14 +1,16 @@
-"""Packages that Lightning imports whole for a name or two are imported when something else of them is asked for.
+"""Packages that are imported whole for a name or two are imported when something else of them is asked for.
 
-``torchmetrics`` alone brings torchvision, scipy and transformers, half of the time that a command needs to start. Here its
+``torchmetrics`` alone brings torchvision, scipy and transformers, half of the time that a command needs to start. Here such
 packages are put in place empty: a few names come from the modules that define them, and any other runs the package itself,
-so that nothing is missing.
+so that nothing is missing. Of torch's compiler Lightning wants a class and a decorator, which are stood in for.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
@@ -28,8 +30,12 @@ LATE: dict[str, dict[str, str]] = {
     },
     "torchmetrics.functional": {},
     "torchmetrics.classification": {"MulticlassAccuracy": "accuracy"},
+    "timm": {},
 }
 """Names by package, and the module of it that defines each."""
+
+PLOT = "torchmetrics.utilities.plot"
+"""Imports matplotlib, for annotations and for a method that draws a metric."""
 
 FIRST = "torchmetrics.utilities"
 """Imports ``torchmetrics.metric`` in a circle, which works from this end only."""
@@ -41,19 +47,97 @@ class LatePackage(ModuleType):
     __spec__: ModuleSpec
 
     def __getattr__(self, name: str) -> Any:
-        if module := LATE[self.__name__].get(name):
+        if module := LATE.get(self.__name__, {}).get(name):
             if module != "__about__":
-                import_module(FIRST)
+                _import_first(self.__name__)
             value = getattr(import_module(f"{self.__name__}.{module}"), name)
             setattr(self, name, value)
             return value
         if (name.startswith("__") and name != "__all__") or self.__dict__.get("_started"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self._started = True
-        import_module(FIRST)
+        _import_first(self.__name__)
         assert self.__spec__.loader is not None
         self.__spec__.loader.exec_module(self)
         return getattr(self, name)
+
+
+def _plot(*given: Any, **named: Any) -> Any:
+    """``plot_single_or_multi_val``, from the module itself."""
+    module = sys.modules[PLOT]
+    if module.__dict__["plot_single_or_multi_val"] is _plot:
+        del module.__dict__["plot_single_or_multi_val"]
+    return module.plot_single_or_multi_val(*given, **named)
+
+
+def _import_first(package: str) -> None:
+    if package.partition(".")[0] == FIRST.partition(".")[0]:
+        import_module(FIRST)
+
+
+COMPILER = "torch._dynamo"
+
+
+def disable(function: Callable[..., Any], recursive: bool = True, **options: Any) -> Callable[..., Any]:
+    """``torch._dynamo.disable`` of a function, asked for at the function's first call."""
+
+    @wraps(function)
+    def run(*given: Any, **named: Any) -> Any:
+        if not disabled:
+            disabled.append(import_module(COMPILER).disable(function, recursive, **options))
+        return disabled[0](*given, **named)
+
+    disabled: list[Callable[..., Any]] = []
+    return run
+
+
+def is_compile_supported(device_type: str) -> bool:
+    """That of ``torch._dynamo.utils``."""
+    supported: bool = import_module(f"{COMPILER}.utils").is_compile_supported(device_type)
+    return supported
+
+
+class _Compiled(type):
+    """Whose instances are torch's compiled modules; there are none before its compiler is imported."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        compiler: Any = sys.modules.get(COMPILER)
+        return isinstance(compiler, ModuleType) and isinstance(instance, compiler.OptimizedModule)
+
+
+class OptimizedModule(metaclass=_Compiled):
+    """What Lightning asks ``isinstance`` of, in the place of ``torch._dynamo.OptimizedModule``."""
+
+
+STANDS_IN: dict[str, dict[str, Any]] = {
+    COMPILER: {"__path__": [], "OptimizedModule": OptimizedModule, "disable": disable},
+    f"{COMPILER}.utils": {"is_compile_supported": is_compile_supported},
+}
+"""What Lightning and torchvision take from torch's compiler while they are imported."""
+
+
+def import_without_compiler(packages: tuple[str, ...] = ("lightning", "torchvision.transforms.v2")) -> None:
+    """Import packages without torch's compiler, a second of start-up; with it where they want more of it than is known."""
+    roots = [package.partition(".")[0] for package in packages]
+    if COMPILER in sys.modules or any(root in sys.modules for root in roots):
+        return
+    import_module("torch")
+    before = set(sys.modules)
+    for name, values in STANDS_IN.items():
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__dict__.update(values)
+    try:
+        for package, root in zip(packages, roots, strict=True):
+            if PathFinder.find_spec(root) is not None:
+                import_module(package)
+    except (ImportError, AttributeError):  # they will be imported as they are
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] in (*roots, "torchmetrics"):
+                del sys.modules[name]
+        put_off_imports()
+    finally:
+        for name in STANDS_IN:
+            del sys.modules[name]
 
 
 def put_off_imports() -> None:
@@ -71,3 +155,12 @@ def put_off_imports() -> None:
         sys.modules[name] = module
         if parent is not None:
             setattr(parent, name.rpartition(".")[2], module)
+    metrics = sys.modules.get("torchmetrics")
+    if isinstance(metrics, LatePackage) and PLOT not in sys.modules:
+        folder = [f"{path}/utilities" for path in metrics.__path__]
+        spec = PathFinder.find_spec(PLOT, folder)
+        if spec is not None and spec.loader is not None:
+            module = module_from_spec(spec)
+            module.__class__ = LatePackage
+            module.__dict__.update(_AX_TYPE=Any, _PLOT_OUT_TYPE=Any, plot_single_or_multi_val=_plot)
+            sys.modules[PLOT] = module

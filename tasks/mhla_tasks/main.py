@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from mhla_tasks.late_imports import put_off_imports
+from mhla_tasks.late_imports import import_without_compiler, put_off_imports
 
 TOOLS = {"doctor": "mhla_tasks.doctor", "tune": "mhla_tasks.tune"}
 """Modules of the tools, each with a function ``main`` that takes the words after its name."""
@@ -43,6 +43,7 @@ def main() -> None:
     put_off_imports()
     if words[0] in TOOLS:
         sys.exit(import_module(TOOLS[words[0]]).main(words[1:]))
+    import_without_compiler()
     import_module("mhla_tasks.cli").main()
 
 

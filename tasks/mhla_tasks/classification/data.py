@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from PIL import ImageOps
-from timm.data import create_transform
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -140,6 +139,9 @@ class ImageNetShards(ResumableDataModule):
         return transform if self.channels == 3 else v2.Compose([transform, _to_grey])
 
     def _coloured(self, train: bool) -> Any:
+        from timm import data as timm_data  # brings all of timm's models
+
+        create_transform = timm_data.create_transform
         if not train:
             return create_transform(self.image_size, crop_pct=self.crop_share, interpolation="bicubic")
         transform = create_transform(

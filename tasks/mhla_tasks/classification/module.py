@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from lightning import Callback
-from timm.data import Mixup
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
@@ -132,8 +131,11 @@ class ImageClassifier(TrainingModule):
             drop_path=drop_path,
             checkpointing=checkpointing,
         )
-        self.mixup = (
-            Mixup(
+        self.mixup: Any = None
+        if mixup.mixup or mixup.cutmix:
+            from timm import data as timm_data  # brings all of timm's models
+
+            self.mixup = timm_data.Mixup(
                 mixup_alpha=mixup.mixup,
                 cutmix_alpha=mixup.cutmix,
                 prob=mixup.prob,
@@ -141,9 +143,6 @@ class ImageClassifier(TrainingModule):
                 label_smoothing=label_smoothing,
                 num_classes=num_classes,
             )
-            if mixup.mixup or mixup.cutmix
-            else None
-        )
         self.val_metrics, self.test_metrics = _metrics(num_classes), _metrics(num_classes)
 
         self._pretrained = pretrained

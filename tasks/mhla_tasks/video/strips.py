@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GAP = 96
 """Grey between frames."""
@@ -41,6 +44,8 @@ def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str
     down = across * canvas.shape[1] / canvas.shape[2]
     margin, above = LETTER * max(map(len, captions)) + 0.1, 0.3 if title else 0.05
     wide, high = margin + across + 0.05, down + above + 0.05
+    from matplotlib.figure import Figure  # not before there is something to draw
+
     figure = Figure(figsize=(wide, high))
     axis = figure.add_axes((margin / wide, 0.05 / high, across / wide, down / high))
     axis.set_title(title, fontsize=10)
