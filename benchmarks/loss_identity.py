@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ CONFIGS = {
 """Configurations, each with the one whose weights it starts from."""
 
 
-def first_losses(config: str, steps: int, folder: Path, start: Path | None) -> list[str]:
+def first_losses(
+    config: str, steps: int, folder: Path, start: Path | None, options: Sequence[str] = ()
+) -> tuple[list[str], str]:
     """Train in a process of its own.
 
     Args:
@@ -48,9 +51,10 @@ def first_losses(config: str, steps: int, folder: Path, start: Path | None) -> l
         steps: optimiser steps.
         folder: of the run.
         start: run whose weights it starts from.
+        options: more of ``lightning fit``.
 
     Returns:
-        ``train/loss`` of every step, as the shortest text that gives the same float.
+        ``train/loss`` of every step, as the shortest text that gives the same float; and what was printed.
     """
     overlay = {
         "trainer": {
@@ -70,13 +74,14 @@ def first_losses(config: str, steps: int, folder: Path, start: Path | None) -> l
     command = [sys.executable, "-m", "mhla_tasks.cli", "fit", "--config", str(ROOT / f"configs/{config}.yaml")]
     command += ["--config", str(folder / "overlay.yaml"), f"--run_dir={folder / 'run'}"]
     command += [] if start is None else [f"--model.init_args.pretrained={start}"]
+    command += options
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MHLA_CACHE": str(folder / "cache")}  # no tuned forms
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"error: {config} did not train:\n{(done.stdout + done.stderr)[-3000:]}")
     with (folder / "run/metrics.csv").open() as stream:
         losses = {int(row["step"]): row["train/loss"] for row in csv.DictReader(stream) if row["train/loss"]}
-    return [losses[step] for step in range(steps)]
+    return [losses[step] for step in range(steps)], done.stdout + done.stderr
 
 
 def compare(found: dict[str, list[str]], reference: dict[str, list[str]]) -> list[str]:
@@ -111,7 +116,7 @@ def main() -> None:
             wanted = args.only in config and (before is None or args.steps == STEPS)
             if wanted or any(args.only in each for each, start in CONFIGS.items() if start == config):
                 start = None if before is None else Path(scratch) / before / "run"
-                losses = first_losses(config, args.steps, Path(scratch) / config, start)
+                losses, _ = first_losses(config, args.steps, Path(scratch) / config, start)
                 if wanted:
                     found[config] = losses
                     print(f"{config}: {len(losses)} losses, {losses[0]} .. {losses[-1]}", flush=True)

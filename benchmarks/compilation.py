@@ -1,0 +1,113 @@
+"""What `compile: true` does to the shipped CPU configurations: graphs, losses against uncompiled ones, time of a step.
+
+    python -m benchmarks.compilation --out benchmarks/results
+
+Each configuration is fitted for 50 steps with validation in between, compiled and not, at a tenth of its learning rate: at
+the full one some are unstable when 50 steps are the whole schedule, and any rounding grows. Step times are medians of several
+runs of `benchmarks.throughput`, without inductor's caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.loss_identity import CONFIGS, ROOT, STEPS, first_losses
+from benchmarks.machine import describe
+from benchmarks.throughput import SMALL, measure_or_halve
+from lightning_mhla.system.files import write_whole
+
+LEARNING_RATE = 0.1
+"""Of the file's."""
+
+
+def fits(config: str, steps: int, folder: Path, start: Path | None) -> dict[str, Any]:
+    """Graphs of a compiled fit, and how far its losses are from those of an uncompiled one."""
+    options = yaml.safe_load((ROOT / f"configs/{config}.yaml").read_text())["model"]["init_args"]
+    rate = options.get("optimizer", {}).get("lr", 1e-3) * LEARNING_RATE
+    words = [f"--model.init_args.optimizer.lr={rate}", "--trainer.limit_val_batches=2"]
+    words += ["--trainer.check_val_every_n_epoch=null", f"--trainer.val_check_interval={max(1, steps // 2)}"]
+    eager, _ = first_losses(config, steps, folder / "eager", start, words)
+    compiled, said = first_losses(config, steps, folder / "compiled", start, [*words, "--model.init_args.compile=true"])
+    counts = re.findall(r"compiled (\d+) graphs in (\d+) s", " ".join(said.split()))
+    return {
+        "config": config,
+        "steps": steps,
+        "graphs": int(counts[0][0]),
+        "compile_seconds": int(counts[0][1]),
+        "graphs_later": int(counts[1][0]),
+        "compile_seconds_later": int(counts[1][1]),
+        "first_loss": float(eager[0]),
+        "last_loss": float(eager[-1]),
+        "largest_difference": max(abs(float(a) - float(b)) for a, b in zip(eager, compiled, strict=True)),
+    }
+
+
+def step_times(config: str, runs: int) -> dict[str, Any]:
+    """Milliseconds of a step in each run, sorted, and seconds of the first one."""
+    found: dict[str, Any] = {}
+    for compiled in (False, True):
+        rows = [measure_or_halve(config, SMALL.get(config, 16), compiled, 12) for _ in range(runs)]
+        name = "compiled" if compiled else "eager"
+        found[f"{name}_ms"] = sorted(1e3 * row["seconds"] for row in rows)
+        found[f"{name}_first_seconds"] = sorted(row["first_step_seconds"] for row in rows)
+    return found
+
+
+def print_table(rows: list[dict[str, Any]], console: Console) -> None:
+    """A row for each configuration."""
+
+    def text(values: list[float]) -> str:
+        return f"{median(values):.1f} ({values[0]:.1f} .. {values[-1]:.1f})"
+
+    table = Table(title="graphs of a fit of 50 steps; losses; milliseconds of a step, median (least .. most)")
+    for title in ("configuration", "graphs", "later", "loss", "differs by", "eager", "compiled", "first step, s"):
+        table.add_column(title, justify="left" if title == "configuration" else "right")
+    for row in rows:
+        table.add_row(
+            row["config"], f"{row['graphs']} in {row['compile_seconds']} s", str(row["graphs_later"]),
+            f"{row['first_loss']:.3f} .. {row['last_loss']:.3f}", f"{row['largest_difference']:.1e}",
+            text(row["eager_ms"]), text(row["compiled_ms"]), text(row["compiled_first_seconds"]),
+        )  # fmt: skip
+    console.print(table)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compilation", description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5, help="of the step times")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--only", default="", help="configurations whose path contains this")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for compilation-cpu.json")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for config, before in CONFIGS.items():
+            if args.only not in config:
+                continue
+            start = None
+            if before is not None:
+                start = Path(scratch) / before / "eager/run"
+                if not start.exists():
+                    first_losses(before, args.steps, Path(scratch) / before / "eager", None)
+            rows.append(fits(config, args.steps, Path(scratch) / config, start) | step_times(config, args.runs))
+            content = {"machine": describe(torch.device("cpu")), "rows": rows}
+            write_whole(args.out / "compilation-cpu.json", json.dumps(content, indent=1) + "\n")
+    print_table(rows, Console(width=150))
+
+
+if __name__ == "__main__":
+    main()
