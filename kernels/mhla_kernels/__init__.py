@@ -4,6 +4,7 @@ Paper: arXiv 2601.07832. Needs torch only, and triton for the fused kernels; not
 """
 
 from mhla_kernels.attention import attention_matrix, mhla_attention
+from mhla_kernels.forms.cost import limit_memory
 from mhla_kernels.generation import mhla_prefill, mhla_step
 from mhla_kernels.mixing import ExponentialMixing, extend_mixing, resize_mixing
 from mhla_kernels.rotary import rotary_features
@@ -16,6 +17,7 @@ __all__ = [
     "agree_on_kernels",
     "attention_matrix",
     "extend_mixing",
+    "limit_memory",
     "mhla_attention",
     "mhla_prefill",
     "mhla_step",

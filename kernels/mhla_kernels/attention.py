@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -190,11 +191,11 @@ def _choose_form(problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal:
         spans = mixing.span_terms(causal) is not None and problem.block_offsets is None
         if found is not None and (found != "spanning" or spans):  # kinds over a grid have the same name
             return found
-    return _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused)
+    return _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused, q.shape[0] * q.shape[2])
 
 
 def _cheapest(
-    problem: Problem, key_width: int, value_width: int, mixing: Mixing, causal: bool, fused: bool
+    problem: Problem, key_width: int, value_width: int, mixing: Mixing, causal: bool, fused: bool, rows: int = 1
 ) -> ChosenForm:
     """The cheapest form; summaries where N is left open by ``torch.export``.
 
@@ -205,11 +206,12 @@ def _cheapest(
         return "chunked"
     if fused and problem.cu_seqlens is not None:
         sequences = max(1, len(problem.cu_seqlens) - 1)
-        tokens, blocks = -(-tokens // sequences), -(-blocks // sequences)
+        tokens, blocks, rows = -(-tokens // sequences), -(-blocks // sequences), rows * sequences
     work = mixing.work(blocks, causal, fused)
     terms = mixing.span_terms(causal) if problem.block_offsets is None else None
+    backend: Literal["torch", "triton"] = "triton" if fused else "torch"
     return cheapest_form(
-        tokens, blocks, key_width, value_width, causal, work=work, terms=terms, backend="triton" if fused else "torch"
+        tokens, blocks, key_width, value_width, causal, work=work, terms=terms, rows=rows, backend=backend
     )
 
 

@@ -5,34 +5,63 @@ Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+Table = TypeVar("Table")
+
 
 def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
     """Integers of the CPU as an int64 tensor on ``device``, without waiting for what the device is doing."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
-    if host.device.type == "cpu" and device.type == "cuda" and may_cache(host.device):
+    if host.device.type == "cpu" and device.type == "cuda" and is_real(host.device):
         host = host.pin_memory()
     return host.to(device=device, dtype=torch.int64, non_blocking=True)
 
 
-def may_cache(device: torch.device) -> bool:
-    """Whether tensors made now are real and stay so: not while torch traces with fake ones or captures a CUDA graph."""
-    if torch.compiler.is_compiling() or type(torch.empty(0, device=device)) is not Tensor:
-        return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+def is_real(device: torch.device) -> bool:
+    """Whether tensors made now are real: not while torch traces with fake ones."""
+    return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
 
 
-def stream_of(device: torch.device) -> int:
-    """The stream that work for a device goes to now: a table that is kept for it was written before whatever reads it."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+MOST = 64
+"""Tables that are kept; those that a CUDA graph reads do not count."""
+_kept: OrderedDict[tuple[Any, ...], dict[int, Any]] = OrderedDict()
+_of_graphs: dict[tuple[Any, ...], Any] = {}
+
+
+def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table:
+    """``make(device, *sizes)``, a table that depends on sizes alone: every layer asks for the same one at each step.
+
+    Kept for each stream, so that it was written before whatever reads it. While a CUDA graph is captured, which starts when the
+    device has done all before, the table of any stream is taken, and stays as long as the process, since the graph reads its
+    memory. While torch traces, it is made anew.
+    """
+    if not is_real(device):
+        return make(device, *sizes)
+    key, stream = (make, device, *sizes), 0
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
+        if torch.cuda.is_current_stream_capturing():
+            if key not in _of_graphs and key in _kept:
+                _of_graphs[key] = next(iter(_kept[key].values()))
+            return _of_graphs[key] if key in _of_graphs else make(device, *sizes)
+    by_stream = _kept.setdefault(key, {})
+    _kept.move_to_end(key)
+    if stream not in by_stream:
+        with torch.inference_mode(False):  # training may use what a validation asked for first
+            by_stream[stream] = make(device, *sizes)
+        if len(_kept) > MOST:
+            _kept.popitem(last=False)
+    table: Table = by_stream[stream]
+    return table
 
 
 def is_dynamic(size: int) -> bool:
@@ -159,9 +188,7 @@ def make_partition(
     ``N // block_size + S`` blocks, and that many are laid out, each sequence in blocks of its own.
     """
     if block_offsets is not None:
-        if may_cache(device):
-            return _uneven_partition(block_offsets, device, stream_of(device))
-        return _uneven_partition.__wrapped__(block_offsets, device, 0)
+        return keep(_uneven_partition, device, block_offsets)
     assert block_size is not None
     if is_dynamic(tokens) and cu_seqlens is None:
         return BlockPartition(tokens, count_blocks(tokens, block_size), block_size)
@@ -188,11 +215,8 @@ def make_partition(
     return BlockPartition(tokens, blocks, slots, slot, local, owner, sequences)
 
 
-@lru_cache(maxsize=64)
-def _uneven_partition(offsets: tuple[int, ...], device: torch.device, stream: int) -> BlockPartition:
-    """Kept for each layout and stream, since a layer asks for the same one at every step."""
+def _uneven_partition(device: torch.device, offsets: tuple[int, ...]) -> BlockPartition:
     sizes = [end - start for start, end in pairwise(offsets)]
     slots = max(sizes)
     slot = [block * slots + within for block, size in enumerate(sizes) for within in range(size)]
-    with torch.inference_mode(False):  # training may use what a validation asked for first
-        return BlockPartition(offsets[-1], len(sizes), slots, on_device(slot, device))
+    return BlockPartition(offsets[-1], len(sizes), slots, on_device(slot, device))

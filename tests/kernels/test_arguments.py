@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from mhla_kernels import ExponentialMixing, extend_mixing, mhla_attention, resize_mixing
+from mhla_kernels import ExponentialMixing, blocks, extend_mixing, limit_memory, mhla_attention, resize_mixing
+from mhla_kernels.forms.cost import cheapest_form
 
 Q = torch.rand(1, 10, 2, 4)
 M = torch.rand(3, 3)
@@ -23,6 +25,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "negative decay": ({"mixing": ExponentialMixing(torch.ones(2), torch.tensor([0.1, -0.1]))}, ValueError, r"finite and not negative, got \[0.1"),
     "infinite decay": ({"mixing": ExponentialMixing(torch.ones(1), torch.tensor([torch.inf]))}, ValueError, "finite and not negative"),
     "decay not a number": ({"mixing": ExponentialMixing(torch.ones(1), torch.tensor([torch.nan]))}, ValueError, "finite and not negative"),
+    "spanning, dense": ({"form": "spanning"}, ValueError, "takes an ExponentialMixing without a grid, not"),
+    "spanning, grid": ({"form": "spanning", "mixing": ExponentialMixing(torch.ones(1), torch.ones(1, 1), (3,))}, ValueError, "without a grid"),
+    "spanning, uneven": ({"form": "spanning", "mixing": ExponentialMixing(torch.ones(1), torch.ones(1)), "block_size": None, "block_offsets": (0, 3, 10)}, ValueError, "blocks of equal size, not block_offsets"),
     "mixing heads": ({"mixing": torch.rand(3, 3, 3)}, ValueError, r"\[H, M, M\] with H = 2"),
     "mixing not square": ({"mixing": torch.rand(3, 4)}, ValueError, r"\[M, M\]"),
     "integer mixing": ({"mixing": torch.ones(3, 3, dtype=torch.long)}, TypeError, "floating point"),
@@ -214,6 +219,63 @@ def test_the_cheaper_form() -> None:
     assert pick(32768, 64, True) == "chunked"
     assert pick(2560, 64, True, width=128, value=256) == "chunked", "340M: each half of the values scores all pairs"
     assert pick(512, 64, True) == pick(64 * 512, 64, True, sequences=64) == "parallel"
+
+
+def test_memory_bounds_the_choice() -> None:
+    """A form that would hold more than the bound is left out, unless none holds less."""
+    shape = 4096, 256, 64, 64, True
+    options: dict[str, Any] = {"work": 40, "terms": 4}
+    chunked, spanning = 8 * 256 * (64 * 64 + 64), 4 * 32 * 4 * (64 * 64 + 64)
+    try:
+        for bound, form in (
+            (None, "chunked"),
+            (chunked, "chunked"),
+            (chunked - 1, "spanning"),
+            (spanning - 1, "spanning"),
+        ):
+            limit_memory(bound)
+            assert cheapest_form(*shape, **options) == form, bound
+            if bound is not None:
+                limit_memory(3 * bound)
+                assert cheapest_form(*shape, **options, rows=3) == form, bound
+        limit_memory(None)
+        assert cheapest_form(*shape, **options, backend="triton") != "parallel"
+        limit_memory(1)
+        assert cheapest_form(*shape, **options, backend="triton") == "parallel", "which holds nothing there"
+        for wrong in (0, -1, float("nan")):
+            with pytest.raises(ValueError, match="positive"):
+                limit_memory(wrong)
+    finally:
+        limit_memory(None)
+
+
+def test_tables_that_a_graph_reads_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph takes what its warm-up made on another stream; other sizes push it out for everybody else."""
+    capturing, stream, made = [False], [1], []
+    monkeypatch.setattr(blocks, "is_real", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream[0]))
+
+    def make(device: torch.device, size: int) -> object:
+        made.append(size)
+        return object()
+
+    def ask(size: int, captured: bool = False) -> object:
+        capturing[0] = captured
+        return blocks.keep(make, torch.device("cuda"), size)
+
+    first = ask(1)
+    assert ask(1) is first
+    stream[0] = 2
+    assert ask(1) is not first, "of another stream"
+    assert ask(1, captured=True) is first
+    assert ask(2, captured=True) is not ask(2, captured=True), "made in the graph, and not kept"
+    for size in range(3, 3 + blocks.MOST):
+        ask(size)
+    assert ask(1, captured=True) is first
+    assert made.count(1) == 2
+    ask(1)
+    assert made.count(1) == 3
 
 
 def test_extend_mixing_continues_what_depends_on_distance() -> None:

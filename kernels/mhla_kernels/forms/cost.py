@@ -6,6 +6,7 @@ The constants lie in ``cost.json``, each set with the command, the machine and t
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,24 @@ OUTPUTS, SPAN = 128, 16
 """Of the fused kernels in bfloat16: widest part of an output that a program holds, and blocks that a tile of tokens touches."""
 
 
+_limit = float(os.environ.get("MHLA_MEMORY_GB", "inf")) * 1e9
+
+
+def limit_memory(bytes_of_a_call: float | None) -> None:
+    """Bound what ``form="auto"`` may hold beside the tokens in one forward pass, in bytes; None for no bound.
+
+    Forms that would hold more are left out where another does not; where all would, the one that holds least is taken. At the
+    start the bound is that of ``MHLA_MEMORY_GB``, in gigabytes, where this variable is set.
+
+    Raises:
+        ValueError: for a bound that is not positive.
+    """
+    global _limit
+    if bytes_of_a_call is not None and not bytes_of_a_call > 0:
+        raise ValueError(f"the bound must be a positive number of bytes, not {bytes_of_a_call}")
+    _limit = float("inf") if bytes_of_a_call is None else float(bytes_of_a_call)
+
+
 def cheapest_form(
     tokens: int,
     blocks: int,
@@ -30,12 +49,16 @@ def cheapest_form(
     *,
     work: int | None = None,
     terms: int | None = None,
+    rows: int = 1,
     backend: Literal["torch", "triton"] = "torch",
 ) -> ChosenForm:
     """The cheapest form for N ``tokens`` in M ``blocks``, counted in multiply-adds for one batch row and head.
 
+    See :func:`limit_memory` for forms that are left out.
+
     ``work``: summaries added up for each block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all M.
     ``terms``: running sums between chunks of several blocks, see :meth:`mhla_kernels.mixing.Mixing.span_terms`.
+    ``rows``: batch rows times heads.
     """
     cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)  # each scores the pairs
     inside = key_width + value_width + cost["pair"]
@@ -54,6 +77,7 @@ def cheapest_form(
         chunked += cost["token"] * tokens * (key_width + value_width)
         chunked += tokens * min(-(-tokens // max(blocks, 1)), TILE) * inside
     costs: dict[ChosenForm, float] = {"parallel": parallel, "chunked": chunked}
+    held = {"parallel": 0 if fused else 2 * tokens**2, "chunked": 2 * blocks * (summary + key_width)}
     size = -(-tokens // max(blocks, 1))
     chunk = chunk_tokens(tokens, size, backend)
     if terms is not None and size < chunk < tokens:
@@ -66,4 +90,7 @@ def cheapest_form(
             products, moved, pair = 4, cost["summary"] / chunk, inside + 2 * SPAN * parts
         spanning = (products + moved) * tokens * terms * summary + tokens * chunk * pair / (1 + (causal and fused))
         costs["spanning"] = spanning + cost["token"] * tokens * (key_width + value_width)
-    return min(costs, key=lambda form: costs[form])
+        held["spanning"] = -(-tokens // chunk) * terms * (summary + key_width)
+    least = min(held.values())
+    allowed = [form for form in costs if 4 * rows * held[form] <= _limit or held[form] == least]
+    return min(allowed, key=lambda form: costs[form])

@@ -1,21 +1,19 @@
 """Block tables: where the kernels look up which tokens make up a block, and which blocks belong together.
 
 One int32 tensor ``[7, M]`` serves equal blocks, uneven blocks and packed sequences alike, so that a kernel has one path.
-Nothing here waits for the device. Tables that depend on sizes alone are kept, for each stream, since every layer asks for
-the same ones; while torch traces or captures a CUDA graph they are made anew, as part of the graph.
+Nothing here waits for the device. Tables that depend on sizes alone are kept, see :func:`mhla_kernels.blocks.keep`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from mhla_kernels.blocks import may_cache, on_device, stream_of
+from mhla_kernels.blocks import keep, on_device
 
 START, END, ROW, FIRST, LAST, LOW, HIGH = range(7)
 """Rows of a table: first token and end of the block, its row in the mixing matrix, first block and end of the blocks of
@@ -65,30 +63,24 @@ def make_tables(
     cu_seqlens: Tensor | None,
 ) -> BlockTables:
     """The tables for one of: equal blocks, uneven blocks, packed sequences of equal blocks."""
-    cached = may_cache(device)
-    stream = stream_of(device) if cached else 0
     if block_offsets is not None:
-        return (_uneven if cached else _uneven.__wrapped__)(block_offsets, device, stream)
+        return keep(_uneven, device, block_offsets)
     assert block_size is not None
     block_size = min(block_size, tokens)
     if cu_seqlens is None:
-        return (_equal if cached else _equal.__wrapped__)(tokens, block_size, device, stream)
+        return keep(_equal, device, tokens, block_size)
     return _packed(tokens, block_size, cu_seqlens)
 
 
-@lru_cache(maxsize=64)
-def _uneven(offsets: tuple[int, ...], device: torch.device, stream: int) -> BlockTables:
-    with torch.inference_mode(False):
-        bounds = on_device(offsets, device).int()
-        largest = max(end - start for start, end in pairwise(offsets))
-        return _one_sequence(offsets[-1], bounds[:-1], bounds[1:], largest, offsets)
+def _uneven(device: torch.device, offsets: tuple[int, ...]) -> BlockTables:
+    bounds = on_device(offsets, device).int()
+    largest = max(end - start for start, end in pairwise(offsets))
+    return _one_sequence(offsets[-1], bounds[:-1], bounds[1:], largest, offsets)
 
 
-@lru_cache(maxsize=64)
-def _equal(tokens: int, block_size: int, device: torch.device, stream: int) -> BlockTables:
-    with torch.inference_mode(False):
-        start = torch.arange(0, tokens, block_size, dtype=torch.int32, device=device)
-        return _one_sequence(tokens, start, (start + block_size).clamp(max=tokens), block_size, None)
+def _equal(device: torch.device, tokens: int, block_size: int) -> BlockTables:
+    start = torch.arange(0, tokens, block_size, dtype=torch.int32, device=device)
+    return _one_sequence(tokens, start, (start + block_size).clamp(max=tokens), block_size, None)
 
 
 def _one_sequence(
@@ -132,25 +124,23 @@ def _packed(tokens: int, block_size: int, bounds: Tensor) -> BlockTables:
 def token_rows(tables: BlockTables) -> Tensor:
     """``[N]`` int32: for each token the row of its block in the mixing matrix."""
     device = tables.table.device
-    if tables.packed or not may_cache(device):
-        return _token_rows(tables)
-    return _cached_token_rows(tables, stream_of(device))
-
-
-@lru_cache(maxsize=64)
-def _cached_token_rows(tables: BlockTables, stream: int) -> Tensor:
-    with torch.inference_mode(False):
-        return _token_rows(tables)
+    return _token_rows(device, tables) if tables.packed else keep(_token_rows, device, tables)
 
 
 def rows_in_chunks(tokens: int, device: torch.device, block_size: int, chunk: int, cu_seqlens: Tensor | None) -> Tensor:
     """``[N]`` int32: for each token its block, counted from the start of its chunk of ``chunk`` tokens."""
+    if cu_seqlens is None:
+        return keep(_rows_in_chunks, device, tokens, block_size, chunk)
     rows = token_rows(make_tables(tokens, device, block_size, None, cu_seqlens))
     return rows % -(-chunk // min(block_size, tokens))
 
 
-def _token_rows(tables: BlockTables) -> Tensor:
-    token = torch.arange(tables.tokens, device=tables.table.device, dtype=torch.int32)
+def _rows_in_chunks(device: torch.device, tokens: int, block_size: int, chunk: int) -> Tensor:
+    return torch.arange(tokens, device=device, dtype=torch.int32) % chunk // block_size
+
+
+def _token_rows(device: torch.device, tables: BlockTables) -> Tensor:
+    token = torch.arange(tables.tokens, device=device, dtype=torch.int32)
     start, end = tables.table[START].contiguous(), tables.table[END]
     used_start = torch.where(end > start, start, tables.tokens).contiguous()
     block = torch.searchsorted(used_start, token, right=True) - 1
