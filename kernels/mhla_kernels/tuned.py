@@ -1,6 +1,7 @@
-"""Forms that were measured on this machine: what ``form="auto"`` takes before it asks the shipped costs.
+"""What was measured on this machine: forms, which ``form="auto"`` takes before it asks the shipped costs, and how kernels
+are launched.
 
-Written by ``lightning tune``, one file for each device and version of torch in the user's cache.
+Written by ``lightning tune``, a file of each for a device and its versions in the user's cache.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from mhla_kernels.backend import ChosenForm
-from mhla_kernels.verdicts import cache_folder, environment
+from mhla_kernels.verdicts import cache_folder, environment, forget, launches_path
 
 
 class Setting(NamedTuple):
@@ -78,15 +79,58 @@ def tuned_form(device_type: str, *setting: str | int | bool) -> ChosenForm | Non
     return _forms(device_type).get(given)
 
 
+class Launch(NamedTuple):
+    """How a kernel is scheduled: warps of a program, and stages of its loops' pipeline."""
+
+    warps: int
+    stages: int
+
+
+trying: dict[str, Launch] | None = None
+"""While a dict, what is being measured; it takes the launches that are asked for and are not in it."""
+
+
+def tuned_launch(device: str, kernel: str, shipped: Launch) -> Launch:
+    """How to launch a kernel, named with its dtype, widths and form: as measured, or as shipped."""
+    if trying is not None:
+        return trying.setdefault(kernel, _launches(device).get(kernel, shipped))
+    return _launches(device).get(kernel, shipped)
+
+
+def keep_launches(device: str, launches: dict[str, Launch]) -> Path:
+    """Add measured launches to those that are kept; the file. Kernels that are launched otherwise are tried anew."""
+    path = launches_path(device)
+    _launches.cache_clear()
+    _write(
+        path, json.dumps({name: list(launch) for name, launch in {**_launches(device), **launches}.items()}, indent=1)
+    )
+    _launches.cache_clear()
+    forget()
+    return path
+
+
+@lru_cache
+def _launches(device: str) -> dict[str, Launch]:
+    try:
+        kept = json.loads(launches_path(device).read_text())
+        return {str(name): Launch(int(warps), int(stages)) for name, (warps, stages) in kept.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}.part")
+    aside.write_text(text + "\n")
+    aside.replace(path)
+
+
 def keep_forms(device_type: str, forms: dict[Setting, ChosenForm]) -> Path:
     """Add measured forms to those that are kept; the file."""
     path = path_of(device_type)
     _forms.cache_clear()
     kept = [{**setting._asdict(), "form": form} for setting, form in {**_forms(device_type), **forms}.items()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.part")
-    aside.write_text("[\n" + ",\n".join(f" {json.dumps(row)}" for row in kept) + "\n]\n")
-    aside.replace(path)
+    _write(path, "[\n" + ",\n".join(f" {json.dumps(row)}" for row in kept) + "\n]")
     _forms.cache_clear()
     return path
 

@@ -92,9 +92,21 @@ def environment(device: str) -> dict[str, str]:
     return found
 
 
+def name_of(device: str) -> str:
+    """Of the files for a device and the versions on it."""
+    return sha256(json.dumps(environment(device), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def launches_path(device: str) -> Path:
+    """Of the tuned launch parameters for a device, see :mod:`mhla_kernels.tuned`."""
+    return cache_folder() / "launches" / f"{name_of(device)}.json"
+
+
 def folder_of(device: str) -> Path:
-    """Of the verdicts for a device."""
-    name = sha256(json.dumps(environment(device), sort_keys=True).encode()).hexdigest()[:16]
+    """Of the verdicts for a device: other launch parameters are other kernels."""
+    name = name_of(device)
+    with suppress(OSError):
+        name += f"-{sha256(launches_path(device).read_bytes()).hexdigest()[:8]}"
     return cache_folder() / "verdicts" / name
 
 

@@ -1,11 +1,12 @@
-"""Measure which form of the operator is fastest here, at your shapes, and keep it for form="auto": ``lightning tune``.
+"""Measure what is fastest here, at your shapes, and keep it: forms of the operator, on a GPU also launches of its kernels.
 
     lightning tune --config configs/language/stdlib.yaml          # the shapes that this run trains and validates with
     lightning tune --shape 8,6,1024,64,64,64 --shape 1,4,4096,64,128,256,causal
 
 Every shape is run forward and backward in every form that takes it. The fastest one is kept in the user's cache
 (~/.cache/mhla, or $MHLA_CACHE), by device and version of torch, and is taken from then on by every process; remove the file
-to go back to the shipped choice.
+to go back to the shipped choice. On a GPU --launches measures warps and stages of every kernel of the chosen form too, a
+few minutes a shape.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from typing import Literal, get_args
 
 import torch
 from mhla_kernels import ExponentialMixing, mhla_attention, tuned
-from mhla_kernels.backend import ChosenForm
+from mhla_kernels.backend import INTERPRETED, Backend, ChosenForm, choose_backend
 from mhla_kernels.forms.cost import cheapest_form
 from mhla_kernels.mixing import Mixing, as_mixing
-from mhla_kernels.tuned import Setting
+from mhla_kernels.tuned import Launch, Setting
 
 FORMS: tuple[ChosenForm, ...] = get_args(ChosenForm)
 LEAST_GAIN = 1.03
 """A form is changed for so much: below it lies what two measurements differ by."""
+WARPS, STAGES = (4, 8), (1, 2, 3, 4)
+"""That kernels are tried with."""
 LARGEST = 2**28
 """Scores of token pairs that the parallel form is tried with."""
 
@@ -51,6 +54,7 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help="for --shape; float32 on a CPU")
     parser.add_argument("--seconds", type=float, default=2.0, help="spent on each form of a shape, about")
+    parser.add_argument("--launches", action="store_true", help="also measure warps and stages of the Triton kernels")
     parser.add_argument("--dry-run", action="store_true", help="print the table, keep nothing")
     asked, others = parser.parse_known_args(words)
     if others and not asked.config:
@@ -58,6 +62,8 @@ def main(words: Sequence[str]) -> int:
     if not asked.shape and not asked.config:
         parser.error("give --shape or --config")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked.launches and device.type == "cpu" and not INTERPRETED:
+        parser.error("--launches needs a GPU: on a CPU there are no kernels to launch")
     settings: list[Setting] = []
     for text in asked.shape:
         try:
@@ -79,6 +85,15 @@ def main(words: Sequence[str]) -> int:
         rows.append((setting, times, shipped, chosen))
         sys.stderr.write(f"{setting}: {', '.join(f'{form} {time:.2f} ms' for form, time in times.items())}\n")
     _print(rows)
+    if asked.launches:
+        for setting, _, _, chosen in rows:
+            found, before, after = launches_of(setting, chosen, device, asked.seconds)
+            gains = ", ".join(
+                f"{kernel}: {launch.warps} warps, {launch.stages} stages" for kernel, launch in found.items()
+            )
+            sys.stdout.write(f"{setting}: {before:.3f} to {after:.3f} ms; {gains or 'as shipped'}\n")
+            if found and not asked.dry_run:
+                sys.stdout.write(f"kept in {tuned.keep_launches(name_of_device(device), found)}\n")
     if not asked.dry_run and rows:
         path = tuned.keep_forms(device.type, {setting: chosen for setting, _, _, chosen in rows})
         sys.stdout.write(f"kept in {path}\n")
@@ -95,8 +110,9 @@ def _read_shape(text: str, terms: int | None, dtype: str | None, device: torch.d
     except ValueError:
         raise ValueError(f"--shape={text} is not B,H,N,C,Dk,Dv or B,H,N,C,Dk,Dv,causal") from None
     kind = "DenseMixing" if terms is None else "ExponentialMixing"
-    backend = "triton" if device.type == "cuda" else "torch"
     dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    q, v = (torch.empty(1, 1, 1, width, device=device, dtype=getattr(torch, dtype)) for width in (key, value))
+    backend = choose_backend("auto", q, q, v, "auto")
     return Setting(backend, dtype, batch * heads, tokens, -(-tokens // block), key, value, causal, not causal, kind)
 
 
@@ -136,7 +152,40 @@ def forms_of(setting: Setting) -> list[ChosenForm]:
     return [form for form in FORMS if form != "spanning" or spans]
 
 
-def measure(setting: Setting, form: ChosenForm, device: torch.device, seconds: float) -> float:
+def name_of_device(device: torch.device) -> str:
+    """As tensors on it say it."""
+    return str(torch.empty(0, device=device).device)
+
+
+def launches_of(
+    setting: Setting, form: ChosenForm, device: torch.device, seconds: float
+) -> tuple[dict[str, Launch], float, float]:
+    """Kernels that another launch makes faster, and milliseconds before and after: one kernel after the other."""
+    measured = partial(measure, setting, form, device, seconds, backend="triton")
+    tuned.trying = {}
+    try:
+        before = best = measured()
+        shipped = dict(tuned.trying)
+        found: dict[str, Launch] = {}
+        for kernel, launch in shipped.items():
+            for other in (Launch(warps, stages) for warps in WARPS for stages in STAGES):
+                if other == launch:
+                    continue
+                tuned.trying = {**shipped, **found, kernel: other}
+                try:
+                    spent = measured()
+                except Exception:  # more shared memory than there is, say
+                    continue
+                if best / spent >= LEAST_GAIN:
+                    best, found[kernel] = spent, other
+    finally:
+        tuned.trying = None
+    return found, before, best
+
+
+def measure(
+    setting: Setting, form: ChosenForm, device: torch.device, seconds: float, backend: Backend | None = None
+) -> float:
     """Milliseconds of a pass forward and backward, the median of at least five; infinite where it does not fit."""
     if form == "parallel" and setting.backend == "torch" and setting.rows * setting.tokens**2 > LARGEST:
         return float("inf")
@@ -152,7 +201,7 @@ def measure(setting: Setting, form: ChosenForm, device: torch.device, seconds: f
         learned.requires_grad_()
     call = partial(
         mhla_attention, q, k, v, mixing, block_size=block, causal=setting.causal, normalize=setting.normalize, form=form,
-        backend="torch" if setting.backend == "torch" else "auto",
+        backend=backend or ("torch" if setting.backend == "torch" else "auto"),
     )  # fmt: skip
     times: list[float] = []
     end = time.perf_counter() + seconds

@@ -9,6 +9,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -204,24 +206,31 @@ def test_memory_that_runs_out_is_not_the_kernels_fault(tmp_path: Path, error: Ex
     assert not verdicts.withdrawn()
 
 
+def end_in_trial() -> None:
+    """A process of its own that a trial ends, as a kernel that brings the driver down would."""
+    program = """
+import os
+from mhla_kernels import backend
+from test_verdicts import broken, values_and_gradients
+backend.is_native = lambda q: True
+with broken("forward", lambda _: os._exit(3)):
+    values_and_gradients()
+"""
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 3, done.stderr
+
+
 def test_a_trial_that_ended_its_process_is_not_repeated(tmp_path: Path) -> None:
     for _ in range(2):
-        process = os.fork()
-        if process == 0:
-            with broken("forward", lambda _: os._exit(3)):
-                values_and_gradients()
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 3
+        end_in_trial()
     with pytest.warns(RuntimeWarning, match="trials of it ended their processes"):
         assert same(values_and_gradients(), values_and_gradients("torch"))
 
 
 def test_one_trial_that_was_stopped_condemns_nothing(tmp_path: Path) -> None:
-    process = os.fork()
-    if process == 0:
-        with broken("forward", lambda _: os._exit(3)):
-            values_and_gradients()
-    os.waitpid(process, 0)
+    end_in_trial()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         values_and_gradients()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from mhla_kernels import mhla_attention, tuned
-from mhla_kernels.tuned import Setting
+from mhla_kernels import mhla_attention, tuned, verdicts
+from mhla_kernels.tuned import Launch, Setting
 from mhla_tasks import tune
 from processes import fork_server
 from torch import Tensor
@@ -23,9 +23,11 @@ SETTING = Setting("torch", "float32", 4, 40, 5, 8, 16, False, True, "DenseMixing
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MHLA_CACHE", str(tmp_path / "cache"))
-    tuned._forms.cache_clear()
+    for kept in (tuned._forms, tuned._launches):
+        kept.cache_clear()
     yield
-    tuned._forms.cache_clear()
+    for kept in (tuned._forms, tuned._launches):
+        kept.cache_clear()
 
 
 def tensors() -> list[Tensor]:
@@ -118,3 +120,44 @@ def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         tune.main(words)
     assert message in capsys.readouterr().err
+
+
+def test_launches_are_measured_kept_and_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the number of warps that a call was launched with; kernels that are launched otherwise are tried anew."""
+    launched: dict[str, Launch] = {}
+    asked = tuned.tuned_launch
+
+    def note(device: str, kernel: str, shipped: Launch) -> Launch:
+        launched[kernel] = asked(device, kernel, shipped)
+        return launched[kernel]
+
+    def milliseconds(setting: Setting, form: Any, *_: Any, **options: Any) -> float:
+        launched.clear()
+        q, k, v = (torch.rand(1, 10, 1, width).requires_grad_() for width in (8, 8, 16))
+        mixing = torch.rand(2, 2).requires_grad_()
+        mhla_attention(q, k, v, mixing, block_size=8, form=form, backend=options["backend"]).sum().backward()
+        if launched["mix float32 8x16 chunked dense"].stages == 4:
+            raise RuntimeError("out of resource: shared memory")
+        return 10 - launched["attend dk float32 8x16 chunked dense"].warps
+
+    monkeypatch.setattr("mhla_kernels.triton_backend.call.tuned_launch", note)
+    monkeypatch.setattr(tune, "measure", milliseconds)
+    monkeypatch.setattr(tune, "STAGES", (1, 4))
+    before = verdicts.folder_of("cpu")
+    found, first, best = tune.launches_of(SETTING, "chunked", torch.device("cpu"), 0)
+    assert {kernel: launch.warps for kernel, launch in found.items()} == {"attend dk float32 8x16 chunked dense": 8}
+    assert (first, best) == (6, 2)
+    assert tuned.trying is None
+    tuned.keep_launches("cpu", found)
+    tuned.keep_launches("cpu", {"other": Launch(4, 2)})
+    assert verdicts.folder_of("cpu") != before
+    assert milliseconds(SETTING, "chunked", backend="triton") == 2, "taken"
+    verdicts.launches_path("cpu").write_text("[1, {torn")
+    tuned._launches.cache_clear()
+    assert milliseconds(SETTING, "chunked", backend="triton") == 6
+    monkeypatch.setattr(tune, "INTERPRETED", False)
+    with pytest.raises(SystemExit):
+        tune.main(["--shape", "2,2,40,8,8,16", "--launches"])
+    assert "needs a GPU" in capsys.readouterr().err

@@ -45,6 +45,7 @@ from mhla_kernels.triton_backend.tables import START as _START
 
 START, END, ROW, LOW, HIGH = (tl.constexpr(row) for row in (_START, _END, _ROW, _LOW, _HIGH))
 OUT, DQ, DV, DK = (tl.constexpr(mode) for mode in range(4))
+MODES = ("out", "dq", "dv", "dk")
 
 
 @triton.jit
@@ -396,7 +397,7 @@ def attend(
         RUNNING=running is not None, CAUSAL=call.causal, NORMALIZE=call.normalize,
         RELU=call.relu, HAS_MASK=call.key_mask is not None, OWN_GRADIENT=own_gradient,
         X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
-        OUTPUTS=tiles.outputs, SPAN=span, ALIGNED=aligned, **call.schedule(tiles),
+        OUTPUTS=tiles.outputs, SPAN=span, ALIGNED=aligned, **call.schedule(f"attend {MODES[mode]}", tiles),
     )  # fmt: skip
     if gradient is None:
         return out, None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mhla_kernels.triton_backend import config
 from mhla_kernels.triton_backend.tables import BlockTables, make_tables, span_of_tile
+from mhla_kernels.tuned import Launch, tuned_launch
 
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -130,10 +131,14 @@ class Call:
         """Compute capability times ten."""
         return chip_of(self.q.device)
 
-    def schedule(self, tiles: config.Tiles) -> dict[str, int]:
-        """Launch options."""
-        stages = 1 if config.overlaps_chained_products(self.chip) else tiles.stages
-        return {"num_warps": tiles.warps, "num_stages": stages, **config.register_limit(self.chip, tiles.warps)}
+    def schedule(self, kernel: str, tiles: config.Tiles) -> dict[str, int]:
+        """Launch options, as measured on this device or as shipped."""
+        given = self.arguments
+        name = f"{kernel} {str(self.q.dtype)[6:]} {self.key_width}x{self.value_width} {given.form} {given.mixer}"
+        warps, stages = tuned_launch(str(self.q.device), name, Launch(tiles.warps, tiles.stages))
+        if config.overlaps_chained_products(self.chip):
+            stages = 1
+        return {"num_warps": warps, "num_stages": stages, **config.register_limit(self.chip, warps)}
 
     @cached_property
     def pieces(self) -> tuple[int, int]:
