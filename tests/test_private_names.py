@@ -119,9 +119,10 @@ def test_the_command_line_keeps_a_parser_for_each_subcommand(monkeypatch: pytest
         raise SystemExit
 
     monkeypatch.setattr(SuiteCLI, "parse_arguments", parse)
-    with pytest.raises(SystemExit):
-        SuiteCLI(args=["fit"])
-    assert set(found[0]) == {"fit", "validate", "test", "predict"}
+    for words in (["fit"], ["predict", "--ckpt_path=x"], ["nothing"]):
+        with pytest.raises(SystemExit):
+            SuiteCLI(args=words)
+    assert [set(parsers) for parsers in found] == [{"fit"}, {"predict"}, {"fit", "validate", "test", "predict"}]
 
 
 def test_they_are_listed_whole() -> None:
