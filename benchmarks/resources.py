@@ -59,7 +59,7 @@ class Variant:
     """One form of the operator with its options.
 
     ``terms`` of an exponential mixing, 0 for dense coefficients. ``unusual`` is what models seldom do, all at once: tokens
-    next to each other instead of features, one head, a key mask, packed sequences, no feature map. Blocks of less than four
+    next to each other instead of features, one head, a key mask, packed sequences, no feature map. Blocks of less than eight
     tokens are as seldom.
     """
 
@@ -77,7 +77,7 @@ class Variant:
     @property
     def spills_allowed(self) -> int:
         """Bytes a thread may spill."""
-        if self.unusual or self.block_size < 4:
+        if self.unusual or self.block_size < 8:
             return SPILL_LIMIT
         return 0 if self.dtype == "bfloat16" and (self.key_width, self.value_width) in MODEL_WIDTHS else SPILL_LIMIT
 
@@ -306,6 +306,12 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
             for pair in widths
             for dtype in ("bfloat16", "float32")
             for causal, normalize in ((True, False), (True, True), (False, True))
+        ]
+        + [
+            Variant("spanning", True, True, dtype, *pair, terms=8, block_size=size, blocks=600 // size)
+            for pair in widths
+            for dtype in ("bfloat16", "float32")
+            for size in (2, 4)
         ]
     )
 

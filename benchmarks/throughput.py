@@ -1,7 +1,7 @@
 """Training steps of the shipped configurations on this device, with random batches: samples a second and MFU, compiled or not.
 
     python -m benchmarks.throughput
-    python -m benchmarks.throughput --configs configs/language/mhla_340m_fineweb.yaml --compile
+    python -m benchmarks.throughput --configs language/mhla_340m_fineweb --compile on
 
 The model, its optimiser and its precision are those of the file, run by Lightning's Trainer; pretrained weights, encoders and
 VAEs are left out, since latents and captions come encoded. Operations are counted by torch over one forward pass (three times
@@ -15,6 +15,7 @@ import argparse
 import gc
 import json
 import logging
+import sys
 import time
 import warnings
 from dataclasses import replace
@@ -245,14 +246,17 @@ def main() -> None:
     known = json.loads(path.read_text()) if path.exists() else {}
     same = {**known.get("machine", {}), "date": None} == {**machine, "date": None}
     rows = [row for row in known["rows"] if "failed" not in row] if same else []
-    done = {(row["config"], row["compile"]) for row in rows}
+    done = {(row["config"], row["compile"], row["asked"], row["steps"]) for row in rows}
     sizes = CONFIGS if gpu else SMALL
     for name in args.configs or list(sizes):
         for compiled in {"both": (False, True), "on": (True,), "off": (False,)}[args.compile]:
-            if (name, compiled) not in done:
-                rows.append(measure_or_halve(name, args.samples or sizes.get(name, 1), compiled, args.steps))
+            asked = args.samples or sizes.get(name, 1)
+            if (name, compiled, asked, args.steps) not in done:
+                found = measure_or_halve(name, asked, compiled, args.steps)
+                rows.append({**found, "asked": asked, "steps": args.steps})
                 write_whole(path, json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     print_table(rows, Console(width=150))
+    sys.exit(1 if any("failed" in row for row in rows) else 0)
 
 
 if __name__ == "__main__":

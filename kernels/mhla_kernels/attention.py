@@ -188,16 +188,21 @@ def _choose_form(problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal:
         backend, kind, rows = "triton" if fused else "torch", type(mixing).__name__, q.shape[0] * q.shape[2]
         shape = rows, problem.tokens, problem.blocks, q.shape[-1], v.shape[-1]
         found = tuned_form(q.device.type, backend, str(q.dtype)[6:], *shape, causal, problem.scale is None, kind)
-        spans = mixing.span_terms(causal) is not None and problem.block_offsets is None
-        if found is not None and (found != "spanning" or spans):  # kinds over a grid have the same name
-            return found
+        return _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused, q.shape[0] * q.shape[2], found)
     return _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused, q.shape[0] * q.shape[2])
 
 
 def _cheapest(
-    problem: Problem, key_width: int, value_width: int, mixing: Mixing, causal: bool, fused: bool, rows: int = 1
+    problem: Problem,
+    key_width: int,
+    value_width: int,
+    mixing: Mixing,
+    causal: bool,
+    fused: bool,
+    rows: int = 1,
+    measured: ChosenForm | None = None,
 ) -> ChosenForm:
-    """The cheapest form; summaries where N is left open by ``torch.export``.
+    """The cheapest form, or the measured one; summaries where N is left open by ``torch.export``.
 
     Triton's kernels stay inside each packed sequence.
     """
@@ -211,8 +216,9 @@ def _cheapest(
     terms = mixing.span_terms(causal) if problem.block_offsets is None else None
     backend: Literal["torch", "triton"] = "triton" if fused else "torch"
     return cheapest_form(
-        tokens, blocks, key_width, value_width, causal, work=work, terms=terms, rows=rows, backend=backend
-    )
+        tokens, blocks, key_width, value_width, causal, work=work, terms=terms, rows=rows, measured=measured,
+        backend=backend,
+    )  # fmt: skip
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:

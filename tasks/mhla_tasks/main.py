@@ -5,6 +5,7 @@ What a command does not use is not imported for it.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -40,6 +41,7 @@ def main() -> None:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(HELP)
         sys.exit(0 if words else 2)
+    os.environ["MPLBACKEND"] = "agg"  # pictures are written to files; a notebook hands down its own
     put_off_imports()
     if words[0] in TOOLS:
         sys.exit(import_module(TOOLS[words[0]]).main(words[1:]))

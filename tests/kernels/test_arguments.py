@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from mhla_kernels import ExponentialMixing, blocks, extend_mixing, limit_memory, mhla_attention, resize_mixing
+from mhla_kernels.forms import cost
 from mhla_kernels.forms.cost import cheapest_form
 
 Q = torch.rand(1, 10, 2, 4)
@@ -221,32 +222,32 @@ def test_the_cheaper_form() -> None:
     assert pick(512, 64, True) == pick(64 * 512, 64, True, sequences=64) == "parallel"
 
 
-def test_memory_bounds_the_choice() -> None:
-    """A form that would hold more than the bound is left out, unless none holds less."""
+def test_memory_bounds_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form that would hold more than the bound is left out, measured or not, unless none holds less."""
     shape = 4096, 256, 64, 64, True
     options: dict[str, Any] = {"work": 40, "terms": 4}
-    chunked, spanning = 8 * 256 * (64 * 64 + 64), 4 * 32 * 4 * (64 * 64 + 64)
+    chunked, spanning = 8 * 256 * (64 * 64 + 64), 4 * 16 * 4 * (64 * 64 + 64)  # chunks of 256 in Triton
     try:
-        for bound, form in (
-            (None, "chunked"),
-            (chunked, "chunked"),
-            (chunked - 1, "spanning"),
-            (spanning - 1, "spanning"),
-        ):
+        assert cheapest_form(*shape, **options, measured="parallel") == "parallel"
+        for bound in (chunked, 1):
+            for rows in (1, 3):
+                limit_memory(bound * rows)
+                assert cheapest_form(*shape, **options, measured="parallel", rows=rows) == "chunked"
+        for bound, form in ((None, "spanning"), (spanning, "spanning"), (spanning - 1, "parallel")):
             limit_memory(bound)
-            assert cheapest_form(*shape, **options) == form, bound
-            if bound is not None:
-                limit_memory(3 * bound)
-                assert cheapest_form(*shape, **options, rows=3) == form, bound
-        limit_memory(None)
-        assert cheapest_form(*shape, **options, backend="triton") != "parallel"
-        limit_memory(1)
-        assert cheapest_form(*shape, **options, backend="triton") == "parallel", "which holds nothing there"
+            assert cheapest_form(*shape, **options, backend="triton") == form, bound
         for wrong in (0, -1, float("nan")):
             with pytest.raises(ValueError, match="positive"):
                 limit_memory(wrong)
     finally:
         limit_memory(None)
+    for text, bytes_of_a_call in (("", float("inf")), ("8", 8e9)):
+        monkeypatch.setenv(cost.VARIABLE, text)
+        assert cost._limit_at_start() == bytes_of_a_call
+    for text in ("8GB", "0", "nan"):
+        monkeypatch.setenv(cost.VARIABLE, text)
+        with pytest.raises(ValueError, match="MHLA_MEMORY_GB"):
+            cost._limit_at_start()
 
 
 def test_tables_that_a_graph_reads_stay(monkeypatch: pytest.MonkeyPatch) -> None:

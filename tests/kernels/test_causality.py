@@ -179,3 +179,21 @@ def test_what_is_not_finite_shows_in_its_own_row(value: float) -> None:
         assert not torch.isfinite(out[:, 300]).any()
         if form == "parallel" or value == float("inf"):
             assert torch.isfinite(out[:, :300]).all()
+
+
+@pytest.mark.parametrize("tokens", [16, 300])
+def test_a_masked_score_that_overflows_makes_no_gradient_of_coefficients_nan(tokens: int) -> None:
+    """Later keys near the largest number, whose outputs are finite since their queries are zero."""
+    q, k, v, *mixing = problem("exponential", tokens, 1, signed=False)
+    late = slice(tokens // 2, None)
+
+    def gradients(form: Any, q: Tensor, k: Tensor) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in mixing]
+        out = mhla_attention(q, k, v, ExponentialMixing(*leaves), block_size=4, causal=True, form=form)
+        return list(torch.autograd.grad(out[:, : tokens // 2].sum(), leaves))
+
+    spoilt_q, spoilt_k = q.clone(), k.clone()
+    spoilt_q[:, late], spoilt_k[:, late] = 0, 3e38
+    for form in ("chunked", "spanning"):
+        for got, want in zip(gradients(form, spoilt_q, spoilt_k), gradients(form, q, k), strict=True):
+            assert torch.equal(got, want), form

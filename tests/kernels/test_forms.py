@@ -21,6 +21,8 @@ from mhla_kernels import ExponentialMixing, attention_matrix, mhla_attention
 from mhla_kernels.blocks import make_partition
 from mhla_kernels.forms import attend as forms_attend
 from mhla_kernels.forms import spanning
+from mhla_kernels.forms.cost import numbers_held
+from mhla_kernels.mixing import Mixing
 from oracle import equal_starts, exponential_matrix, oracle, packed_starts, relative_error
 from toeplitz import toeplitz_matrix
 from torch import Tensor
@@ -245,8 +247,8 @@ def test_long_sequences_are_computed_some_rows_at_a_time(
         return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
     want = run()
-    summaries = 16 if form == "chunked" else 2
-    monkeypatch.setattr(forms_attend, "PART", rows * summaries * 4 * 4 * 4)
+    held = 4 * numbers_held(form, 64, 16, 4, 4, 2)  # type: ignore[arg-type]
+    monkeypatch.setattr(forms_attend, "PART", rows * held)
     seen = []
     partition = forms_attend.make_partition
     monkeypatch.setattr(forms_attend, "make_partition", lambda *x: seen.append(x) or partition(*x))
@@ -296,6 +298,31 @@ def test_blocks_longer_than_a_tile(implementation: str, block_size: int, normali
             equal_starts(n, block_size),
             check,
         )
+
+
+@dataclass(frozen=True)
+class Scaled(Mixing):
+    """A kind from outside that keeps one matrix for all heads, and a gain for each."""
+
+    learned = ("gain", "base")
+    gain: Tensor
+    base: Tensor
+
+    @property
+    def heads(self) -> int:
+        return len(self.gain)
+
+    def matrix(self, blocks: int) -> Tensor:
+        return 1 + self.gain[:, None, None] * self.base
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_kinds_that_keep_heads_otherwise_are_not_cut(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms_attend, "PART", 1)
+    q, k, v = (torch.rand(batch, 64, 2, 4) for _ in range(3))
+    mixing = Scaled(torch.rand(2), torch.rand(8, 8))
+    want = mhla_attention(q, k, v, mixing, block_size=8, form="reference")
+    torch.testing.assert_close(mhla_attention(q, k, v, mixing, block_size=8, form="chunked"), want)
 
 
 @pytest.mark.parametrize("implementation", ["torch chunked", "triton chunked"])

@@ -102,6 +102,22 @@ def test_packed_and_exponential_compile_as_one_graph(implementation: str) -> Non
     torch.testing.assert_close(compiled(q, bounds, mixing), layer(q, bounds, mixing))
 
 
+@pytest.mark.parametrize("exponential", [False, True], ids=["dense", "exponential"])
+def test_the_choice_of_a_form_is_no_break_of_a_graph(exponential: bool) -> None:
+    """Where the number of tokens is open, the costs are too."""
+    mixing = [torch.rand(2), torch.rand(2)] if exponential else [torch.rand(200, 200)]
+
+    def layer(x: Tensor, *mixing: Tensor) -> Tensor:
+        coefficients = ExponentialMixing(*mixing) if exponential else mixing[0]
+        return mhla_attention(x, x, x, coefficients, block_size=4, causal=True)
+
+    compiled = torch.compile(layer, fullgraph=True, backend=(counter := torch._dynamo.testing.CompileCounter()))
+    for tokens in (300, 500, 700, 600):
+        x = torch.rand(1, tokens, 1, 4)
+        torch.testing.assert_close(compiled(x, *mixing), layer(x, *mixing), rtol=1e-4, atol=1e-5)
+    assert counter.frame_count <= 2
+
+
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_other_lengths_need_no_new_graph_each(implementation: str) -> None:
     backend, form = implementation.split()

@@ -155,7 +155,9 @@ def test_a_broken_kernel_is_replaced_with_one_warning(tmp_path: Path, part: str,
         assert same(values_and_gradients(), values_and_gradients("torch"))
 
 
-@pytest.mark.parametrize(("causal", "form"), [(False, "chunked"), (True, "chunked"), (True, "spanning")])
+@pytest.mark.parametrize(
+    ("causal", "form"), [(False, "chunked"), (True, "chunked"), (True, "spanning"), (False, "spanning")]
+)
 @pytest.mark.parametrize("part", ["forward", "backward"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_kernel_that_fails_after_its_trial_is_withdrawn(
@@ -165,11 +167,12 @@ def test_a_kernel_that_fails_after_its_trial_is_withdrawn(
     q, k, v, dense = tensors()
     masked = (torch.arange(20, device=DEVICE) < 15)[None]
     exponential = [torch.rand(2, 3, device=DEVICE).requires_grad_() for _ in range(2)]
-    leaves = [q, k, v, *(exponential if causal else [dense])]
+    exponentials = causal or form == "spanning"
+    leaves = [q, k, v, *(exponential if exponentials else [dense])]
     options: dict[str, Any] = {"causal": causal, "key_mask": masked, "block_size": 8, "form": form}
 
     def layer(q: Tensor, k: Tensor, v: Tensor, *mixing: Tensor, backend: str = "auto") -> Tensor:
-        coefficients: Any = ExponentialMixing(*mixing) if causal else mixing[0]
+        coefficients: Any = ExponentialMixing(*mixing) if exponentials else mixing[0]
         return mhla_attention(q, k, v, coefficients, backend=backend, **options)
 
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer

@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhla_kernels.backend import Form
+from mhla_kernels.backend import ChosenForm, Form
 from mhla_kernels.blocks import is_dynamic, make_partition, most_blocks, token_blocks
 from mhla_kernels.forms import reference
 from mhla_kernels.forms.chunked import chunked, make_mixer
+from mhla_kernels.forms.cost import numbers_held
 from mhla_kernels.forms.parallel import parallel
 from mhla_kernels.forms.spanning import chunk_tokens, spanning
 from mhla_kernels.mixing import Mixing
 from mhla_kernels.mixing.span import Span
 
-PART = 8 * 2**20
-"""Bytes of summaries that are made at once on a CPU: they stay in its cache, and memory of this size is used again instead
+PART = 16 * 2**20
+"""Bytes of summaries that are held at once on a CPU: they stay in its cache, and memory of this size is used again instead
 of being asked of the system, page by page; see ``benchmarks.forms``."""
 
 
@@ -38,11 +39,18 @@ def attend(
     """Outputs ``[B, N, H, V]``; ``scale`` None asks for the normaliser. Arguments are those of the public function, checked."""
     options: dict[str, Any] = {"causal": causal, "scale": scale, "eps": eps}
     tokens, device = q.shape[1], q.device
-    if form in ("chunked", "spanning") and device.type == "cpu" and not torch.compiler.is_compiling():
+    # packed rows are laid out anew for every part, which only a backward pass makes up for
+    apart = (
+        device.type == "cpu" and not torch.compiler.is_compiling() and (cu_seqlens is None or torch.is_grad_enabled())
+    )
+    if apart and (form == "chunked" or form == "spanning"):
         rows = _rows_at_once(q, v, mixing, form, block_size, block_offsets, causal)
         if rows < q.shape[0] * q.shape[2]:
             options |= {"block_size": block_size, "block_offsets": block_offsets, "cu_seqlens": cu_seqlens}
-            return _in_parts((q, k, v), mixing, form, rows, options)
+            out = _in_parts((q, k, v), mixing, form, rows, options)
+            if out is not None:
+                return out
+            options = {"causal": causal, "scale": scale, "eps": eps}
     if form == "reference" or (form == "parallel" and is_dynamic(tokens)):
         where = token_blocks(tokens, device, block_size, block_offsets, cu_seqlens)
         matrix = mixing.matrix(most_blocks(tokens, block_size, block_offsets))
@@ -64,29 +72,31 @@ def _rows_at_once(
     q: Tensor,
     v: Tensor,
     mixing: Mixing,
-    form: Form,
+    form: ChosenForm,
     block_size: int | None,
     block_offsets: tuple[int, ...] | None,
     causal: bool,
 ) -> int:
-    """Rows of batch and heads whose summaries fill :data:`PART`."""
-    tokens, summary = q.shape[1], q.shape[-1] * v.shape[-1]
-    count = most_blocks(tokens, block_size, block_offsets)
-    if form == "spanning":
-        assert block_size is not None
-        count = -(-tokens // chunk_tokens(tokens, block_size)) * (mixing.span_terms(causal) or 1)
-    return max(1, PART // max(1, count * summary * v.element_size()))
+    """Rows of batch and heads that hold as much as :data:`PART`."""
+    blocks, terms = most_blocks(q.shape[1], block_size, block_offsets), mixing.span_terms(causal) or 0
+    numbers = numbers_held(form, q.shape[1], blocks, q.shape[-1], v.shape[-1], terms)
+    return max(1, PART // max(1, numbers * v.element_size()))
 
 
 def _in_parts(
     tokens: tuple[Tensor, Tensor, Tensor], mixing: Mixing, form: Form, rows: int, options: dict[str, Any]
-) -> Tensor:
-    """The same, of so many rows at a time: some of the batch, or one of it and some heads."""
+) -> Tensor | None:
+    """The same, of so many rows at a time: some of the batch, or one of it and some heads.
+
+    None for one row of the batch with coefficients that cannot be had by head.
+    """
     batch, _, heads, _ = tokens[0].shape
     axis, count = (0, max(1, rows // heads)) if batch > 1 else (2, rows)
     parts = []
     for index, (q, k, v) in enumerate(zip(*(x.split(count, axis) for x in tokens), strict=True)):
         own = mixing.of_heads(slice(index * count, (index + 1) * count)) if axis == 2 else mixing
+        if own is None:
+            return None
         parts.append(attend(q, k, v, own, form, **options))
     return torch.cat(parts, axis)
 

@@ -22,7 +22,21 @@ OUTPUTS, SPAN = 128, 16
 """Of the fused kernels in bfloat16: widest part of an output that a program holds, and blocks that a tile of tokens touches."""
 
 
-_limit = float(os.environ.get("MHLA_MEMORY_GB", "inf")) * 1e9
+VARIABLE = "MHLA_MEMORY_GB"
+
+
+def _limit_at_start() -> float:
+    text = os.environ.get(VARIABLE) or "inf"
+    try:
+        gigabytes = float(text)
+    except ValueError:
+        gigabytes = 0.0
+    if not gigabytes > 0:
+        raise ValueError(f"{VARIABLE}={text!r} must be a positive number of gigabytes")
+    return gigabytes * 1e9
+
+
+_limit = _limit_at_start()
 
 
 def limit_memory(bytes_of_a_call: float | None) -> None:
@@ -50,6 +64,7 @@ def cheapest_form(
     work: int | None = None,
     terms: int | None = None,
     rows: int = 1,
+    measured: ChosenForm | None = None,
     backend: Literal["torch", "triton"] = "torch",
 ) -> ChosenForm:
     """The cheapest form for N ``tokens`` in M ``blocks``, counted in multiply-adds for one batch row and head.
@@ -58,7 +73,7 @@ def cheapest_form(
 
     ``work``: summaries added up for each block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all M.
     ``terms``: running sums between chunks of several blocks, see :meth:`mhla_kernels.mixing.Mixing.span_terms`.
-    ``rows``: batch rows times heads.
+    ``rows``: batch rows times heads. ``measured``: a form that is taken whatever the count says, if memory allows it.
     """
     cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)  # each scores the pairs
     inside = key_width + value_width + cost["pair"]
@@ -77,7 +92,6 @@ def cheapest_form(
         chunked += cost["token"] * tokens * (key_width + value_width)
         chunked += tokens * min(-(-tokens // max(blocks, 1)), TILE) * inside
     costs: dict[ChosenForm, float] = {"parallel": parallel, "chunked": chunked}
-    held = {"parallel": 0 if fused else 2 * tokens**2, "chunked": 2 * blocks * (summary + key_width)}
     size = -(-tokens // max(blocks, 1))
     chunk = chunk_tokens(tokens, size, backend)
     if terms is not None and size < chunk < tokens:
@@ -90,7 +104,41 @@ def cheapest_form(
             products, moved, pair = 4, cost["summary"] / chunk, inside + 2 * SPAN * parts
         spanning = (products + moved) * tokens * terms * summary + tokens * chunk * pair / (1 + (causal and fused))
         costs["spanning"] = spanning + cost["token"] * tokens * (key_width + value_width)
-        held["spanning"] = -(-tokens // chunk) * terms * (summary + key_width)
-    least = min(held.values())
-    allowed = [form for form in costs if 4 * rows * held[form] <= _limit or held[form] == least]
-    return min(allowed, key=lambda form: costs[form])
+    if _limit < float("inf"):
+        sums = 0 if terms is None else terms
+        held = {
+            form: rows * numbers_held(form, tokens, blocks, key_width, value_width, sums, backend) for form in costs
+        }
+        least = min(held.values())
+        costs = {form: cost for form, cost in costs.items() if 4 * held[form] <= _limit or held[form] == least}
+    if measured in costs:
+        return measured
+    chosen: ChosenForm = next(iter(costs))
+    for form, spent in costs.items():  # in a graph that torch traces, sizes and costs may be open
+        if spent < costs[chosen]:
+            chosen = form
+    return chosen
+
+
+def numbers_held(
+    form: ChosenForm,
+    tokens: int,
+    blocks: int,
+    key_width: int,
+    value_width: int,
+    terms: int,
+    backend: Literal["torch", "triton"] = "torch",
+) -> int:
+    """Float32 numbers that a forward pass holds beside the tokens, for one batch row and head.
+
+    The PyTorch forms hold scores, and the spanning one the tokens weighed for each term too; a CPU computes some rows at a
+    time and holds less than all of them take.
+    """
+    summary = key_width * (value_width + 1)
+    if form == "parallel":
+        return 0 if backend == "triton" else 2 * tokens * tokens
+    if form == "chunked":
+        return 2 * blocks * summary
+    chunk = chunk_tokens(tokens, -(-tokens // max(blocks, 1)), backend)
+    sums = -(-tokens // chunk) * terms * summary
+    return sums if backend == "triton" else 3 * sums + 2 * tokens * (terms * key_width + chunk)

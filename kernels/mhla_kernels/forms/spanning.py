@@ -51,16 +51,15 @@ def spanning(
     if scale is None:
         v = F.pad(v, (0, 1), value=1.0)
     block = torch.arange(v.shape[-2], device=v.device) // block_size
+    scores = q @ k.transpose(-1, -2)
     matrix = span.matrix[:, None, block][..., block]
-    if q.shape[2] == 1:
-        scores = q @ k.transpose(-1, -2) * matrix
-        out = (scores.tril() if causal else scores) @ v
-    else:
+    # before the product too: a masked score that overflowed would make NaN of the matrix's gradient
+    scores = (scores.tril() * matrix).tril() if causal else scores * matrix
+    out = scores @ v
+    if q.shape[2] > 1:
         reading, writing = (x[:, None, :, block].transpose(-1, -2) for x in (span.reading, span.writing))
         sums = _times(k, writing).transpose(-1, -2) @ v
-        out = _times(q, reading) @ _before(sums, span, chunks)
-        scores = q @ k.transpose(-1, -2) * matrix
-        out = out + (scores.tril() if causal else scores) @ v
+        out = out + _times(q, reading) @ _before(sums, span, chunks)
     if scale is not None:
         return out * scale
     return divide(out[..., :-1], out[..., -1:], eps)
@@ -80,7 +79,7 @@ def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
     parts = [x] if span.later == 0 else [x[:, :, : -span.later], x[:, :, -span.later :].flip(3)]
     states = []
     for part, later in zip(parts, (False, True), strict=False):
-        rates = decay[:, : part.shape[2]].reshape(-1, 1)  # of both directions alike
+        rates = (decay[:, -span.later :] if later else decay[:, : part.shape[2]]).reshape(-1, 1)
         found = _carry(part.flatten(1, 2), rates, chunks, later).view(part.shape)
         states.append(found.flip(3) if later else found)
     x = states[0] if span.later == 0 else torch.cat(states, 2)

@@ -93,8 +93,12 @@ class Mixing(ABC):
         """M of the largest grid or longest sequence that the coefficients are for; None for any length."""
         return None
 
-    def of_heads(self, heads: slice) -> Self:
-        """The coefficients of some heads; every learned tensor has the heads as its first axis, where there are any."""
+    def of_heads(self, heads: slice) -> Self | None:
+        """The coefficients of some heads, None for a kind that does not say how it keeps them."""
+        return self if self.heads is None else None
+
+    def _of_first_axis(self, heads: slice) -> Self:
+        """:meth:`of_heads` for a kind whose learned tensors all have the heads, if any, as their first axis."""
         if self.heads is None:
             return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]

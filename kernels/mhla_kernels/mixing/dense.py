@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -27,6 +28,10 @@ class DenseMixing(Mixing):
     def heads(self) -> int | None:
         """See :attr:`Mixing.heads`."""
         return len(self.mixing) if self.mixing.dim() == 3 else None
+
+    def of_heads(self, heads: slice) -> Self:
+        """See :meth:`Mixing.of_heads`."""
+        return self._of_first_axis(heads)
 
     @property
     def blocks(self) -> int:

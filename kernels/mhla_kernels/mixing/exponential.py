@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -74,6 +75,10 @@ class ExponentialMixing(Mixing):
 
     def __str__(self) -> str:
         return f"exponential mixing of {self.terms} terms"
+
+    def of_heads(self, heads: slice) -> Self:
+        """See :meth:`Mixing.of_heads`."""
+        return self._of_first_axis(heads)
 
     @property
     def blocks(self) -> int | None:

@@ -99,6 +99,6 @@ def attend_fused(
 def sound_kernels(device_type: str, device_index: int | None, *fields: Any) -> str:
     """The name of a kind of kernels (see :class:`Kind`), or nothing where they may not be used on a device."""
     kind = Kind(*fields)
-    kind = kind._replace(block_size=size_class(kind.block_size))
+    kind = kind._replace(block_size=size_class(kind.block_size, kind.form))
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
     return str(kind) if may_use(str(kind), str(device), partial(try_kernels, kind, device)) else ""

@@ -63,8 +63,10 @@ class Kind(NamedTuple):
         return "-".join([self.form, mixer, self.dtype, *shape, *flags])
 
 
-def size_class(block_size: int) -> int:
-    """See :attr:`Kind.block_size`."""
+def size_class(block_size: int, form: str) -> int:
+    """See :attr:`Kind.block_size`. Kernels that weigh pairs are compiled for the blocks that a tile touches."""
+    if form != "chunked" and block_size <= 4:
+        return 1 << (block_size - 1).bit_length()
     return min(LONGEST, power_of_two(block_size))
 
 

@@ -82,7 +82,7 @@ def kernels(device: torch.device) -> Iterator[Finding]:
             many = form == "chunked" and tokens // block > 32
             kind = Kind(
                 form, "dense", "bfloat16", key, value, causal, name in NORMALIZED, name in NORMALIZED, False, "equal",
-                size_class(block), many, 0,
+                size_class(block, form), many, 0,
             )  # fmt: skip
             verdict = try_again(str(kind), f"cuda:{device.index or 0}", partial(try_kernels, kind, device))
             yield Finding(
