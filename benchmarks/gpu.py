@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --authors ../MHLA  # the authors' code is measured too
     python -m benchmarks.gpu --only attention --again
 
-Results are data under benchmarks/results/CHIP/. A part that ended well is not run again, so a stopped run goes on where it was,
+Results are data under benchmarks/results/CHIP/. A part that ended well is not run again, so a stopped run resumes,
 and a part that takes longer than its share of the hour is stopped. In the end: a table of the operator's floors and what was
 measured. On a CPU the same parts run at small sizes, for a test.
 """

@@ -1,4 +1,4 @@
-"""What exponential mixing costs by the tokens of a block, against plain linear attention: where the spanning form wins.
+"""Cost of exponential mixing by the tokens of a block, against plain linear attention: where the spanning form wins.
 
 python -m benchmarks.short_blocks
 python -m benchmarks.short_blocks --forms chunked --runs 5 --tokens 4096
@@ -84,7 +84,7 @@ def measure(
 
 
 def chosen(tokens: int, block: int, causal: bool, device: torch.device) -> ChosenForm:
-    """What ``form="auto"`` takes."""
+    """The choice of ``form="auto"``."""
     mixing = ExponentialMixing(torch.rand(HEADS, TERMS), torch.rand(HEADS, TERMS))
     x = torch.empty(1, 1, 1, WIDTH, device=device)
     backend = choose_backend("auto", x, x, x, "auto")

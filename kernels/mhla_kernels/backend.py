@@ -14,7 +14,7 @@ from torch import Tensor
 
 Form = Literal["auto", "parallel", "chunked", "spanning", "reference"]
 ChosenForm = Literal["parallel", "chunked", "spanning"]
-"""What ``"auto"`` chooses from."""
+"""The forms that ``"auto"`` chooses from."""
 Backend = Literal["auto", "torch", "triton"]
 
 INSTALLED = find_spec("triton") is not None

@@ -1,5 +1,4 @@
-"""What was measured on this machine: forms, which ``form="auto"`` takes before it asks the shipped costs, and how kernels
-are launched.
+"""Measured on this machine: forms, which ``form="auto"`` takes before it asks the shipped costs, and launches of kernels.
 
 Written by ``lightning tune``, a file of each for a device and its versions in the user's cache.
 """

@@ -106,7 +106,7 @@ class _Compiled(type):
 
 
 class OptimizedModule(metaclass=_Compiled):
-    """What Lightning asks ``isinstance`` of, in the place of ``torch._dynamo.OptimizedModule``."""
+    """For Lightning's ``isinstance``, in the place of ``torch._dynamo.OptimizedModule``."""
 
 
 STANDS_IN: dict[str, dict[str, Any]] = {

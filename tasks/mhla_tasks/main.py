@@ -28,7 +28,7 @@ commands:
 
 tools:
   doctor     check this machine: versions, devices, the operator, a short fit; --json for programs
-  tune       measure which form of the operator is faster at your shapes, and keep it
+  tune       measure which form of the operator is fastest at your shapes, and keep it
 
 `lightning COMMAND --help` lists the options of a command, `lightning fit --model.help CLASS` those of a class.
 `lightning` and `lightning-mhla` are the same program.

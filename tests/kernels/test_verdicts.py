@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -156,10 +157,13 @@ def test_a_broken_kernel_is_replaced_with_one_warning(tmp_path: Path, part: str,
 
 
 @pytest.mark.parametrize(
-    ("causal", "form"), [(False, "chunked"), (True, "chunked"), (True, "spanning"), (False, "spanning")]
+    ("causal", "form", "compiled"),
+    [
+        *product((False, True), ("chunked",), (False, True)),
+        *product((False, True), ("spanning",), (False,)),
+    ],
 )
 @pytest.mark.parametrize("part", ["forward", "backward"])
-@pytest.mark.parametrize("compiled", [False, True])
 def test_a_kernel_that_fails_after_its_trial_is_withdrawn(
     tmp_path: Path, part: str, causal: bool, form: str, compiled: bool
 ) -> None:

@@ -121,7 +121,7 @@ def _operations(given: Any) -> int:
 
 @register_flop_formula(torch.ops.mhla.attention)
 def _forward_operations(*arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """What :class:`torch.utils.flop_counter.FlopCounterMode` counts."""
+    """For :class:`torch.utils.flop_counter.FlopCounterMode`."""
     return _operations(Arguments(*arguments))
 
 
