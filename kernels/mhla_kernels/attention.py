@@ -184,12 +184,12 @@ def attention_matrix(
 
 def _choose_form(problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal: bool, fused: bool) -> ChosenForm:
     """The form that ``lightning tune`` kept for such a call (not in graphs, whose sizes may be open), or the cheaper one."""
+    found, rows = None, q.shape[0] * q.shape[2]
     if not torch.compiler.is_compiling() and problem.cu_seqlens is None and has_forms(q.device.type):
-        backend, kind, rows = "triton" if fused else "torch", type(mixing).__name__, q.shape[0] * q.shape[2]
+        backend, kind = "triton" if fused else "torch", type(mixing).__name__
         shape = rows, problem.tokens, problem.blocks, q.shape[-1], v.shape[-1]
         found = tuned_form(q.device.type, backend, str(q.dtype)[6:], *shape, causal, problem.scale is None, kind)
-        return _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused, q.shape[0] * q.shape[2], found)
-    return _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused, q.shape[0] * q.shape[2])
+    return _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused, rows, found)
 
 
 def _cheapest(

@@ -113,7 +113,7 @@ STANDS_IN: dict[str, dict[str, Any]] = {
     COMPILER: {"__path__": [], "OptimizedModule": OptimizedModule, "disable": disable},
     f"{COMPILER}.utils": {"is_compile_supported": is_compile_supported},
 }
-"""What Lightning and torchvision take from torch's compiler while they are imported."""
+"""Names that Lightning and torchvision take from torch's compiler while they are imported."""
 
 
 def import_without_compiler(packages: tuple[str, ...] = ("lightning", "torchvision.transforms.v2")) -> None:

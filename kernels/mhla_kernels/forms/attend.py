@@ -19,7 +19,7 @@ from mhla_kernels.mixing.span import Span
 
 PART = 16 * 2**20
 """Bytes of summaries that are held at once on a CPU: they stay in its cache, and memory of this size is used again instead
-of being asked of the system, page by page; see ``benchmarks.forms``."""
+of being asked of the system, page by page; see ``benchmarks.short_blocks``."""
 
 
 def attend(
@@ -46,11 +46,10 @@ def attend(
     if apart and (form == "chunked" or form == "spanning"):
         rows = _rows_at_once(q, v, mixing, form, block_size, block_offsets, causal)
         if rows < q.shape[0] * q.shape[2]:
-            options |= {"block_size": block_size, "block_offsets": block_offsets, "cu_seqlens": cu_seqlens}
-            out = _in_parts((q, k, v), mixing, form, rows, options)
+            layout = {"block_size": block_size, "block_offsets": block_offsets, "cu_seqlens": cu_seqlens}
+            out = _in_parts((q, k, v), mixing, form, rows, options | layout)
             if out is not None:
                 return out
-            options = {"causal": causal, "scale": scale, "eps": eps}
     if form == "reference" or (form == "parallel" and is_dynamic(tokens)):
         where = token_blocks(tokens, device, block_size, block_offsets, cu_seqlens)
         matrix = mixing.matrix(most_blocks(tokens, block_size, block_offsets))

@@ -95,11 +95,8 @@ def cheapest_form(
     size = -(-tokens // max(blocks, 1))
     chunk = chunk_tokens(tokens, size, backend)
     if terms is not None and size < chunk < tokens:
-        products, moved, pair = (
-            2,
-            0.0,
-            key_width + value_width,
-        )  # on a CPU what lies beside the products stays in its cache
+        # on a CPU the numbers beside the products stay in its cache
+        products, moved, pair = 2, 0.0, key_width + value_width
         if fused:  # weighted tokens and sums are two bfloat16 pieces each
             products, moved, pair = 4, cost["summary"] / chunk, inside + 2 * SPAN * parts
         spanning = (products + moved) * tokens * terms * summary + tokens * chunk * pair / (1 + (causal and fused))

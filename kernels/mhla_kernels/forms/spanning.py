@@ -26,7 +26,7 @@ from mhla_kernels.normalizer import divide
 
 CHUNK: dict[str, int] = {"torch": 128, "triton": 256}
 """Tokens that a chunk holds at most by backend, if its block is not longer. On a GPU sums that are moved cost more than
-pairs; on a CPU see ``benchmarks.forms``."""
+pairs; on a CPU see ``benchmarks.short_blocks``."""
 
 
 def chunk_tokens(tokens: int, block_size: int, backend: Literal["torch", "triton"] = "torch") -> int:
