@@ -84,7 +84,7 @@ def test_a_long_tail_and_long_names_cost_no_time(tmp_path: Path) -> None:
     path = good(tmp_path / "a.tar")
     with path.open("r+b") as stream:
         stream.truncate(20 << 30)  # sparse on the disk
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(ValueError, match="bytes follow its last member"):
         scan_shard(path)
     path.unlink()
@@ -92,7 +92,7 @@ def test_a_long_tail_and_long_names_cost_no_time(tmp_path: Path) -> None:
         scan_shard(shard(tmp_path / "b.tar", {"x" * 5000 + ".cls": b"1"}))
     with pytest.raises(ValueError, match="kinds of members"):
         scan_shard(shard(tmp_path / "c.tar", {f"a.x{number}": b"1" for number in range(100)}))
-    assert time.monotonic() - begun < 10
+    assert time.process_time() - begun < 10
 
 
 def test_members_are_read_and_never_unpacked_or_unpickled(tmp_path: Path) -> None:
@@ -298,10 +298,10 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
     ids=["aliases", "itself", "deep", "large"],
 )
 def test_yaml_that_takes_readers_apart(text: str, message: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(ValueError, match=message):
         check_yaml(text)
-    assert time.monotonic() - begun < 3
+    assert time.process_time() - begun < 3
 
 
 @fuzz(200)

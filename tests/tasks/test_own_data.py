@@ -37,7 +37,7 @@ SMALL = {  # of each command, in the order of the page
 }
 
 
-@pytest.mark.parametrize(("command", "module"), zip(COMMANDS, SMALL, strict=True), ids=list(SMALL))
+@pytest.mark.parametrize(("command", "module"), list(zip(COMMANDS, SMALL, strict=True)), ids=list(SMALL))
 def test_the_examples_train(command: str, module: str, tmp_path: Path) -> None:
     for kind, code in BLOCKS:
         name = re.match(r'"""(\w+\.py):|# (\w+\.yaml)\n', code)
