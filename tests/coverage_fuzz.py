@@ -44,7 +44,8 @@ with atheris.instrument_imports(include=["lightning_mhla", "mhla_tasks"], enable
     from mhla_tasks.language.token_shards import ShardRuns
 
     from lightning_mhla.checkpoints.io import WholeCheckpointIO
-    from lightning_mhla.checkpoints.sharded import LAYOUT, MANIFEST, load_whole, save_sharded
+    from lightning_mhla.checkpoints.sharded import LAYOUT, MANIFEST
+    from lightning_mhla.checkpoints.sharded_tensors import load_whole, save_sharded
     from lightning_mhla.data import ShardReader
     from lightning_mhla.data.images import decode_image
     from lightning_mhla.data.shards import scan_shard

@@ -16,10 +16,15 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from mhla_tasks.cli import SuiteCLI
 from torch.distributed.device_mesh import DeviceMesh
 
+import lightning_mhla.system.checkpoint_private
 import lightning_mhla.system.torch_private
 
 ROOT = Path(__file__).parents[1]
-OWN = ("kernels/mhla_kernels/torch_private.py", "lightning_mhla/system/torch_private.py")
+OWN = (
+    "kernels/mhla_kernels/torch_private.py",
+    "lightning_mhla/system/checkpoint_private.py",
+    "lightning_mhla/system/torch_private.py",
+)
 
 
 class Remembering(LightningModule):
@@ -34,11 +39,11 @@ TORCH = {
     (mhla_kernels.torch_private, "assert_async"): "wrong decays and cu_seqlens on a GPU, and in compiled graphs, pass",
     (mhla_kernels.torch_private, "pytree"): "ExponentialMixing and MHLAState cannot be compiled or exported",
     (
-        lightning_mhla.system.torch_private,
+        lightning_mhla.system.checkpoint_private,
         "EmptyStateDictLoadPlanner",
     ): "sharded checkpoints are not read on one process",
     (
-        lightning_mhla.system.torch_private,
+        lightning_mhla.system.checkpoint_private,
         "StorageInfo",
     ): "sharded checkpoints are not read without unpickling .metadata",
     (lightning_mhla.system.torch_private, "compilations"): "a compiled run does not say what it compiled",
@@ -52,8 +57,8 @@ TORCH = {
     (lightning_mhla.system.torch_private, "foreach_copy_"): "no moving average of the weights",
     (lightning_mhla.system.torch_private, "foreach_mul_"): "no moving average of the weights",
     (lightning_mhla.system.torch_private, "get_default_store"): "a process that stands still is not named",
-    (lightning_mhla.system.torch_private, "load_state_dict"): "sharded checkpoints are not read on one process",
-    (lightning_mhla.system.torch_private, "set_element"): "plain values of sharded checkpoints are not read",
+    (lightning_mhla.system.checkpoint_private, "load_state_dict"): "sharded checkpoints are not read on one process",
+    (lightning_mhla.system.checkpoint_private, "set_element"): "plain values of sharded checkpoints are not read",
     (lightning_mhla.system.torch_private, "set_last_rates"): "options changed on resume show one step late",
     (lightning_mhla.system.torch_private, "tree_leaves"): "where numbers stop being finite is not found",
 }

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lightning_mhla.checkpoints.weights import LIVE, load_weights
+from lightning_mhla.system.sharding import is_shard, is_sharded_module
 from lightning_mhla.system.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
 
@@ -83,7 +82,7 @@ class ExponentialMovingAverage(Callback):
         if not self._average:
             return
         live = checkpoint["state_dict"]
-        shards = any(isinstance(value, DTensor) for value in live.values())
+        shards = any(is_shard(value) for value in live.values())
         whole = {name: value if shards else _whole(value) for name, value in self._average.items()}
         names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         shared = {name: names[id(p)] for name, p in pl_module.named_parameters(remove_duplicate=False)}
@@ -132,16 +131,16 @@ def _copies(pl_module: LightningModule) -> dict[str, Tensor]:
 def _reshard(pl_module: LightningModule) -> None:
     """Have FSDP2 give its parameters back in shards, where a forward pass alone left them whole."""
     for module in pl_module.modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded_module(module):
             module.reshard()
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_shard(tensor) else tensor
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor().cpu() if is_shard(tensor) else tensor
 
 
 @contextmanager

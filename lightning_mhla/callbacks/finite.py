@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_mhla.callbacks.seeding import StepSeed
 from lightning_mhla.system.processes import Agreement
+from lightning_mhla.system.sharding import is_shard
 from lightning_mhla.system.torch_private import tree_leaves
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class FiniteWatch(Callback):
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = norm.full_tensor() if is_shard(norm) else norm
         losses = [loss for _, _, loss in seen if loss is not None]
         finite = torch.stack([norm.float(), *(loss.float() for loss in losses)]).isfinite().tolist()
         assert self._agreement is not None
@@ -162,7 +162,7 @@ def _named(batch: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_finite(value: Tensor) -> bool:
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local = value.to_local() if is_shard(value) else value
     return bool(local.isfinite().all())
 
 

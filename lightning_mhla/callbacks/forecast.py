@@ -9,9 +9,9 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from rich.console import Console
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
+from lightning_mhla.system.sharding import is_shard
 
 GIB = 1 << 30
 
@@ -90,7 +90,7 @@ def _memory(count: int) -> str:
 
 
 def _local_bytes(parameter: nn.Parameter) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = parameter.to_local() if is_shard(parameter) else parameter
     return local.numel() * local.element_size()
 
 

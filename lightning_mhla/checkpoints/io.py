@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_mhla.checkpoints.sharded import check_sharded, is_sharded, load_rest, load_whole
+from lightning_mhla.checkpoints.sharded import check_sharded, is_sharded, load_rest
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.untrusted import BROKEN, reason
 
@@ -61,6 +61,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
         found = resolve_checkpoint(Path(path))
         if not found.is_dir():
             return read_file(found)
+        from lightning_mhla.checkpoints.sharded_tensors import load_whole  # takes long to import
+
         content = load_whole(found)
         check_entries(found, content)
         return content

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_mhla.system.torch_private import StorageInfo
+from lightning_mhla.system.checkpoint_private import StorageInfo
 
 
 def pack_layout(metadata: Metadata) -> dict[str, Any]:

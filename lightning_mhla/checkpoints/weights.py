@@ -8,8 +8,8 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor
+
+from lightning_mhla.system.sharding import is_shard
 
 LIVE = "current_model_state"
 """Under this name a checkpoint keeps the weights as they are trained, where ``state_dict`` is their moving average."""
@@ -28,8 +28,10 @@ def load_weights(module: nn.Module, state: dict[str, Any], strict: bool = True) 
         state: in shards like the module's, or whole on every process.
         strict: whether the names have to be the same.
     """
-    sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters())
-    if sharded and not any(isinstance(value, DTensor) for value in state.values()):
+    sharded = any(is_shard(parameter) for parameter in module.parameters())
+    if sharded and not any(is_shard(value) for value in state.values()):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
         set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, strict=strict))
     else:
         with torch.no_grad():

@@ -2,10 +2,6 @@
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner as EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as get_default_store
 from torch.optim.lr_scheduler import LRScheduler
@@ -44,8 +40,6 @@ def raise_recompile_limit(least: int) -> None:
 
 
 __all__ = [
-    "EmptyStateDictLoadPlanner",
-    "StorageInfo",
     "compilations",
     "flatten_mesh",
     "foreach_add_",
@@ -53,9 +47,7 @@ __all__ = [
     "foreach_mul_",
     "get_default_store",
     "is_compiled",
-    "load_state_dict",
     "raise_recompile_limit",
-    "set_element",
     "set_last_rates",
     "tree_leaves",
 ]

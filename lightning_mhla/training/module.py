@@ -14,7 +14,6 @@ from lightning import Callback, LightningModule
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mhla.attention.mixing import MixingCoefficients
@@ -29,10 +28,10 @@ from lightning_mhla.checkpoints.io import WholeCheckpointIO
 from lightning_mhla.checkpoints.weights import LIVE, load_weights, shards_weights
 from lightning_mhla.system.hyperparameters import LoggedApart, plain
 from lightning_mhla.system.lightning_private import steps_between_saves
+from lightning_mhla.system.sharding import SEQUENCE, is_sharded_module, shard
 from lightning_mhla.system.torch_private import flatten_mesh
 from lightning_mhla.training.compilation import CompileOptions, CompileReport, compile_layers
 from lightning_mhla.training.optim import Asked, OptimizerConfig, build_optimizer, parameter_groups, take_over
-from lightning_mhla.training.strategies import SEQUENCE
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +162,7 @@ class TrainingModule(LoggedApart, LightningModule):
         """
         if self.compile_options is not None:
             compile_layers(self.layers(), self.compile_options)
-        if self.device_mesh is None or isinstance(self.network, FSDPModule):
+        if self.device_mesh is None or is_sharded_module(self.network):
             return
         mesh = self.device_mesh["data_parallel"]
         if self.sequence_group is not None:
@@ -171,16 +170,8 @@ class TrainingModule(LoggedApart, LightningModule):
                 raise ValueError(f"{type(self).__name__} does not share sequences; leave sequence_parallel_size at 1")
             mesh = flatten_mesh(self.device_mesh["data_parallel", SEQUENCE], "all")
         gathered = getattr(self.trainer.strategy, "gather_dtype", "float32")
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if gathered != "float32":
-            policy = replace(policy, param_dtype=getattr(torch, gathered), reduce_dtype=torch.float32)
-            for module in [each for each in self.network.modules() if isinstance(each, MixingCoefficients)]:
-                fully_shard(
-                    module, mesh=mesh, reshard_after_forward=False
-                )  # in float32; they are used after its forward
-        for layer in self.layers():
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(self.network, mesh=mesh, mp_policy=policy)
+        kept = [each for each in self.network.modules() if isinstance(each, MixingCoefficients)]
+        shard(self.network, self.layers(), mesh, getattr(torch, gathered), kept)
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:

@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_mhla.checkpoints.io import read_file, resolve_checkpoint
-from lightning_mhla.checkpoints.sharded import load_rest, load_tensors, save_sharded, saved_names
+from lightning_mhla.checkpoints.sharded import load_rest
+from lightning_mhla.checkpoints.sharded_tensors import load_tensors, save_sharded, saved_names
 from lightning_mhla.checkpoints.weights import LIVE, load_weights
-
-SEQUENCE = "sequence_parallel"
-"""Name of the dimension of the device mesh whose processes share sequences."""
+from lightning_mhla.system.sharding import SEQUENCE
 
 
 class FullyShardedStrategy(ModelParallelStrategy):

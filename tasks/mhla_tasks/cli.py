@@ -28,6 +28,7 @@ from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.system.commands import UnknownModuleError
 from lightning_mhla.system.lightning_private import subcommand_parsers
 from mhla_tasks.config_errors import find_repeated_option, find_unknown_key, shorten
+from mhla_tasks.late_imports import without_collection
 from mhla_tasks.settle import (
     agree,
     defaults_from,
@@ -125,7 +126,8 @@ class SuiteCLI(LightningCLI):
                         chosen.set_defaults(defaults_from(checkpoint, sources))
                     except ValueError as error:
                         chosen.error(str(error))
-        super().parse_arguments(parser, args)
+        with without_collection():  # the classes that are named are imported
+            super().parse_arguments(parser, args)
 
     def before_instantiate_classes(self) -> None:
         """Settle in the run's folder; leave weights to start from alone where a checkpoint brings others."""

@@ -2,14 +2,17 @@
 
 ``torchmetrics`` alone brings torchvision, scipy and transformers, half of the time that a command needs to start. Here such
 packages are put in place empty: a few names come from the modules that define them, and any other runs the package itself,
-so that nothing is missing. Of torch's compiler Lightning wants a class and a decorator, which are stood in for.
+so that nothing is missing. Lightning wants a class and a decorator of torch's compiler, and the class that counts operations,
+whose module imports Triton: others stand in for them.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
@@ -31,6 +34,8 @@ LATE: dict[str, dict[str, str]] = {
     "torchmetrics.functional": {},
     "torchmetrics.classification": {"MulticlassAccuracy": "accuracy"},
     "timm": {},
+    "torchvision.datasets": {},
+    "torchvision.models": {},
 }
 """Names by package, and the module of it that defines each."""
 
@@ -75,7 +80,7 @@ def _import_first(package: str) -> None:
         import_module(FIRST)
 
 
-COMPILER = "torch._dynamo"
+COMPILER, COUNTER = "torch._dynamo", "torch.utils.flop_counter"
 
 
 def disable(function: Callable[..., Any], recursive: bool = True, **options: Any) -> Callable[..., Any]:
@@ -109,11 +114,30 @@ class OptimizedModule(metaclass=_Compiled):
     """For Lightning's ``isinstance``, in the place of ``torch._dynamo.OptimizedModule``."""
 
 
+def count_operations(*given: Any, **named: Any) -> Any:
+    """An instance of ``torch.utils.flop_counter.FlopCounterMode``."""
+    return import_module(COUNTER).FlopCounterMode(*given, **named)
+
+
 STANDS_IN: dict[str, dict[str, Any]] = {
     COMPILER: {"__path__": [], "OptimizedModule": OptimizedModule, "disable": disable},
     f"{COMPILER}.utils": {"is_compile_supported": is_compile_supported},
+    COUNTER: {"FlopCounterMode": count_operations},
 }
-"""Names that Lightning and torchvision take from torch's compiler while they are imported."""
+"""Names that Lightning and torchvision take from modules of torch while they are imported."""
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Leave out the search for garbage while modules are imported, and later their objects: there are many, and they stay."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 def import_without_compiler(packages: tuple[str, ...] = ("lightning", "torchvision.transforms.v2")) -> None:
@@ -123,7 +147,8 @@ def import_without_compiler(packages: tuple[str, ...] = ("lightning", "torchvisi
         return
     import_module("torch")
     before = set(sys.modules)
-    for name, values in STANDS_IN.items():
+    stands_in = {name: values for name, values in STANDS_IN.items() if name not in before}
+    for name, values in stands_in.items():
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__dict__.update(values)
     try:
@@ -136,17 +161,20 @@ def import_without_compiler(packages: tuple[str, ...] = ("lightning", "torchvisi
                 del sys.modules[name]
         put_off_imports()
     finally:
-        for name in STANDS_IN:
+        for name in stands_in:
             del sys.modules[name]
 
 
 def put_off_imports() -> None:
     """Put the packages of :data:`LATE` in place, those that are installed and not imported yet."""
     for name in LATE:
-        parent = sys.modules.get(name.rpartition(".")[0])
+        package = name.rpartition(".")[0]
+        parent = sys.modules.get(package)
         if name in sys.modules or type(parent) not in (LatePackage, NoneType):
             continue
-        spec = PathFinder.find_spec(name, None if parent is None else parent.__path__)
+        inside = PathFinder.find_spec(package) if package else None
+        folders = inside.submodule_search_locations if inside else None
+        spec = PathFinder.find_spec(name, folders) if folders or not package else None
         if spec is None or spec.loader is None:
             continue
         module = module_from_spec(spec)

@@ -9,7 +9,7 @@ import os
 import sys
 from importlib import import_module
 
-from mhla_tasks.late_imports import import_without_compiler, put_off_imports
+from mhla_tasks.late_imports import import_without_compiler, put_off_imports, without_collection
 
 TOOLS = {"doctor": "mhla_tasks.doctor", "tune": "mhla_tasks.tune"}
 """Modules of the tools, each with a function ``main`` that takes the words after its name."""
@@ -45,8 +45,10 @@ def main() -> None:
     put_off_imports()
     if words[0] in TOOLS:
         sys.exit(import_module(TOOLS[words[0]]).main(words[1:]))
-    import_without_compiler()
-    import_module("mhla_tasks.cli").main()
+    with without_collection():
+        import_without_compiler()
+        main_of_commands = import_module("mhla_tasks.cli").main
+    main_of_commands()
 
 
 if __name__ == "__main__":

@@ -24,15 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_mhla.checkpoints.io import WholeCheckpointIO, check_checkpoint, read_file, resolve_checkpoint
-from lightning_mhla.checkpoints.sharded import (
-    LAYOUT,
-    MANIFEST,
-    REST,
-    check_sharded,
-    load_tensors,
-    load_whole,
-    save_sharded,
-)
+from lightning_mhla.checkpoints.sharded import LAYOUT, MANIFEST, REST, check_sharded
+from lightning_mhla.checkpoints.sharded_tensors import load_tensors, load_whole, save_sharded
 
 CONTENT = {"state_dict": {"w": torch.arange(2000.0)}, "epoch": 1, "global_step": 7}
 
@@ -232,10 +225,10 @@ def copied(source: Path, target: Path) -> Path:
 
 def signed(folder: Path) -> Path:
     """With a manifest that fits whatever lies there, as an attacker would write it."""
-    from lightning_mhla.checkpoints.sharded import _crc32
+    from lightning_mhla.checkpoints.sharded import checksum
 
     files = [file for file in folder.iterdir() if file.name != MANIFEST]
-    listed = {file.name: {"bytes": file.stat().st_size, "crc32": _crc32(file)} for file in files}
+    listed = {file.name: {"bytes": file.stat().st_size, "crc32": checksum(file)} for file in files}
     (folder / MANIFEST).write_text(json.dumps(listed))
     return folder
 

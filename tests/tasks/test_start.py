@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torchmetrics.functional.image", "scipy", "transformers", "diffusers", "pandas")
+HEAVY = (
+    "torchmetrics.functional.image", "torchvision.models.resnet", "torch.distributed.tensor", "torch._dynamo", "triton",
+    "scipy", "sympy", "transformers", "diffusers", "pandas",
+)  # fmt: skip
 """What Lightning, torchmetrics or a domain would bring, and a classification run does not use."""
 
 
@@ -71,6 +74,45 @@ from mhla_tasks.late_imports import put_off_imports
 put_off_imports()
 from torchmetrics.classification import *
 assert BinaryAccuracy is not None
+"""
+    status, _, said = modules_after(program)
+    assert status == 0, said
+
+
+def test_what_stands_in_while_lightning_is_imported_is_what_it_stands_for() -> None:
+    program = """
+from mhla_tasks.late_imports import import_without_compiler, put_off_imports
+put_off_imports()
+import_without_compiler()
+import sys
+assert "torch.utils.flop_counter" not in sys.modules
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.model_summary import ModelSummary
+model = BoringModel()
+model.example_input_array = __import__("torch").zeros(1, 32)
+assert ModelSummary(model).total_flops == 2 * 32 * 2
+import torchvision
+assert "torchvision.datasets.mnist" not in sys.modules
+assert torchvision.datasets.MNIST.__module__ == "torchvision.datasets.mnist"
+from torchvision.models import resnet18
+assert resnet18 is torchvision.models.resnet18
+assert not hasattr(torchvision.models, "nothing")
+"""
+    status, _, said = modules_after(program)
+    assert status == 0, said
+
+
+def test_garbage_is_searched_for_again_after_the_imports() -> None:
+    program = """
+import gc
+from mhla_tasks.late_imports import without_collection
+with without_collection():
+    assert not gc.isenabled()
+assert gc.isenabled() and gc.get_freeze_count()
+gc.disable()
+with without_collection():
+    pass
+assert not gc.isenabled()
 """
     status, _, said = modules_after(program)
     assert status == 0, said

@@ -53,6 +53,8 @@ def products(
 
 @triton.jit
 def _add_block_sums(
+    total,
+    held,
     pairs,
     token_row,
     rows,
@@ -66,23 +68,26 @@ def _add_block_sums(
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Add the sums of ``pairs`` over the blocks of its rows and of its columns to this program's part of the gradient.
+    """Add the sums of ``pairs`` over the blocks of its rows and of its columns to ``total``, and write it.
 
     ``gradient``: ``[size, SPAN]``, query block by key block, key blocks counted from the first one of the row tile.
+    ``total``: ``[SPAN, SPAN]``, key block by query block; slot s has the block ``held[s]``, which is s modulo ``SPAN``. A
+    thread writes the same slots for every column tile, so the last sum of a block is what stays, without barrier or read.
     """
     b_first = tl.load(token_row + start)
     i_first = tl.load(token_row + first)
     b = tl.load(token_row + rows, mask=rows < end, other=-1) - b_first
-    i = tl.load(token_row + columns, mask=columns < end, other=-1) - i_first
+    i = tl.load(token_row + columns, mask=columns < end, other=-1)
     slots = tl.arange(0, SPAN)
+    now = i_first + ((slots - i_first) & (SPAN - 1))
     in_row_block = (slots[:, None] == b[None, :]).to(tl.float32).to(INPUT)
-    in_column_block = (i[:, None] == slots[None, :]).to(tl.float32).to(INPUT)
+    in_column_block = (i[:, None] == now[None, :]).to(tl.float32).to(INPUT)
     sums = multiply(in_row_block, pairs, tl.zeros([SPAN, COLUMNS], tl.float32), INPUT)
     sums = multiply(sums, in_column_block, tl.zeros([SPAN, SPAN], tl.float32), INPUT)
-    offset = gradient + (i_first + slots)[None, :] * SPAN + slots[:, None]
-    inside = tl.broadcast_to((i_first + slots < size)[None, :], [SPAN, SPAN])
-    tl.debug_barrier()  # the column tile before may have written to the same block from other threads
-    tl.store(offset, tl.load(offset, mask=inside, other=0.0) + sums, mask=inside)
+    total = tl.where((now == held)[None, :], total, 0.0) + sums
+    offset = gradient + now[None, :] * SPAN + slots[:, None]
+    tl.store(offset, total, mask=tl.broadcast_to((now < size)[None, :], [SPAN, SPAN]))
+    return total, now
 
 
 @kernel
@@ -171,6 +176,8 @@ def pair_gradient_kernel(
     visible = load_visible(key_mask, rows, high, HAS_MASK)
     if CAUSAL:
         low = start
+    total = tl.zeros([SPAN, SPAN], tl.float32)
+    held = tl.full([SPAN], -1, tl.int32)
     for first in range(low, high, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         shown = load_visible(key_mask, columns, high, HAS_MASK)
@@ -187,8 +194,21 @@ def pair_gradient_kernel(
         )  # fmt: skip
         if CAUSAL:
             pairs = tl.where(columns[None, :] >= rows[:, None], pairs, 0.0)
-        _add_block_sums(
-            pairs, token_row, rows, columns, high, start, first, mixing_gradient, size, INPUT, COLUMNS, SPAN
+        total, held = _add_block_sums(
+            total,
+            held,
+            pairs,
+            token_row,
+            rows,
+            columns,
+            high,
+            start,
+            first,
+            mixing_gradient,
+            size,
+            INPUT,
+            COLUMNS,
+            SPAN,
         )
 
 

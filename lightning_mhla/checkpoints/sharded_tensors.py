@@ -1,0 +1,187 @@
+"""Tensors of sharded checkpoints, written and read by ``torch.distributed.checkpoint``.
+
+torch's own reader unpickles ``.metadata``, which can run code; the one here leaves that file alone and reads
+``layout.json``. The safetensors storage of ``torch.distributed.checkpoint`` is not used, since checkpoints that exist are in
+this format. Imported when a sharded checkpoint is written or read, not before: its imports take half a second.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_mhla.checkpoints.sharded import LAYOUT, MANIFEST, REST, check_sharded, checksum, load_rest
+from lightning_mhla.checkpoints.sharded_layout import pack_layout, unpack_layout
+from lightning_mhla.system.checkpoint_private import EmptyStateDictLoadPlanner, load_state_dict, set_element
+from lightning_mhla.system.files import flush, write_whole
+from lightning_mhla.system.untrusted import BROKEN, read_json, reason
+
+
+def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
+    """Write the folder of a checkpoint; every process calls it, with its share of the tensors.
+
+    Args:
+        path: of the folder; one that is there already is replaced once the new one is whole.
+        tensors: nested dicts of DTensors, tensors and plain values.
+        rest: plain values, the same on every process; the first one's are written.
+
+    Raises:
+        OSError: when it cannot be written, on every process; what was there before stays.
+    """
+    rank = dist.get_rank()
+    aside = path.with_name(f"{path.name}.part")
+    if rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    dist.barrier()
+    failure = None
+    try:
+        metadata = save(tensors, storage_writer=FileSystemWriter(aside))
+        if rank == 0:
+            torch.save(rest, aside / REST)
+            (aside / LAYOUT).write_text(json.dumps(pack_layout(metadata)))
+        mine = [aside / REST, aside / LAYOUT, aside / ".metadata"] if rank == 0 else []
+        mine += sorted(aside.glob(f"__{rank}_*"))
+        for file in mine:
+            flush(file)
+        files = {file.name: {"bytes": file.stat().st_size, "crc32": checksum(file)} for file in mine}
+    except (OSError, RuntimeError, CheckpointException) as error:
+        failure, files = f"{type(error).__name__}: {error}", {}
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (failure, files))
+    failures = [what for what, _ in parts if what]
+    if failures:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise OSError(f"checkpoint {path} could not be written: {failures[0]}")
+    if rank == 0:
+        listed = {name: facts for _, part in parts for name, facts in part.items()}
+        write_whole(aside / MANIFEST, json.dumps(listed, indent=1))
+        _exchange(aside, path)
+    dist.barrier()
+
+
+def _exchange(new: Path, path: Path) -> None:
+    """Put a whole folder in the place of an older one."""
+    old = path.with_name(f"{path.name}.old")
+    if path.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    else:
+        path.unlink(missing_ok=True)
+    new.rename(path)
+    flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class _Reader(FileSystemReader):
+    """Reads the layout in place of torch's metadata."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        where = Path(self.path) / LAYOUT
+        files = {file.name: file.stat().st_size for file in where.parent.iterdir()}
+        try:
+            metadata = unpack_layout(read_json(where), files)
+        except (OSError, *BROKEN) as error:
+            raise ValueError(f"{where} cannot be read ({reason(error)})") from error
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class _PlainValues:
+    """Reads values that are no tensors as plain data."""
+
+    flatten_state_dict: bool
+    original_state_dict: dict[str, Any]
+    state_dict: dict[str, Any]
+    mappings: dict[str, Any]
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        loaded = torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+class _Planner(_PlainValues, DefaultLoadPlanner):
+    pass
+
+
+class _WholePlanner(_PlainValues, EmptyStateDictLoadPlanner):
+    pass
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Whatever torch raises on a broken folder, as a ValueError that names the folder."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()] or [error]
+        raise ValueError(f"{path} cannot be read safely ({reason(causes[0])})") from error
+    except (pickle.UnpicklingError, OSError, *BROKEN) as error:
+        raise ValueError(f"{path} cannot be read safely ({reason(error)})") from error
+
+
+def saved_names(path: Path) -> set[str]:
+    """First words of the names under which tensors were saved: ``state_dict``, ``optimizer_0`` and so on."""
+    return {name.split(".")[0] for name in _Reader(path).read_metadata().state_dict_metadata}
+
+
+def load_tensors(path: Path, into: dict[str, Any]) -> None:
+    """Fill the tensors of nested dicts in place, each process its share; every process calls it.
+
+    Args:
+        path: of the folder, written by any number of processes.
+        into: as given to :func:`save_sharded`, or a part of that.
+
+    Raises:
+        ValueError: when it cannot be read safely, or holds other tensors.
+    """
+    with _explained(path):
+        load(into, storage_reader=_Reader(path), planner=_Planner())
+
+
+def load_whole(path: Path) -> dict[str, Any]:
+    """A sharded checkpoint as the one dict that training in one process writes; needs memory for all of it.
+
+    Raises:
+        ValueError: when it is damaged or cannot be read safely.
+    """
+    check_sharded(path)
+    tensors: dict[str, Any] = {}
+    saved_names(path)  # says what is wrong with the layout
+    with _explained(path):
+        load_state_dict(tensors, storage_reader=_Reader(path), planner=_WholePlanner(), no_dist=True)
+        optimizers = sorted(name for name in tensors if name.startswith("optimizer_"))
+        states = [_numbered(tensors.pop(name)) for name in optimizers]
+    return {**tensors, **load_rest(path), "optimizer_states": states}
+
+
+def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an optimiser by number of the parameter, as it numbers them itself, in place of by name."""
+    groups = optimizer["param_groups"]
+    names = [name for group in groups for name in group["params"]]
+    number = {name: index for index, name in enumerate(names)}
+    return {
+        "state": {number[name]: state for name, state in optimizer.get("state", {}).items()},
+        "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in groups],
+    }
