@@ -50,7 +50,7 @@ def small_tiles() -> Iterator[None]:
         "attend_tiles": lambda dtype, x_width, out_width, whole, *others: config.AttendTiles(
             **tokens, outputs=config.power_of_two(out_width) if whole else 16
         ),
-        "pair_tiles": lambda dtype: config.AttendTiles(**tokens),
+        "pair_tiles": lambda dtype, chip: config.AttendTiles(**tokens),
         "summary_tiles": lambda dtype, key_width, value_width: config.SummaryTiles(tokens=16, keys=16, values=16),
         "mix_tiles": lambda dtype, blocks: config.MixTiles(rows=16, terms=16, columns=32),
         "scan_tiles": lambda terms: config.ScanTiles(terms=1 << (terms - 1).bit_length(), columns=32),

@@ -363,9 +363,8 @@ def attend(
     whole = mode == DQ.value and call.normalize
     terms = call.terms if chunked else 0
     pairwise = not chunked or terms > 0
-    tiles = config.attend_tiles(
-        x.dtype, x.shape[-1], out.shape[-1], whole, pairwise, call.chip, terms > 0 and mode in (DQ.value, DK.value)
-    )
+    short = terms > 0 and (mode in (DQ.value, DK.value) or call.chip not in (config.HOPPER, 100))
+    tiles = config.attend_tiles(x.dtype, x.shape[-1], out.shape[-1], whole, pairwise, call.chip, short, chunked)
     parts = triton.cdiv(out.shape[-1], tiles.outputs)
     (pieces, piece_size), in_piece, span = call.pieces, 1, 1
     if chunked:

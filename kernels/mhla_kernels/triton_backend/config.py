@@ -67,30 +67,41 @@ class AttendTiles(Tiles):
 
 
 def attend_tiles(
-    dtype: torch.dtype, x_width: int, out_width: int, whole: bool, parallel: bool, chip: int, terms: bool = False
+    dtype: torch.dtype,
+    x_width: int,
+    out_width: int,
+    whole: bool,
+    parallel: bool,
+    chip: int,
+    short: bool = False,
+    summaries: bool = False,
 ) -> AttendTiles:
     """For the attend kernel; ``whole`` when a program needs the full output width (the normalised gradient of q).
 
-    ``parallel``: its pairs are weighed by a matrix. ``terms``: of the spanning form, with the gradients of its weights.
+    ``parallel``: its pairs are weighed by a matrix. ``short``: in tiles of fewer rows, since it holds more for each.
+    ``summaries``: it reads summaries too. Otherwise features fit into one slice, so that the loop over columns loads its rows
+    once, and its columns ahead.
     """
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
     if dtype == torch.bfloat16:
         outputs = out_width if whole else min(out_width, 128)
         rows = 64 if outputs <= 128 else 32
         columns = 32 if whole or (parallel and outputs > 64) or (chip != HOPPER and outputs <= 64) else rows
-        if parallel and ((whole and outputs > 64) or terms):
+        if parallel and ((whole and outputs > 64) or short):
             rows = columns = 32
         warps = 4 if outputs <= 64 else 8
-        return AttendTiles(rows=rows, columns=columns, slice=min(x_width, 64), outputs=outputs, warps=warps, stages=2)
+        small = summaries or (whole and chip == HOPPER)  # or they spill
+        slice_ = min(x_width, 64 if small else 128)
+        return AttendTiles(rows=rows, columns=columns, slice=slice_, outputs=outputs, warps=warps, stages=2)
     outputs = out_width if whole else min(out_width, 64)
     rows = 32 if outputs <= 64 else 16
     return AttendTiles(rows=rows, columns=rows, slice=min(x_width, 32), outputs=outputs)
 
 
-def pair_tiles(dtype: torch.dtype) -> AttendTiles:
+def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
     """For the gradient of mixing in the parallel form, which has no outputs."""
     if dtype == torch.bfloat16:
-        return AttendTiles(rows=64, columns=32, slice=64, stages=2)
+        return AttendTiles(rows=64, columns=32, slice=64, warps=4 if chip == HOPPER else 8, stages=2)
     return AttendTiles(rows=32, columns=32, slice=32)
 
 

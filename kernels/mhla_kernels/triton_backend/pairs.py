@@ -215,7 +215,7 @@ def pair_gradient_kernel(
 def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] | None) -> Tensor:
     """Gradient of the matrix of coefficients: ``[B * H, M, M]``, in the spanning form ``[B * H, G, G]``."""
     q, k, v = call.q, call.k, call.v
-    tiles = config.pair_tiles(q.dtype)
+    tiles = config.pair_tiles(q.dtype, call.chip)
     size, in_chunk = call.coefficients[0].shape[-1], triton.cdiv(call.tables.largest, tiles.rows)
     if call.terms:
         table, count = call.tables.table, call.tables.blocks * in_chunk
