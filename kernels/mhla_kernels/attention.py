@@ -238,5 +238,5 @@ def _prepare(
     key_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Mixing]:
     """Inputs in the accumulation dtype, mapped, with masked tokens set to zero."""
-    q, k, v = (x.to(problem.accumulate) for x in (q, k, v))
+    q, k, v = (x if x.dtype == problem.accumulate else x.to(problem.accumulate) for x in (q, k, v))
     return *map_features(q, k, v, feature_map, key_mask), mixing.to(problem.accumulate)

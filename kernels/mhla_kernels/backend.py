@@ -16,6 +16,7 @@ Form = Literal["auto", "parallel", "chunked", "spanning", "reference"]
 ChosenForm = Literal["parallel", "chunked", "spanning"]
 """The forms that ``"auto"`` chooses from."""
 Backend = Literal["auto", "torch", "triton"]
+FORMS, BACKENDS = get_args(Form), get_args(Backend)
 
 INSTALLED = find_spec("triton") is not None
 """Triton itself is imported by the first call that needs it."""
@@ -37,10 +38,9 @@ memory or registers of Hopper's matrix products out of turn (#9433, #11366)."""
 
 def check_form_and_backend(form: str, backend: str) -> None:
     """Raise ValueError for unknown names."""
-    if form not in get_args(Form):
-        raise ValueError(f"form={form!r} is not one of {', '.join(map(repr, get_args(Form)))}")
-    if backend not in ("auto", "torch", "triton"):
-        raise ValueError(f"backend={backend!r} is not one of 'auto', 'torch', 'triton'")
+    for option, value, known in (("form", form, FORMS), ("backend", backend, BACKENDS)):
+        if value not in known:
+            raise ValueError(f"{option}={value!r} is not one of {', '.join(map(repr, known))}")
 
 
 def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> Literal["torch", "triton"]:
@@ -49,14 +49,14 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
     Raises:
         ValueError: for Triton asked for where it cannot run.
     """
-    if backend == "torch":
+    if backend == "torch" or (backend == "auto" and not is_native(q)):
         return "torch"
     obstacle = _obstacle(q, k, v, form)
     if backend == "triton":
         if obstacle:
             raise ValueError(f"backend='triton' cannot run this: {obstacle}; use backend='torch' or 'auto'")
         return "triton"
-    return "triton" if obstacle is None and is_native(q) and not _doubt(q) else "torch"
+    return "triton" if obstacle is None and not _doubt(q) else "torch"
 
 
 def is_native(q: Tensor) -> bool:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -115,8 +115,7 @@ def token_blocks(
     return TokenBlocks((position - bounds[sequence]) // block_size, sequence)
 
 
-@dataclass(frozen=True)
-class BlockPartition:
+class BlockPartition(NamedTuple):
     """Tokens of one row as ``blocks`` blocks of ``slots`` slots each; slots that hold no token are zero.
 
     Attributes:
@@ -163,13 +162,26 @@ class BlockPartition:
             return x.index_select(1, self.slot)
         return x[:, : self.tokens]
 
+    def line_up(self, x: Tensor) -> Tensor:
+        """``[B, N, H, D]`` to ``[B, H, M * C, D]``; a view where every slot holds a token."""
+        return x.transpose(1, 2) if self.is_full else self.split(x).flatten(2, 3)
+
+    def take_out(self, x: Tensor) -> Tensor:
+        """``[B, H, M * C, D]`` back to ``[B, N, H, D]``."""
+        return x.transpose(1, 2) if self.is_full else self.merge(x.unflatten(2, (self.blocks, self.slots)))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot holds the token of its number."""
+        return self.slot is None and not is_dynamic(self.tokens) and self.blocks * self.slots == self.tokens
+
     def expand_mixing(self, mixing: Tensor) -> Tensor:
         """Coefficients ``[..., M, M]`` between the blocks of this partition; zero across packed sequences."""
         if is_dynamic(self.blocks):  # blocks beyond the last token are empty, whatever their coefficients
             index = torch.arange(self.blocks, device=mixing.device).clamp(max=mixing.shape[-1] - 1)
             return mixing[..., index[:, None], index[None, :]]
         if self.local is None or self.owner is None:
-            return mixing[..., : self.blocks, : self.blocks]
+            return mixing if mixing.shape[-1] == self.blocks else mixing[..., : self.blocks, : self.blocks]
         local = self.local.clamp(max=mixing.shape[-1] - 1)
         together = self.owner[:, None] == self.owner[None, :]
         return mixing[..., local[:, None], local[None, :]] * together

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ from mhla_kernels.torch_private import assert_async
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A checked call.
 
     Attributes:
@@ -158,10 +156,11 @@ def check_devices(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing, key_mask: Ten
     Raises:
         ValueError: naming the tensor and its device.
     """
-    for name, x in {"k": k, "v": v, **mixing.tensors, "key_mask": key_mask}.items():
-        if x is not None and x.device != q.device:
+    device = q.device
+    for name, x in (("k", k), ("v", v), *mixing.tensors.items(), ("key_mask", key_mask)):
+        if x is not None and x.device != device:
             hint = "; it was never given values (to_empty and load_state_dict do)" if x.is_meta else ""
-            raise ValueError(f"{name} is on {str(x.device)!r}, but q is on {str(q.device)!r}{hint}")
+            raise ValueError(f"{name} is on {str(x.device)!r}, but q is on {str(device)!r}{hint}")
 
 
 def check_span(problem: Problem, mixing: Mixing, causal: bool) -> None:

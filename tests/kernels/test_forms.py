@@ -6,7 +6,7 @@ One file, since all tests share one generator of problems.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -224,7 +224,7 @@ def test_chunks_of_sequences_whose_bounds_only_the_device_knows(causal: bool) ->
     options: dict[str, Any] = {"causal": causal, "scale": None, "eps": 1e-6}
     want, got = (
         each.merge(spanning.spanning(*(each.split(x) for x in (q, k, v)), span, 8, each, **options))
-        for each in (chunks, replace(chunks, sequences=None))
+        for each in (chunks, chunks._replace(sequences=None))
     )
     assert relative_error("output", got, want) < 1e-6
 

@@ -40,10 +40,12 @@ def attend(
     options: dict[str, Any] = {"causal": causal, "scale": scale, "eps": eps}
     tokens, device = q.shape[1], q.device
     # packed rows are laid out anew for every part, which only a backward pass makes up for
-    apart = (
-        device.type == "cpu" and not torch.compiler.is_compiling() and (cu_seqlens is None or torch.is_grad_enabled())
-    )
-    if apart and (form == "chunked" or form == "spanning"):
+    if (
+        (form == "chunked" or form == "spanning")
+        and device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and (cu_seqlens is None or torch.is_grad_enabled())
+    ):
         rows = _rows_at_once(q, v, mixing, form, block_size, block_offsets, causal)
         if rows < q.shape[0] * q.shape[2]:
             layout = {"block_size": block_size, "block_offsets": block_offsets, "cu_seqlens": cu_seqlens}
@@ -60,10 +62,11 @@ def attend(
         span = mixing.span(-(-chunk // block_size), causal)
         return attend_span(q, k, v, span, block_size, chunk, cu_seqlens, **options)
     blocks = make_partition(tokens, device, block_size, block_offsets, cu_seqlens)
-    q, k, v = blocks.split(q), blocks.split(k), blocks.split(v)
     if form == "parallel":
-        matrix = mixing.matrix(most_blocks(tokens, block_size, block_offsets))
-        return blocks.merge(parallel(q, k, v, blocks.expand_mixing(matrix), **options))
+        matrix = blocks.expand_mixing(mixing.matrix(most_blocks(tokens, block_size, block_offsets)))
+        q, k, v = blocks.line_up(q), blocks.line_up(k), blocks.line_up(v)
+        return blocks.take_out(parallel(q, k, v, matrix, **options))
+    q, k, v = blocks.split(q), blocks.split(k), blocks.split(v)
     return blocks.merge(chunked(q, k, v, make_mixer(mixing, blocks), **options))
 
 

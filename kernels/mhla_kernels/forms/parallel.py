@@ -1,7 +1,7 @@
 """The parallel form in PyTorch: scores of all token pairs, scaled by the mixing coefficient of their two blocks.
 
 Arithmetic grows with N squared; two large GEMMs, which is the fastest way while N is at most some hundreds.
-Shape letters: B batch, H heads, M blocks, C slots of a block, K key width, V value width.
+Shape letters: B batch, H heads, N slots of tokens, M blocks, K key width, V value width.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from mhla_kernels.normalizer import divide
 
 
 def parallel(
-    q_BHMCK: Tensor,
-    k_BHMCK: Tensor,
-    v_BHMCV: Tensor,
+    q_BHNK: Tensor,
+    k_BHNK: Tensor,
+    v_BHNV: Tensor,
     mixing: Tensor,
     *,
     causal: bool,
     scale: float | None,
     eps: float,
 ) -> Tensor:
-    """Outputs ``[B, H, M, C, V]``; ``mixing`` is ``[M, M]`` or ``[H, M, M]``; ``scale`` None asks for the normaliser."""
-    q, k, v = q_BHMCK.flatten(2, 3), k_BHMCK.flatten(2, 3), v_BHMCV.flatten(2, 3)
-    batch, heads, blocks, slots, _ = v_BHMCV.shape
-    scores = (q @ k.transpose(-1, -2)).view(batch, heads, blocks, slots, blocks, slots)
-    scores = (scores * mixing[..., :, None, :, None]).view(batch, heads, blocks * slots, blocks * slots)
+    """Outputs ``[B, H, N, V]``; ``mixing`` is ``[M, M]`` or ``[H, M, M]``; ``scale`` None asks for the normaliser."""
+    scores = q_BHNK @ k_BHNK.transpose(-1, -2)
+    shape, blocks = scores.shape, mixing.shape[-1]
+    slots = shape[-1] // blocks
+    by_block = scores.view(shape[0], shape[1], blocks, slots, blocks, slots)
+    scores = (by_block * mixing.unsqueeze(-1).unsqueeze(-3)).view(shape)
     if causal:
         scores = scores.tril()
-    out = scores @ v
-    out = out * scale if scale is not None else divide(out, scores.sum(-1, keepdim=True), eps)
-    return out.view(v_BHMCV.shape)
+    out = scores @ v_BHNV
+    return out * scale if scale is not None else divide(out, scores.sum(-1, keepdim=True), eps)
