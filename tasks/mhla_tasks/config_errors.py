@@ -5,17 +5,14 @@ jsonargparse's own error for a misspelt key names neither the file nor a valid k
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import inspect
 import re
-import types
-import typing
 from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from mhla_tasks.signatures import Signature, imported_signature, written_signature
 from mhla_tasks.sources import Source
 
 SHORT_NAMES = {
@@ -42,7 +39,7 @@ def find_unknown_key(sources: Sequence[Source], options: Collection[str]) -> str
     """
     roots = {option.split(".")[0] for option in options}
     trainer = {option.split(".")[1] for option in options if option.startswith("trainer.")}
-    classes: dict[str, type] = {}
+    classes: dict[str, Signature] = {}
     for source in sources:
         for name, value in source.values.items():
             key = str(name)
@@ -101,9 +98,9 @@ def _check_trainer(origin: str, values: dict[str, Any], valid: set[str]) -> str 
 
 
 def _check_class(
-    origin: str, path: str, value: Any, classes: dict[str, type], modules: Sequence[str] = ()
+    origin: str, path: str, value: Any, classes: dict[str, Signature], modules: Sequence[str] = ()
 ) -> str | None:
-    """Check one ``{class_path, init_args}`` or class path; ``classes`` remembers the class from weaker sources."""
+    """Check one ``{class_path, init_args}`` or class path; ``classes`` remembers that of weaker sources."""
     if isinstance(value, str):
         if Path(value).is_file():  # the parser reads the class and its options from there
             classes.pop(path, None)
@@ -116,40 +113,31 @@ def _check_class(
         if "." not in class_path and not modules:
             classes.pop(path, None)  # the parser looks for a class of this name
             return None
-        found = _resolve(class_path, modules)
-        if isinstance(found, str):
-            return f"{origin}: {path}.class_path {class_path[:100]!r}: {found}"
-        classes[path] = found
+        signature = written_signature(class_path)
+        if signature is None:
+            found = _resolve(class_path, modules)
+            if isinstance(found, str):
+                return f"{origin}: {path}.class_path {class_path[:100]!r}: {found}"
+            signature = imported_signature(found)
+        classes.pop(path, None)
+        if signature is not None:
+            classes[path] = signature
     if path not in classes:
         return None
     arguments = value.get("init_args") or {key: item for key, item in value.items() if key not in CLASS_KEYS}
     prefix = f"{path}.init_args" if "init_args" in value else path
-    parameters = inspect.signature(classes[path].__init__).parameters  # type: ignore[misc]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return None
-    try:
-        hints = typing.get_type_hints(classes[path].__init__)  # type: ignore[misc]
-    except NameError:  # of a module that imports types for checkers alone
-        hints = {}
-    valid = {name: hints.get(name) for name in parameters if name != "self"}
-    return next(_unknown(origin, prefix, arguments, valid, classes[path].__name__), None)
+    return next(_unknown(origin, prefix, arguments, classes[path]), None)
 
 
-def _unknown(origin: str, path: str, given: Any, valid: dict[str, Any], owner: str) -> Iterator[str]:
+def _unknown(origin: str, path: str, given: Any, signature: Signature) -> Iterator[str]:
+    valid = signature.options
     for name, value in given.items() if isinstance(given, dict) else ():
         key = str(name)
         if key.rstrip("+") not in valid:
-            yield _message(origin, f"{path}.{key}", valid, owner)
+            yield _message(origin, f"{path}.{key}", valid, signature.name)
             continue
-        for hint in _alternatives(valid[key.rstrip("+")]):
-            if dataclasses.is_dataclass(hint):
-                fields = typing.get_type_hints(hint)
-                owner_name = str(getattr(hint, "__name__", key))
-                yield from _unknown(origin, f"{path}.{key}", value, fields, owner_name)
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        for inner in valid[key.rstrip("+")]:
+            yield from _unknown(origin, f"{path}.{key}", value, inner)
 
 
 def _resolve(class_path: str, modules: Sequence[str]) -> type | str:

@@ -41,9 +41,19 @@ def test_help_and_versions_need_no_torch() -> None:
     assert not {"torch", "lightning", "numpy"} & modules
 
 
-@pytest.mark.parametrize("mistake", ["--model.init_args.nope=1", "--trainer.max_epochs=many", "--config=missing.yaml"])
-def test_a_mistake_is_told_without_what_a_run_would_need(mistake: str) -> None:
-    status, modules, said = modules_after(MAIN, "fit", "--config", "configs/classification/digits.yaml", mistake)
+@pytest.mark.parametrize(
+    ("config", "mistake"),
+    [
+        ("classification/digits", "--model.init_args.nope=1"),
+        ("classification/digits", "--trainer.max_epochs=many"),
+        ("classification/digits", "--config=missing.yaml"),
+        ("diffusion/digits", "--model.init_args.attention.nope=1"),
+        ("language/stdlib", "--data.init_args.nope=1"),
+        ("video/digits_finetune", "--model.init_args.nope=1"),
+    ],
+)
+def test_a_mistake_is_told_without_what_a_run_would_need(config: str, mistake: str) -> None:
+    status, modules, said = modules_after(MAIN, "fit", "--config", f"configs/{config}.yaml", mistake)
     assert status == 2
     assert said.startswith("error: ")
     assert not modules.intersection(HEAVY)

@@ -1,0 +1,60 @@
+"""Options read from the text of a class are those that Python finds when it imports the class."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from mhla_tasks.signatures import OWN, imported_signature, written_signature
+
+ROOT = Path(__file__).parents[2]
+NAMED = sorted(
+    {
+        path
+        for file in (ROOT / "configs").rglob("*.yaml")
+        for path in re.findall(r"class_path: *([\w.]+)", file.read_text())
+        if path.split(".")[0] in OWN
+    }
+)
+
+
+@pytest.mark.parametrize("class_path", [*NAMED, "lightning_mhla.AttentionConfig"])
+def test_as_written_and_as_imported(class_path: str) -> None:
+    module, _, name = class_path.rpartition(".")
+    written = written_signature(class_path)
+    if class_path == "lightning_mhla.callbacks.RunReport":  # has no __init__ of its own, and a base of Lightning's
+        assert written is None
+        return
+    assert written == imported_signature(getattr(import_module(module), name))
+
+
+def test_the_models_take_options_of_options() -> None:
+    found = written_signature("mhla_tasks.classification.ImageClassifier")
+    assert found is not None
+    assert {"kind", "block_size"} <= set(found.options["attention"][0].options)
+    assert found.options["depth"] == []
+
+
+@pytest.mark.parametrize(
+    "class_path",
+    [
+        "lightning.pytorch.callbacks.ModelCheckpoint",  # not the suite's
+        "mhla_tasks.classification.NoSuchClass",
+        "mhla_tasks.nowhere.ImageClassifier",
+        "mhla_tasks./etc/x.Y",
+        "ImageClassifier",
+        "",
+    ],
+)
+def test_what_the_text_does_not_settle(class_path: str) -> None:
+    assert written_signature(class_path) is None
+
+
+def test_options_of_any_name_are_not_checked() -> None:
+    class Open:
+        def __init__(self, known: int, **others: int) -> None:
+            pass
+
+    assert imported_signature(Open) is None
