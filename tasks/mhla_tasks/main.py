@@ -5,6 +5,7 @@ What a command does not use is not imported for it.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib import import_module
@@ -48,6 +49,7 @@ def main() -> None:
     with without_collection():
         import_without_compiler()
         main_of_commands = import_module("mhla_tasks.cli").main
+    gc.freeze()  # what was imported stays, and need not be searched; before any model is made, and before Triton is imported
     main_of_commands()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import types
 import typing
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,11 +35,14 @@ def written_signature(class_path: str) -> Signature | None:
     """The signature of a class of the suite from its text; None where that does not settle it."""
     module, _, name = class_path.rpartition(".")
     found = _find(module, name)
-    return None if found is None else _signature(*found)
+    return None if found is None else _signature(*found, ())
 
 
-def imported_signature(of: type) -> Signature | None:
-    """The signature of a class that is imported; None if it takes options of any name."""
+def imported_signature(of: type, above: tuple[type, ...] = ()) -> Signature | None:
+    """The signature of a class that is imported; None if it takes options of any name.
+
+    Not that of a class ``above``, whose options it is among: a class may name itself.
+    """
     parameters = inspect.signature(of.__init__).parameters  # type: ignore[misc]
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return None
@@ -49,7 +53,9 @@ def imported_signature(of: type) -> Signature | None:
     options = {}
     for name in [name for name in parameters if name != "self"]:
         hint = hints.get(name)
-        known = [imported_signature(each) for each in (hint, *typing.get_args(hint)) if _is_dataclass(each)]
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        taken = [each for each in (typing.get_args(hint) if union else (hint,)) if _is_dataclass(each)]
+        known = [imported_signature(each, (*above, of)) for each in taken if each not in (*above, of)]
         options[name] = [each for each in known if each is not None]
     return Signature(of.__name__, options)
 
@@ -78,17 +84,22 @@ def _parse(module: str) -> tuple[dict[str, ast.ClassDef], dict[str, tuple[str, s
 
 def _find(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
     """A class by the name that it has in a module, and the module that it is written in."""
-    classes, imports = _parse(module)
-    if name in classes:
-        return module, classes[name]
-    return _find(*imports[name]) if name in imports else None
+    seen: set[tuple[str, str]] = set()
+    while (module, name) not in seen:  # a package may import its own modules
+        seen.add((module, name))
+        classes, imports = _parse(module)
+        if name in classes:
+            return module, classes[name]
+        module, name = imports.get(name, (module, name))
+    return None
 
 
-def _signature(module: str, node: ast.ClassDef) -> Signature | None:
+def _signature(module: str, node: ast.ClassDef, above: tuple[ast.ClassDef, ...]) -> Signature | None:
     options = _options(module, node)
     if options is None:
         return None
-    return Signature(node.name, {name: _dataclasses(where, hint) for name, (where, hint) in options.items()})
+    inside = {name: _dataclasses(where, hint, (*above, node)) for name, (where, hint) in options.items()}
+    return Signature(node.name, inside)
 
 
 def _options(module: str, node: ast.ClassDef) -> dict[str, tuple[str, ast.expr | None]] | None:
@@ -111,17 +122,27 @@ def _options(module: str, node: ast.ClassDef) -> dict[str, tuple[str, ast.expr |
     if not _is_written_dataclass(node):
         return None
     for item in node.body:
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and "ClassVar" not in ast.dump(item):
+        kept = "ClassVar", "keyword(arg='init', value=Constant(value=False))"
+        if not isinstance(item, ast.AnnAssign) or any(word in ast.dump(item) for word in kept):
+            continue
+        if isinstance(item.target, ast.Name):
             options[item.target.id] = (module, item.annotation)
     return options
 
 
-def _dataclasses(module: str, hint: ast.expr | None) -> list[Signature]:
-    """Signatures of the dataclasses that an annotation names."""
-    names = [node.id for node in ast.walk(hint) if isinstance(node, ast.Name)] if hint else []
-    found = [_find(module, name) for name in names]
-    known = [_signature(*each) for each in found if each is not None and _is_written_dataclass(each[1])]
+def _dataclasses(module: str, hint: ast.expr | None, above: tuple[ast.ClassDef, ...]) -> list[Signature]:
+    """Signatures of the dataclasses that an annotation names, alone or in a union."""
+    found = [_find(module, each.id) for each in _alternatives(hint) if isinstance(each, ast.Name)]
+    taken = [each for each in found if each is not None and _is_written_dataclass(each[1]) and each[1] not in above]
+    known = [_signature(*each, above) for each in taken]
     return [each for each in known if each is not None]
+
+
+def _alternatives(hint: ast.expr | None) -> list[ast.expr | None]:
+    """``A | B | C`` by parts."""
+    if isinstance(hint, ast.BinOp) and isinstance(hint.op, ast.BitOr):
+        return _alternatives(hint.left) + _alternatives(hint.right)
+    return [hint]
 
 
 def _is_written_dataclass(node: ast.ClassDef) -> bool:
