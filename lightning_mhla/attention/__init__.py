@@ -7,6 +7,7 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables
 from lightning_mhla.attention.linear import LinearAttention
 from lightning_mhla.attention.mhla import MHLA
 from lightning_mhla.attention.softmax import SoftmaxAttention
+from lightning_mhla.recurrence import gated_delta_rule, gated_linear_attention, retention, state_space_dual
 
 __all__ = [
     "MHLA",
@@ -20,5 +21,9 @@ __all__ = [
     "SoftmaxAttention",
     "attention_per_layer",
     "build_attention",
+    "gated_delta_rule",
+    "gated_linear_attention",
     "layout_for",
+    "retention",
+    "state_space_dual",
 ]

@@ -1,0 +1,103 @@
+"""Recurrences whose state decays by one number a head: retention and the state-space dual."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mhla_kernels.backend import Backend
+from torch import Tensor
+
+from lightning_mhla.recurrence import kernels
+from lightning_mhla.recurrence.chunks import Problem, check, check_gate, prepare, scan_chunks
+from lightning_mhla.recurrence.products import decay_weights
+
+
+def retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Retention (RetNet, arXiv 2307.08621, equation 5): ``out_t = scale * sum_{j <= t} exp(-decay (t - j)) (q_t . k_j) v_j``.
+
+    Args:
+        q: ``[B, N, H, Dk]``.
+        k: ``[B, N, H, Dk]``.
+        v: ``[B, N, H, Dv]``.
+        decay: ``[H]``, at least 0.
+        scale: of the products; None for ``Dk ** -0.5``.
+        initial_state: ``[B, H, Dk, Dv]``, of the tokens before; ``[S, H, Dk, Dv]`` for packed sequences; None for zeros.
+        cu_seqlens: first token of each of the S sequences that are packed in the one row (B = 1), and N.
+        backend: ``"torch"``; ``"triton"`` for the kernels of fla-core; ``"auto"`` for those where they can run.
+
+    Returns:
+        ``[B, N, H, Dv]`` in v's dtype, and the state ``[B, H, Dk, Dv]`` (``[S, ...]``) in float32, or float64.
+
+    Raises:
+        ValueError: for tensors that do not fit together, and for kernels that cannot run.
+    """
+    check_gate("decay", decay, q.shape[2:3])
+    log_decay = -decay.expand(q.shape[:3])
+    return state_space_dual(
+        q, k, v, log_decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend
+    )
+
+
+def state_space_dual(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """State-space dual (Mamba-2, arXiv 2405.21060, section 6), as attention.
+
+        state_t = exp(log_decay_t) state_{t-1} + k_t v_t^T
+        out_t = scale * q_t state_t
+
+    In the names of Mamba-2, q is C, k is B, v is ``dt x`` and log_decay is ``dt A``; its scale is 1.
+
+    Args:
+        q: see :func:`retention`, like the rest.
+        k: see there.
+        v: see there.
+        log_decay: ``[B, N, H]``, at most 0.
+        scale: see there.
+        initial_state: see there.
+        cu_seqlens: see there.
+        backend: see there.
+
+    Returns:
+        See :func:`retention`.
+
+    Raises:
+        ValueError: see there.
+    """
+    bounds = check(q, k, v, initial_state, cu_seqlens)
+    check_gate("log_decay", log_decay, q.shape[:3])
+    if kernels.chosen(backend, q):
+        return kernels.state_space_dual(q, k, v, log_decay, scale, initial_state, bounds)
+    with torch.autocast(q.device.type, enabled=False):
+        problem = prepare(q, k, v, scale, initial_state, bounds)
+        return _in_chunks(problem, problem.split(log_decay))
+
+
+def _in_chunks(problem: Problem, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = problem.q, problem.k, problem.v
+    weights = decay_weights(log_decay)
+    to_end = weights[..., -1, :, None]
+    from_start = log_decay.cumsum(-1)[..., None].exp()
+    update = (k * to_end).transpose(-1, -2) @ v
+    before, final = scan_chunks(from_start[..., -1:, :], update, problem.initial, problem.bounds)
+    out = (q * from_start) @ before + (q @ k.transpose(-1, -2) * weights) @ v
+    return problem.merge(out), final

@@ -1,0 +1,86 @@
+"""The gated delta rule: a state that decays, and in which a key's old value is replaced by its new one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from mhla_kernels.backend import Backend
+from torch import Tensor
+
+from lightning_mhla.recurrence import kernels
+from lightning_mhla.recurrence.chunks import Problem, check, check_gate, prepare, rows_of
+from lightning_mhla.recurrence.products import decay_weights
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Gated delta rule (Gated DeltaNet, arXiv 2412.06464, equation 10).
+
+        state_t = exp(log_decay_t) (I - beta_t k_t k_t^T) state_{t-1} + beta_t k_t v_t^T
+        out_t = scale * q_t state_t
+
+    Inside a chunk the tokens' replacements of each other are a triangular system, solved at once (the form of arXiv
+    2406.06484, section 3, with decay).
+
+    Args:
+        q: see :func:`lightning_mhla.recurrence.retention`, like the rest.
+        k: see there; the caller brings keys to length 1, or the state may grow without bound.
+        v: see there.
+        beta: ``[B, N, H]``, in 0 .. 2.
+        log_decay: ``[B, N, H]``, at most 0.
+        scale: see there.
+        initial_state: see there.
+        cu_seqlens: see there.
+        backend: see there.
+
+    Returns:
+        See :func:`lightning_mhla.recurrence.retention`.
+
+    Raises:
+        ValueError: see there.
+    """
+    bounds = check(q, k, v, initial_state, cu_seqlens)
+    check_gate("log_decay", log_decay, q.shape[:3])
+    check_gate("beta", beta, q.shape[:3])
+    if kernels.chosen(backend, q):
+        return kernels.gated_delta_rule(q, k, v, beta, log_decay, scale, initial_state, bounds)
+    with torch.autocast(q.device.type, enabled=False):
+        problem = prepare(q, k, v, scale, initial_state, bounds)
+        return _in_chunks(problem, problem.split(beta)[..., None], problem.split(log_decay))
+
+
+def _in_chunks(problem: Problem, beta: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = problem.q, problem.k, problem.v
+    weights = decay_weights(log_decay)
+    from_start, to_end = log_decay.cumsum(-1)[..., None].exp(), weights[..., -1, :, None]
+    overlap = (k @ k.transpose(-1, -2) * weights * beta).tril(-1)
+    # the new value of each token, and what it takes of the state before the chunk
+    both = torch.cat([v, k * from_start], -1) * beta
+    solved = torch.linalg.solve_triangular(overlap, both, upper=False, unitriangular=True)
+    new, taken = solved.split([v.shape[-1], k.shape[-1]], -1)
+    scores, queries = q @ k.transpose(-1, -2) * weights, q * from_start
+    keys, decay = (k * to_end).transpose(-1, -2), from_start[..., -1:, :]
+    outs, final = [], []
+    pieces = [x.unbind(2) for x in (new, taken, scores, queries, keys, decay)]
+    for sequence, (first, last) in enumerate(pairwise(problem.bounds)):
+        state = rows_of(problem.initial, problem.bounds, sequence)
+        for chunk in range(first, last):
+            new_c, taken_c, scores_c, queries_c, keys_c, decay_c = (piece[chunk] for piece in pieces)
+            values = new_c - taken_c @ state
+            outs.append(queries_c @ state + scores_c @ values)
+            state = decay_c * state + keys_c @ values
+        final.append(state)
+    out = torch.stack(outs, 2) if outs else torch.zeros_like(v)
+    return problem.merge(out), torch.cat(final)

@@ -1,0 +1,60 @@
+"""Gated linear attention: a state that decays by one number for each feature of the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mhla_kernels.backend import Backend
+from torch import Tensor
+
+from lightning_mhla.recurrence import kernels
+from lightning_mhla.recurrence.chunks import check, check_gate, prepare, scan_chunks
+from lightning_mhla.recurrence.products import decayed_products, suffix_sums
+
+
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Gated linear attention (GLA, arXiv 2312.06635, equation 3).
+
+        state_t = diag(exp(log_decay_t)) state_{t-1} + k_t v_t^T
+        out_t = scale * q_t state_t
+
+    Args:
+        q: see :func:`lightning_mhla.recurrence.retention`, like the rest.
+        k: see there.
+        v: see there.
+        log_decay: ``[B, N, H, Dk]``, at most 0.
+        scale: see there.
+        initial_state: see there.
+        cu_seqlens: see there.
+        backend: see there.
+
+    Returns:
+        See :func:`lightning_mhla.recurrence.retention`.
+
+    Raises:
+        ValueError: see there.
+    """
+    bounds = check(q, k, v, initial_state, cu_seqlens)
+    check_gate("log_decay", log_decay, q.shape)
+    if kernels.chosen(backend, q):
+        return kernels.gated_linear_attention(q, k, v, log_decay, scale, initial_state, bounds)
+    with torch.autocast(q.device.type, enabled=False):
+        problem = prepare(q, k, v, scale, initial_state, bounds)
+        q, k, v = problem.q, problem.k, problem.v
+        decay = problem.split(log_decay)
+        from_start = decay.cumsum(-2).exp()
+        update = (k * suffix_sums(decay).exp()).transpose(-1, -2) @ v
+        before, final = scan_chunks(from_start[..., -1:, :].transpose(-1, -2), update, problem.initial, problem.bounds)
+        out = (q * from_start) @ before + decayed_products(q, k, decay) @ v
+        return problem.merge(out), final

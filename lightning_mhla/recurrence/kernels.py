@@ -1,0 +1,88 @@
+"""The kernels of flash-linear-attention (fla-core), on a GPU."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from mhla_kernels.backend import BACKENDS
+from torch import Tensor
+
+
+@cache
+def installed() -> bool:
+    """Whether fla-core is there; it is imported by the first call that needs it."""
+    return find_spec("fla") is not None
+
+
+def chosen(backend: str, q: Tensor) -> bool:
+    """Whether the kernels run a call with queries ``q``.
+
+    Raises:
+        ValueError: for an unknown backend, and for kernels asked for where they cannot run.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}")
+    able = installed() and q.is_cuda and q.dtype != torch.float64
+    if backend == "triton" and not able:
+        reason = "fla-core is not installed (pip install 'lightning-mhla[fla]')"
+        if installed():
+            reason = f"they take tensors of a GPU, not float64; these are {q.dtype} on {q.device}"
+        raise ValueError(f"backend='triton' needs the kernels of flash-linear-attention: {reason}; use backend='auto'")
+    return able and backend != "torch"
+
+
+def state_space_dual(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: float | None,
+    state: Tensor | None,
+    bounds: list[int] | None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`lightning_mhla.recurrence.state_space_dual`."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla(q, k.to(q.dtype), v.to(q.dtype), g=log_decay.float(), **_options(q, scale, state, bounds))
+
+
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: float | None,
+    state: Tensor | None,
+    bounds: list[int] | None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`lightning_mhla.recurrence.gated_linear_attention`."""
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(q, k.to(q.dtype), v.to(q.dtype), g=log_decay.float(), **_options(q, scale, state, bounds))
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    scale: float | None,
+    state: Tensor | None,
+    bounds: list[int] | None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`lightning_mhla.recurrence.gated_delta_rule`."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    k, v, beta = (x.to(q.dtype) for x in (k, v, beta))
+    return chunk_gated_delta_rule(q, k, v, g=log_decay.float(), beta=beta, **_options(q, scale, state, bounds))
+
+
+def _options(q: Tensor, scale: float | None, state: Tensor | None, bounds: list[int] | None) -> dict[str, Any]:
+    lengths = None if bounds is None else torch.tensor(bounds, dtype=torch.int64, device=q.device)
+    initial = None if state is None else state.float()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return {"scale": scale, "initial_state": initial, "output_final_state": True, "cu_seqlens": lengths}

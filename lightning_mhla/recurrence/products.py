@@ -1,0 +1,130 @@
+"""Weights between the tokens of a chunk whose state decays, exact for decays of any strength.
+
+A chunk is halved, and its halves again. Of two neighbouring halves, the later one's tokens have decayed from its start on, and
+the earlier one's up to its end: a weight between the two is the product of two factors, both at most 1. So nothing overflows;
+and since sums of decays are only ever added to, a weak decay is not lost behind a strong one, as it would be in the
+difference of two running sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+def decay_weights(log_decay: Tensor) -> Tensor:
+    """``exp(log_decay[j + 1] + ... + log_decay[i])`` for ``j <= i``, 0 for ``j > i``: ``[..., C]`` to ``[..., C, C]``."""
+    return _DecayWeights.apply(log_decay)
+
+
+def decayed_products(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+    """``sum_d q[i, d] k[j, d] exp(log_decay[j + 1, d] + ... + log_decay[i, d])`` for ``j <= i``, 0 for ``j > i``.
+
+    Args:
+        q: ``[..., C, D]``.
+        k: ``[..., C, D]``.
+        log_decay: ``[..., C, D]``.
+
+    Returns:
+        ``[..., C, C]``.
+    """
+    return _DecayedProducts.apply(q, k, log_decay)
+
+
+def suffix_sums(x: Tensor) -> Tensor:
+    """Sums over the later tokens of a chunk, ``x[j + 1] + ... + x[C - 1]``, along axis -2."""
+    return F.pad(x[..., 1:, :].flip(-2).cumsum(-2).flip(-2), (0, 0, 0, 1))
+
+
+class _DecayWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, log_decay: Tensor) -> Tensor:
+        size = log_decay.shape[-1]
+        (decay,) = _padded(log_decay[..., None])
+        weights = torch.diag_embed(torch.ones_like(decay[..., 0]))
+        for half, from_start, to_end in _halves(decay):
+            _below(weights, half).copy_((from_start * to_end.transpose(-1, -2)).movedim(-3, -1))
+        weights = weights[..., :size, :size].contiguous()
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (weights,) = ctx.saved_tensors
+        size = weights.shape[-1]
+        (slope,) = _padded(F.pad(grads[0] * weights, (0, (1 << (size - 1).bit_length()) - size)))
+        to_decay = torch.zeros_like(slope[..., :1])
+        half = 1
+        while half < slope.shape[-1]:  # both sums have terms of one half only: nothing is added that is taken off again
+            part = _below(slope, half).movedim(-1, -3)
+            _part(to_decay, half, 1).add_(part.sum(-1)[..., None].flip(-2).cumsum(-2).flip(-2))
+            _part(to_decay, half, 0)[..., 1:, :].add_(part.sum(-2)[..., :-1, None].cumsum(-2))
+            half *= 2
+        return to_decay[..., :size, 0]
+
+
+class _DecayedProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, log_decay)
+        size = q.shape[-2]
+        q, k, decay = _padded(q, k, log_decay)
+        products = torch.diag_embed((q * k).sum(-1))
+        for half, from_start, to_end in _halves(decay):
+            queries, keys = _part(q, half, 1) * from_start, _part(k, half, 0) * to_end
+            _below(products, half).copy_((queries @ keys.transpose(-1, -2)).movedim(-3, -1))
+        return products[..., :size, :size]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, log_decay = ctx.saved_tensors
+        size = q.shape[-2]
+        q, k, decay = _padded(q, k, log_decay)
+        slope = F.pad(grads[0], (0, q.shape[-2] - size) * 2)
+        to_q, to_k = torch.zeros_like(q), torch.zeros_like(k)
+        for half, from_start, to_end in _halves(decay):
+            queries, keys = _part(q, half, 1) * from_start, _part(k, half, 0) * to_end
+            part = _below(slope, half).movedim(-1, -3)
+            _part(to_q, half, 1).addcmul_(part @ keys, from_start)
+            _part(to_k, half, 0).addcmul_(part.transpose(-1, -2) @ queries, to_end)
+        to_decay = (q * to_q - k * to_k).flip(-2).cumsum(-2).flip(-2)
+        diagonal = slope.diagonal(dim1=-2, dim2=-1)[..., None]
+        to_q, to_k = to_q.addcmul_(diagonal, k), to_k.addcmul_(diagonal, q)
+        return to_q[..., :size, :], to_k[..., :size, :], to_decay[..., :size, :]
+
+
+def _padded(*tensors: Tensor) -> list[Tensor]:
+    """Tensors ``[..., C, D]`` with zeros up to a power of two."""
+    size = tensors[0].shape[-2]
+    more = (1 << (size - 1).bit_length()) - size if size else 0
+    return [F.pad(x, (0, 0, 0, more)) if more else x for x in tensors]
+
+
+def _part(x: Tensor, half: int, side: int) -> Tensor:
+    """The first (side 0) or second halves of the pairs of ``half`` tokens: a view ``[..., C / 2 half, half, D]``."""
+    return x.unflatten(-2, (-1, 2, half)).select(-3, side)
+
+
+def _below(products: Tensor, half: int) -> Tensor:
+    """Products of the second with the first half of each pair: a view ``[..., half, half, C / 2 half]``."""
+    both = products.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
+    return both.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2)
+
+
+def _halves(log_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For halves of 1, 2, 4, ... tokens: that number, decays of the second ones from their start, of the first to their end."""
+    prefix, suffix = log_decay.clone(), torch.zeros_like(log_decay)
+    half = 1
+    while half < log_decay.shape[-2]:
+        first, second, before_end = _part(prefix, half, 0), _part(prefix, half, 1), _part(suffix, half, 0)
+        yield half, second.exp(), before_end.exp()
+        before_end += second[..., -1:, :]
+        second += first[..., -1:, :]
+        half *= 2
