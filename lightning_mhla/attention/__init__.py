@@ -2,10 +2,14 @@
 
 from lightning_mhla.attention.base import Attention, build_attention
 from lightning_mhla.attention.config import AttentionConfig, attention_per_layer, layout_for
+from lightning_mhla.attention.gated_deltanet import GatedDeltaNet
+from lightning_mhla.attention.gla import GatedLinearAttention
 from lightning_mhla.attention.inputs import AttentionInputs, Projections
 from lightning_mhla.attention.layout import BlockLayout, LayoutTables
 from lightning_mhla.attention.linear import LinearAttention
+from lightning_mhla.attention.mamba2 import Mamba2
 from lightning_mhla.attention.mhla import MHLA
+from lightning_mhla.attention.retention import Retention
 from lightning_mhla.attention.softmax import SoftmaxAttention
 from lightning_mhla.recurrence import gated_delta_rule, gated_linear_attention, retention, state_space_dual
 
@@ -15,9 +19,13 @@ __all__ = [
     "AttentionConfig",
     "AttentionInputs",
     "BlockLayout",
+    "GatedDeltaNet",
+    "GatedLinearAttention",
     "LayoutTables",
     "LinearAttention",
+    "Mamba2",
     "Projections",
+    "Retention",
     "SoftmaxAttention",
     "attention_per_layer",
     "build_attention",

@@ -54,10 +54,16 @@ class Attention(LayoutTables):
     """Options of :class:`AttentionConfig` that the kind does not look at."""
     uses_blocks: ClassVar[bool] = False
     """Whether the layout needs ``block_grid`` or ``block_size``."""
+    causal_only: ClassVar[bool] = False
+    """Whether the kind cannot attend to later tokens, so that images and video cannot use it."""
     uses_linear_options: ClassVar[bool] = True
     """Whether ``normalize``, ``feature_map`` and ``output_norm`` mean what they mean to mhla."""
     repeats_heads: ClassVar[bool] = True
     """Whether :meth:`attend` wants as many key heads as query heads."""
+    scans: ClassVar[bool] = False
+    """Whether the operator reads tokens one after the other: it is given them in raster order, whatever order they come in."""
+    always_gated: ClassVar[bool] = False
+    """Whether the kind has an output gate by itself, whatever ``gate`` says."""
     options: Any
     order: Tensor | None
     inverse: Tensor | None
@@ -88,25 +94,32 @@ class Attention(LayoutTables):
             raise ValueError(f"key_value_heads={key_value_heads} must divide heads={heads}")
         if (key_width is None or value_width is None) and dim % heads:
             raise ValueError(f"dim={dim} is not divisible by heads={heads}; give key_width and value_width")
+        if self.causal_only and not causal:
+            raise ValueError(f"attention kind {config.kind!r} is causal only: use it for sequences, or choose another")
         if causal and (len(layout.grid) != 1 or layout.prefix_tokens):
             raise ValueError(f"causal attention needs a 1-D grid without prefix tokens, not {layout}")
         if causal and config.lepe:
             raise ValueError("lepe looks at later tokens too; leave it out of causal attention")
-        if config.rotary and projections and (len(layout.grid) != 1 or layout.prefix_tokens):
-            raise ValueError(f"rotary positions are those of a 1-D grid without prefix tokens, not of {layout}")
         report_unused(config, self.unused)
         self.config, self.causal, self.block_ordered = config, causal, block_ordered
+        self.projects = projections
+        self.rotary = config.rotary and not (projections and "rotary" in self.unused)
+        if self.rotary and projections and (len(layout.grid) != 1 or layout.prefix_tokens):
+            raise ValueError(f"rotary positions are those of a 1-D grid without prefix tokens, not of {layout}")
         self.options = self.Options(**config.options or {}) if self.Options is not None else None
         self.heads, self.key_value_heads = heads, key_value_heads
         self.key_width, self.value_width = key_width or dim // heads, value_width or dim // heads
-        self.sections = [heads * self.key_width, key_value_heads * self.key_width, key_value_heads * self.value_width]
+        widths = (self.key_width, self.key_width, self.value_width)
+        self.sections = [count * width for count, width in zip(self.projected_heads(), widths, strict=True)]
         inner = heads * self.value_width
         self.qkv = nn.Linear(dim, sum(self.sections), bias=bias) if projections else None
         self.proj = nn.Linear(inner, dim, bias=bias) if projections else None
-        self.gate = nn.Linear(dim, inner, bias=bias) if config.gate else None
+        self.gate = nn.Linear(dim, inner, bias=bias) if config.gate or self.always_gated else None
         norm = config.output_norm if config.output_norm is not None else not config.normalize
         self.norm = nn.RMSNorm(self.value_width, OUTPUT_NORM_EPS) if norm and self.uses_linear_options else None
-        self.lepe = LocalPositionalEncoding(layout, inner, config.lepe, projections) if config.lepe else None
+        self.lepe = (
+            LocalPositionalEncoding(self._inner(layout), inner, config.lepe, projections) if config.lepe else None
+        )
         if projections:
             self.register_buffer("order", None, persistent=False)
             self.register_buffer("inverse", None, persistent=False)
@@ -124,15 +137,28 @@ class Attention(LayoutTables):
         """
         self.layout = layout
         with torch.inference_mode(False):  # or training could not use a layout that sampling saw first
-            moves = not (self.block_ordered or layout.is_raster)
-            self.order = layout.order.to(device) if moves else None
-            self.inverse = layout.inverse.to(device) if moves else None
+            moves = not layout.is_raster and self.block_ordered == self.scans
+            self.order, self.inverse = (x.to(device) if moves else None for x in self.tables().values())
             if self.lepe is not None:
-                self.lepe.fit(layout, device)
+                self.lepe.fit(self._inner(layout), device)
 
     def tables(self) -> dict[str, Tensor]:
-        """See :class:`LayoutTables`."""
-        return {"order": self.layout.order, "inverse": self.layout.inverse}
+        """See :class:`LayoutTables`; from the order in which tokens come to that of the operator, and back."""
+        there, back = self.layout.order, self.layout.inverse
+        return {"order": back, "inverse": there} if self.scans else {"order": there, "inverse": back}
+
+    def _inner(self, layout: BlockLayout) -> BlockLayout:
+        """The layout in whose order the operator has its tokens."""
+        return replace(layout, blocks=(1,) * len(layout.grid), block_size=None) if self.scans else layout
+
+    def projected_heads(self) -> tuple[int, int, int]:
+        """Heads of queries, keys and values, as they are projected."""
+        return self.heads, self.key_value_heads, self.key_value_heads
+
+    @classmethod
+    def options_at(cls, options: dict[str, Any] | None, layer: int) -> dict[str, Any] | None:
+        """The kind's own options in a layer of this number, for options that depend on it."""
+        return options
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """The operator, tokens in block order; ``[B, N, H, Dv]``.
@@ -161,7 +187,7 @@ class Attention(LayoutTables):
                 ``lengths``, tokens so far in each row, ``bytes`` and ``select(rows)``.
             counts: how many of the N tokens of each row are real.
         """
-        raise NotImplementedError(f"attention kind {self.config.kind!r} cannot generate: it has no continue_from")
+        raise NotImplementedError
 
     def operator_flops(self, tokens: int) -> float:
         """Floating-point operations of :meth:`attend` on one sequence of ``tokens``: two for each multiply-add."""
@@ -169,7 +195,7 @@ class Attention(LayoutTables):
 
     def flops(self, tokens: int) -> float:
         """Floating-point operations of the forward pass on one sequence of ``tokens``, projections included."""
-        projections = [linear.weight.numel() for linear in (self.qkv, self.proj, self.gate) if linear is not None]
+        projections = [module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear)]
         return 2.0 * tokens * sum(projections) + self.operator_flops(tokens)
 
     @property
@@ -229,11 +255,20 @@ class Attention(LayoutTables):
     ) -> AttentionInputs:
         """Inputs of the kind; raises ValueError for those that it does not handle."""
         given = {"key_mask": key_mask, "rotary": rotary, "cu_seqlens": cu_seqlens, "share": share}
-        for name, value in given.items():
-            if value is not None and name not in self.handles:
-                raise ValueError(f"attention kind {self.config.kind!r} does not take {name}: {UNHANDLED[name]}")
+        self.require(*(name for name, value in given.items() if value is not None))
         k, v = self._repeated(k, v)
         return AttentionInputs(x, q, k, v, key_mask, rotary, cu_seqlens, share)
+
+    def require(self, *names: str) -> None:
+        """Raise ValueError for what a layer of this kind cannot do.
+
+        Args:
+            names: keys of :data:`UNHANDLED`: optional inputs, or ``"state"`` for generation.
+        """
+        for name in names:
+            able = type(self).continue_from is not Attention.continue_from if name == "state" else name in self.handles
+            if not able:
+                raise ValueError(f"attention kind {self.config.kind!r} {UNHANDLED[name]}")
 
     def next_tokens(
         self, x: Tensor, state: Any, counts: Sequence[int], rotary: Rotary | None = None
@@ -246,10 +281,11 @@ class Attention(LayoutTables):
             counts: see there.
             rotary: angles of these tokens, None for those that follow the state's.
         """
+        self.require("state")
         if not self.causal:
             raise ValueError("only causal attention generates token by token; build the layer with causal=True")
         q, k, v = self._project(x)
-        if not self.config.rotary:
+        if not self.rotary:
             rotary = None
         elif rotary is None:
             rotary = self.angles(next_positions(() if state is None else state.lengths, x))
@@ -279,7 +315,7 @@ class Attention(LayoutTables):
     def _rotary(
         self, given: Rotary | None, x: Tensor, cu_seqlens: Sequence[int] | None = None, start: int = 0
     ) -> Rotary | None:
-        if not self.config.rotary:
+        if not self.rotary:
             return None
         if given is not None:
             return given if self.order is None else given.select(self.order)
@@ -302,7 +338,7 @@ class Attention(LayoutTables):
             out = self.norm(out)
         out = out.flatten(2)
         if self.lepe is not None:
-            out = out + self.lepe(self._repeated(v, v)[1].flatten(2), key_mask)
+            out = out + self.lepe(v.repeat_interleave(self.heads // v.shape[2], 2).flatten(2), key_mask)
         if self.gate is not None:
             out = out * F.silu(self.gate(x))
         return out
@@ -328,9 +364,8 @@ class Attention(LayoutTables):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.qkv is not None, "a layer without projections is given those of another module"
         q, k, v = self.qkv(x).split(self.sections, dim=-1)
-        q = q.unflatten(-1, (self.heads, self.key_width))
-        k = k.unflatten(-1, (self.key_value_heads, self.key_width))
-        return q, k, v.unflatten(-1, (self.key_value_heads, self.value_width))
+        q, k = (tensor.unflatten(-1, (-1, self.key_width)) for tensor in (q, k))
+        return q, k, v.unflatten(-1, (-1, self.value_width))
 
     def _merge(self, out: Tensor) -> Tensor:
         assert self.proj is not None, "a layer without projections is given those of another module"

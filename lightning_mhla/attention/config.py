@@ -41,7 +41,8 @@ class AttentionConfig:
     """Which attention a model uses; the same keys in every domain.
 
     Args:
-        kind: mhla (mixed block summaries), linear (one summary of all tokens), softmax, or a kind of your own.
+        kind: mhla (mixed block summaries), linear (one summary of all tokens), softmax, retention, gla, gated_deltanet,
+            mamba2, or a kind of your own.
         block_grid: number of blocks along each axis of the token grid (images, video).
         block_size: tokens in a block (sequences). One of block_grid and block_size; only mhla uses them.
         mixing: how the mixing coefficients are parametrised. dense is one free coefficient for each pair of blocks,
@@ -115,6 +116,11 @@ class AttentionConfig:
             return None
         return asdict(as_dataclass(kind, self.options or {}, f"attention kind {self.kind!r}"))
 
+    def at_layer(self, layer: int) -> AttentionConfig:
+        """The same for the layer of this number, counted from 0."""
+        options = KINDS[self.kind].options_at(self.options, layer)
+        return self if options == self.options else replace(self, options=options)
+
     def with_kind(self, kind: str) -> AttentionConfig:
         """The same for another kind; the options of the kind itself go where the kind is the same."""
         return replace(self, kind=kind, options=self.options if kind == self.kind else None)
@@ -128,7 +134,7 @@ def register_kind(name: str, kind: Any) -> None:
         for name, attention in KINDS.items()
         if attention.Options is not None
     ]
-    names = [known for known in KINDS if known not in ("mhla", "linear", "softmax")]
+    names = [known for known, attention in KINDS.items() if not attention.__module__.startswith("lightning_mhla.")]
     own = f"a kind of your own ({', '.join(names)})." if names else OWN_KIND
     AttentionConfig.__doc__ = DOC.replace(OWN_KIND, own).replace(NO_OPTIONS, "; ".join([NO_OPTIONS, *listed]))
 

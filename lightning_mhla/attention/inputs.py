@@ -12,12 +12,13 @@ from lightning_mhla.attention.positions import Rotary
 from lightning_mhla.attention.sequence import SequenceShare
 
 UNHANDLED = {
-    "key_mask": "it has to see every token",
-    "rotary": "set rotary: false",
-    "cu_seqlens": "do not pack sequences",
-    "share": "train without sequence parallelism",
+    "key_mask": "does not take key_mask: it has to see every token",
+    "rotary": "does not take rotary: set rotary: false",
+    "cu_seqlens": "does not take cu_seqlens: do not pack sequences (separate_documents: false)",
+    "share": "does not take share: train without sequence parallelism (sequence_parallel_size: 1)",
+    "state": "cannot generate: it has no continue_from; leave out predict and TextSamples",
 }
-"""Optional inputs, and the way out for a kind that does not take them."""
+"""What a kind may not be able to do, and the way out."""
 
 
 class Projections(NamedTuple):

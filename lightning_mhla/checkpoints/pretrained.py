@@ -26,8 +26,8 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 log = logging.getLogger(__name__)
 
-ADDED = ("mixing.", "lepe.", "gate.", "norm.")
-"""Parts of an attention layer that another kind of attention does not have; they keep their start where they are missing."""
+COMMON = ("qkv.", "proj.")
+"""Parts of an attention layer that every kind has; others keep their start where they are missing, or of another size."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,6 @@ def adopt(
     *,
     heads: Sequence[str] = (),
     positions: Sequence[str] = (),
-    added: Sequence[str] = ADDED,
 ) -> Report:
     """Give ``network`` the weights of another model of its width and depth, and log what became of each.
 
@@ -125,7 +124,6 @@ def adopt(
         path: for messages.
         heads: how names begin that start anew where their size differs (classes, vocabulary).
         positions: names of learned positions ``[1, side * side, dim]`` of a square grid.
-        added: how names inside an attention layer begin that may be missing, or left.
 
     Raises:
         ValueError: for weights of another width or depth.
@@ -136,7 +134,7 @@ def adopt(
     for name, tensor in source.weights.items():
         owner, _, leaf = name.rpartition(".")
         if name not in own:
-            (report.left if _is_added(name, added) or name.startswith(tuple(heads)) else wrong).append(name)
+            (report.left if _is_added(name) or name.startswith(tuple(heads)) else wrong).append(name)
         elif own[name].shape == tensor.shape and not _moves(mixing.get(owner), source.block_grid):
             fitted[name] = tensor
             report.taken.append(name)
@@ -148,12 +146,12 @@ def adopt(
         elif name in positions:
             fitted[name] = resize_positions(tensor, own[name].shape[1])
             report.resized.append(name)
-        elif name.startswith(tuple(heads)):
+        elif name.startswith(tuple(heads)) or _is_added(name):
             report.anew.append(name)
         else:
             wrong.append(f"{name} {list(tensor.shape)} for {list(own[name].shape)}")
     missing = [name for name in own if name not in source.weights]
-    lacking = [name for name in missing if not _is_added(name, added) and not name.startswith(tuple(heads))]
+    lacking = [name for name in missing if not _is_added(name) and not name.startswith(tuple(heads))]
     report.anew += [name for name in missing if name not in lacking]
     if wrong or lacking:
         parts = [*wrong, *(f"{name} is missing" for name in lacking)]
@@ -166,8 +164,8 @@ def adopt(
     return report
 
 
-def _is_added(name: str, added: Sequence[str]) -> bool:
-    return ".attn." in name and name.split(".attn.")[-1].startswith(tuple(added))
+def _is_added(name: str) -> bool:
+    return ".attn." in name and not name.split(".attn.")[-1].startswith(COMMON)
 
 
 def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None) -> bool:

@@ -85,7 +85,7 @@ class Backbone(LayoutTables):
                 dim,
                 heads,
                 self.layout,
-                config,
+                config.at_layer(index),
                 mlp_ratio=mlp_ratio,
                 mlp=mlp,
                 norm=norm,
@@ -209,7 +209,7 @@ class Backbone(LayoutTables):
 
     def _angles(self, positions: Tensor) -> dict[float, Rotary]:
         """Rotary angles of the layers, by their base; layers without rotary take none of them."""
-        using = {block.attn.config.rotary_base: block.attn for block in self.layers if block.attn.config.rotary}
+        using = {block.attn.config.rotary_base: block.attn for block in self.layers if block.attn.rotary}
         return {base: layer.angles(positions) for base, layer in using.items()}
 
 

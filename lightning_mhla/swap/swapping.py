@@ -66,7 +66,7 @@ def swap_attention(
     kinds = kinds_of_layers(attention, len(hosts), layers, layer_kinds)
     check_supported(model, {index: host for index, host in enumerate(hosts) if kinds[index] != KEEP})
     configs = {
-        index: replace(attention.with_kind(kind), rotary=hasattr(model, "rope"))
+        index: replace(attention.with_kind(kind).at_layer(index), rotary=hasattr(model, "rope"))
         for index, kind in enumerate(kinds)
         if kind != KEEP
     }

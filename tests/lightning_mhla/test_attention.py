@@ -13,7 +13,8 @@ from lightning_mhla import MHLA, AttentionConfig, Backbone, Block, BlockLayout
 from lightning_mhla.attention import Attention, AttentionInputs, build_attention, layout_for
 from lightning_mhla.attention.positions import rotary_angles
 
-KINDS = ("mhla", "linear", "softmax")
+KINDS = ("mhla", "linear", "softmax", "retention", "gla", "gated_deltanet", "mamba2")
+RECURRENT = KINDS[3:]
 GRIDS = {"1d": ((12,), [3]), "2d": ((5, 7), [2, 3]), "3d": ((3, 4, 4), [1, 2, 2])}
 
 
@@ -42,8 +43,13 @@ def test_alone_and_block_ordered_are_the_same_layer(kind: str, grid: str, prefix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_attention_matrix_is_what_the_layer_applies(kind: str, causal: bool) -> None:
+    options = {"conv": 0} if kind in ("gated_deltanet", "mamba2") else None  # else the values pass a convolution first
     layer = build_attention(
-        AttentionConfig(kind=kind, block_size=4), 16, 2, BlockLayout((14,), block_size=4), causal=causal
+        AttentionConfig(kind=kind, block_size=4, options=options),
+        16,
+        2,
+        BlockLayout((14,), block_size=4),
+        causal=causal,
     )
     x, mask = torch.randn(2, 14, 16), torch.rand(2, 14) > 0.2
     q, k, v = layer._project(x)
@@ -151,11 +157,11 @@ def test_masked_tokens_change_nothing_in_the_backbone() -> None:
 
 
 def test_a_list_makes_a_hybrid() -> None:
-    model = Backbone(16, 3, 2, (4, 4), [config(kind, [2, 2]) for kind in KINDS])
+    model = Backbone(16, len(KINDS), 2, (4, 4), [config(kind, [2, 2]) for kind in KINDS])
     assert [block.attn.config.kind for block in model.blocks] == list(KINDS)
     assert model(torch.randn(2, 16, 16)).shape == (2, 16, 16)
-    with pytest.raises(ValueError, match="lists 2 layers, but depth=3"):
-        Backbone(16, 3, 2, (4, 4), [config("mhla", [2, 2])] * 2)
+    with pytest.raises(ValueError, match="lists 2 layers, but depth=7"):
+        Backbone(16, len(KINDS), 2, (4, 4), [config("mhla", [2, 2])] * 2)
     with pytest.raises(ValueError, match="same block_grid"):
         Backbone(16, 2, 2, (4, 4), [config("mhla", [2, 2]), config("mhla", [4, 4])])
 
@@ -237,17 +243,93 @@ def test_layers_refuse() -> None:
         Block(16, 2, layout, AttentionConfig(block_grid=[2, 2]), norm="batch")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:-1])  # mamba2 groups the heads of queries and keys instead
 def test_grouped_keys_serve_neighbouring_query_heads(kind: str) -> None:
     """As a layer does that has each key and value head written out for its two queries."""
     layout = BlockLayout((8,), (2,))
-    grouped = build_attention(config(kind, [2]), 16, 4, layout, key_value_heads=2, bias=False)
-    whole = build_attention(config(kind, [2]), 16, 4, layout, bias=False)
+    settings = config(kind, [2], options={"conv": 0} if kind == "gated_deltanet" else None)
+    grouped = build_attention(settings, 16, 4, layout, key_value_heads=2, bias=False)
+    whole = build_attention(settings, 16, 4, layout, bias=False)
     q, k, v = grouped.qkv.weight.detach().split(grouped.sections)
     pairs = [x.unflatten(0, (2, 4)).repeat_interleave(2, 0).flatten(0, 1) for x in (k, v)]
     whole.load_state_dict({**grouped.state_dict(), "qkv.weight": torch.cat([q, *pairs])})
     x = torch.randn(2, 8, 16)
     torch.testing.assert_close(grouped(x), whole(x))
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("prefix", [0, 1], ids=["", "prefix"])
+def test_directions_of_recurrences(kind: str, prefix: int) -> None:
+    """Backward is forward on the tokens from last to first; both is their sum; alternate changes from layer to layer."""
+    grid = {"layout": BlockLayout((3, 5), (1, 1), prefix_tokens=prefix)}
+
+    def layer(direction: str) -> Attention:
+        torch.manual_seed(3)
+        return build_attention(AttentionConfig(kind=kind, options={"direction": direction}), 16, 2, **grid).eval()
+
+    x, mask = torch.randn(2, 15 + prefix, 16), torch.rand(2, 15 + prefix) > 0.2
+    rows, turned = (layer(direction) for direction in ("forward", "backward"))
+    torch.testing.assert_close(turned(x, mask), rows(x.flip(1), mask.flip(1)).flip(1))
+    causal = rows.attention_matrix(x)
+    assert (causal.triu(1) == 0).all()
+    assert (turned.attention_matrix(x).tril(-1) == 0).all()
+    if kind in ("retention", "gla"):  # both see the same values
+        torch.testing.assert_close(layer("both").attention_matrix(x), causal + turned.attention_matrix(x))
+    model = Backbone(16, 3, 2, (3, 5), AttentionConfig(kind=kind, options={"direction": "alternate"}))
+    assert [block.attn.options.direction for block in model.layers] == ["forward", "backward", "forward"]
+    with pytest.raises(ValueError, match="direction='sideways' is not"):
+        AttentionConfig(kind=kind, options={"direction": "sideways"})
+
+
+def test_gates_are_those_of_the_publications() -> None:
+    """Written out token by token from the layers' own weights, in float64."""
+    x = torch.randn(1, 7, 16, dtype=torch.float64)
+    layout = BlockLayout((7,), (1,))
+    for kind in RECURRENT:
+        layer = build_attention(AttentionConfig(kind=kind), 16, 2, layout, causal=True, bias=False).double()
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        q, k, v = layer._project(x)
+        if layer.conv is not None:
+            channels = torch.cat([y.flatten(2) for y in (q, k, v)], -1)
+            taps = F.pad(channels, (0, 0, 3, 0)).unfold(1, 4, 1)
+            channels = torch.einsum("bnct,tc->bnc", taps, layer.conv.weight)
+            channels = F.silu(channels if layer.conv.bias is None else channels + layer.conv.bias)
+            widths = [y.shape[2] * y.shape[3] for y in (q, k, v)]
+            q, k, v = (
+                part.unflatten(-1, y.shape[2:]) for part, y in zip(channels.split(widths, -1), (q, k, v), strict=True)
+            )
+        q, k = (y.expand(-1, -1, 2, -1) for y in (q, k))
+        state = torch.zeros(1, 2, 8, 8, dtype=torch.float64)
+        outs = []
+        for t in range(7):
+            key, value, scale = k[:, t], v[:, t], 8**-0.5
+            if kind == "retention":
+                state = state * torch.tensor([1 - 2**-5, 1 - 2**-6])[:, None, None]
+            elif kind == "gla":
+                decay = F.logsigmoid(x[:, t] @ layer.reduce.weight.T @ layer.decay.weight.T + layer.decay.bias) / 16
+                state = state * decay.exp().view(1, 2, 8, 1)
+            else:
+                step = F.softplus(x[:, t] @ layer.decay.proj.weight.T + layer.decay.bias)
+                state = state * torch.exp(-layer.decay.rate.exp() * step)[..., None, None]
+                if kind == "mamba2":
+                    value, scale = value * step[..., None], 1.0
+                else:
+                    key = key / key.norm(dim=-1, keepdim=True)
+                    beta = torch.sigmoid(x[:, t] @ layer.beta.weight.T)[..., None]
+                    value = beta * (value - torch.einsum("bhk,bhkv->bhv", key, state))
+            state = state + key[..., None] * value[..., None, :]
+            query = q[:, t] / q[:, t].norm(dim=-1, keepdim=True) if kind == "gated_deltanet" else q[:, t]
+            outs.append(scale * torch.einsum("bhk,bhkv->bhv", query, state))
+        out = torch.stack(outs, 1)
+        gate = F.silu(x @ layer.gate.weight.T)
+        if kind == "mamba2":
+            out = (out + layer.through[:, None] * v).flatten(2) * gate
+            out = out * (out.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.norm.weight
+        else:
+            out = out * (out.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.norm.weight
+            out = out.flatten(2) * gate
+        torch.testing.assert_close(layer(x), out @ layer.proj.weight.T, rtol=1e-4, atol=1e-5)
 
 
 def test_causal_linear_attention_forgets_nothing() -> None:

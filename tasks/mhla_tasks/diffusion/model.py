@@ -137,7 +137,8 @@ class DiT(ModelMixin, ConfigMixin):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.endswith("modulation.1"):
                 nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
         nn.init.xavier_uniform_(self.patches.proj.weight.view(self.patches.proj.out_channels, -1))
         nn.init.zeros_(self.patches.proj.bias)
         for weight in (self.label.weight, self.time.linear_1.weight, self.time.linear_2.weight):

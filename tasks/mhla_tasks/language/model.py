@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from lightning_mhla import Backbone, Block, GenerationCache
 from lightning_mhla.attention.mixing import MixingCoefficients
+from lightning_mhla.attention.recurrent import HeadDecay, ShortConvolution
 from lightning_mhla.attention.sequence import SequenceShare
 from mhla_tasks.language.config import MHLAConfig
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
@@ -117,7 +118,9 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
-        elif isinstance(module, MixingCoefficients | nn.RMSNorm):
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, MixingCoefficients | nn.RMSNorm | ShortConvolution | HeadDecay):
             module.reset_parameters()
 
     def get_input_embeddings(self) -> nn.Module:

@@ -20,6 +20,7 @@ from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
+from mhla_tasks.language.callbacks import TextSamples
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.prompts import ContinuationFile, GenerationOptions
@@ -146,9 +147,17 @@ class LanguageModel(TrainingModule):
         """Take over the data's tokenizer.
 
         Raises:
-            ValueError: when it does not fit the model, or samples are longer than its context.
+            ValueError: when it does not fit the model, samples are longer than its context, or an attention kind cannot do
+                what the run asks for.
         """
         super().setup(stage)
+        asked = {
+            "cu_seqlens": getattr(self.trainer.datamodule, "separate_documents", False),  # type: ignore[attr-defined]
+            "share": self.sequence_group is not None,
+            "state": stage == "predict" or any(isinstance(each, TextSamples) for each in self.trainer.callbacks),  # type: ignore[attr-defined]
+        }
+        for layer in self.network.backbone.layers:
+            layer.attn.require(*(name for name, wanted in asked.items() if wanted))
         context = getattr(self.trainer.datamodule, "context", None)  # type: ignore[attr-defined]
         if context is not None and context > self.network.config.context:
             raise ValueError(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_mhla import AttentionConfig
 
-KINDS = ("mhla", "linear", "softmax")
+KINDS = ("mhla", "linear", "softmax", "retention", "gla", "gated_deltanet", "mamba2")
 
 
 def batch(count: int = 3, channels: int = 4) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,7 +109,7 @@ def test_a_converted_softmax_dit_gives_the_originals_output(tmp_path: Path, layo
     assert want.std() > 0.1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:-1])  # mamba2 projects queries and keys to fewer heads
 @torch.no_grad()
 def test_new_modules_of_swapped_attention_start_without_effect(tmp_path: Path, kind: str) -> None:
     published().save_pretrained(tmp_path)

@@ -1,0 +1,48 @@
+"""Gated DeltaNet: a state that decays, and in which every token replaces the value of its key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mhla.attention.config import AttentionConfig
+from lightning_mhla.attention.inputs import AttentionInputs
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.recurrent import ConvolvedOptions, HeadDecay, Operands, RecurrentAttention
+from lightning_mhla.recurrence import gated_delta_rule
+
+
+class GatedDeltaNet(RecurrentAttention, kind="gated_deltanet"):
+    """Gated DeltaNet (arXiv 2412.06464, section 3.4); arguments as for :class:`Attention`.
+
+    Queries, keys and values pass a causal depthwise convolution over 4 tokens and SiLU; queries and keys are brought to
+    length 1; ``beta = sigmoid(W_b x)`` and ``log_decay = -exp(rate) softplus(W_a x + bias)`` for each head. The output passes
+    an RMSNorm for each head and a SiLU gate. No position.
+    """
+
+    Options = ConvolvedOptions
+    options: ConvolvedOptions
+
+    def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
+        super().__init__(dim, heads, layout, config, **options)
+        self.decay = HeadDecay(dim, heads, 0.0)
+        self.beta = nn.Linear(dim, heads, bias=False)
+
+    def reset_gates(self) -> None:
+        """See :meth:`RecurrentAttention.reset_gates`."""
+        self.decay.reset_parameters()
+        for layer in (self.decay.proj, self.beta):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+
+    def operands(self, inputs: AttentionInputs) -> Operands:
+        """See :meth:`RecurrentAttention.operands`."""
+        q, k = (F.normalize(x, dim=-1) for x in (inputs.q, inputs.k))
+        _, decay = self.decay(inputs.x)
+        return Operands(q, k, inputs.v, {"beta": self.beta(inputs.x).sigmoid(), "log_decay": decay})
+
+    def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
+        """See :meth:`RecurrentAttention.recur`."""
+        q, k, v, gates = operands
+        return gated_delta_rule(q, k, v, gates["beta"], gates["log_decay"], **options)

@@ -1,0 +1,68 @@
+"""Gated linear attention: a state that decays by as much as each token says, feature by feature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mhla.attention.config import AttentionConfig
+from lightning_mhla.attention.inputs import AttentionInputs
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.recurrent import Operands, RecurrentAttention, RecurrentOptions
+from lightning_mhla.recurrence import gated_linear_attention
+
+
+@dataclass(frozen=True)
+class GLAOptions(RecurrentOptions):
+    """Options of gated linear attention.
+
+    Args:
+        direction: see :class:`RecurrentOptions`.
+        backend: see there.
+        decay_rank: rank of the projection that gives the decays.
+        decay_divisor: what their logarithms are divided by, so that they start near 1.
+    """
+
+    decay_rank: int = 16
+    decay_divisor: float = 16.0
+
+    def __post_init__(self) -> None:
+        for name in ("decay_rank", "decay_divisor"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+
+
+class GatedLinearAttention(RecurrentAttention, kind="gla"):
+    """Gated linear attention (GLA, arXiv 2312.06635, section 4); arguments as for :class:`Attention`.
+
+    ``log_decay = logsigmoid(W2 W1 x + b) / 16`` with W1 of rank 16. The output passes an RMSNorm for each head and a SiLU
+    gate. No feature map, no normaliser, no position. GLA has keys of half the width of the model (``key_width``).
+    """
+
+    Options = GLAOptions
+    options: GLAOptions
+
+    def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
+        super().__init__(dim, heads, layout, config, **options)
+        rank = self.options.decay_rank
+        self.reduce = nn.Linear(dim, rank, bias=False)
+        self.decay = nn.Linear(rank, heads * self.key_width)
+
+    def reset_gates(self) -> None:
+        """See :meth:`RecurrentAttention.reset_gates`."""
+        for layer in (self.reduce, self.decay):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+        nn.init.zeros_(self.decay.bias)
+
+    def operands(self, inputs: AttentionInputs) -> Operands:
+        """See :meth:`RecurrentAttention.operands`."""
+        decay = F.logsigmoid(self.decay(self.reduce(inputs.x)).float()) / self.options.decay_divisor
+        return Operands(inputs.q, inputs.k, inputs.v, {"log_decay": decay.unflatten(-1, (self.heads, self.key_width))})
+
+    def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
+        """See :meth:`RecurrentAttention.recur`."""
+        q, k, v, gates = operands
+        return gated_linear_attention(q, k, v, gates["log_decay"], **options)

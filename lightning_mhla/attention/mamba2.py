@@ -1,0 +1,98 @@
+"""Mamba-2's mixer: a selective state space, as attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mhla.attention.config import AttentionConfig
+from lightning_mhla.attention.inputs import AttentionInputs
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.recurrent import (
+    NORM_EPS,
+    ConvolvedOptions,
+    HeadDecay,
+    Operands,
+    RecurrentAttention,
+)
+from lightning_mhla.recurrence import state_space_dual
+
+
+@dataclass(frozen=True)
+class Mamba2Options(ConvolvedOptions):
+    """Options of Mamba-2's mixer.
+
+    Args:
+        direction: see :class:`RecurrentOptions`.
+        backend: see there.
+        conv: see :class:`ConvolvedOptions`.
+        groups: heads that B and C are projected to, a divisor of the number of heads; null for the number of key and value
+            heads where there are fewer of them than heads, else 1.
+    """
+
+    groups: int | None = None
+
+
+class Mamba2(RecurrentAttention, kind="mamba2"):
+    """The mixer of Mamba-2 (arXiv 2405.21060, sections 6 and 7); arguments as for :class:`Attention`.
+
+    In Mamba-2's names the queries are C, the keys B and the values x; the width of a key is its state size N and that of a
+    value its head width P. B and C have few heads (``groups``), which serve all those of x. All three pass a causal depthwise
+    convolution over 4 tokens and SiLU. ``state = exp(dt A) state + dt B x^T`` and ``y = C state + D x``, with
+    ``dt = softplus(W x + bias)``, A = -exp(rate) and D learned for each head; then an RMSNorm over all heads together of
+    ``y SiLU(z)``, z being a projection of the input. No position. Mamba-2 has N = 128, P = 64 and heads that are together
+    twice as wide as the model.
+    """
+
+    Options = Mamba2Options
+    options: Mamba2Options
+    conv_bias = True
+
+    def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
+        super().__init__(dim, heads, layout, config, **options)
+        self.decay = HeadDecay(dim, heads, 1.0)
+        self.through = nn.Parameter(torch.ones(heads))
+        self.norm = nn.RMSNorm(heads * self.value_width, NORM_EPS)
+
+    def projected_heads(self) -> tuple[int, int, int]:
+        """See :meth:`Attention.projected_heads`; another module's projections have their own."""
+        if not self.projects:
+            return super().projected_heads()
+        fewer = self.key_value_heads if self.key_value_heads < self.heads else 1
+        groups = fewer if self.options.groups is None else self.options.groups
+        if groups < 1 or self.heads % groups:
+            raise ValueError(f"groups={groups} must divide the {self.heads} heads")
+        return groups, groups, self.heads
+
+    def reset_gates(self) -> None:
+        """See :meth:`RecurrentAttention.reset_gates`."""
+        self.decay.reset_parameters()
+        nn.init.trunc_normal_(self.decay.proj.weight, std=0.02)
+        nn.init.ones_(self.through)
+
+    def operands(self, inputs: AttentionInputs) -> Operands:
+        """See :meth:`RecurrentAttention.operands`."""
+        steps, decay = self.decay(inputs.x)
+        return Operands(inputs.q, inputs.k, inputs.v, {"log_decay": decay, "step": steps})
+
+    def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
+        """See :meth:`RecurrentAttention.recur`."""
+        q, k, v, gates = operands
+        v = v * gates["step"][..., None].to(v.dtype)
+        return state_space_dual(q, k, v, gates["log_decay"], scale=1.0, **options)
+
+    def skip(self, out: Tensor, operands: Operands) -> Tensor:
+        """See :meth:`RecurrentAttention.skip`: D x."""
+        return out + self.through.to(out.dtype)[:, None] * operands.v
+
+    def _around(self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        assert self.gate is not None
+        out = out.flatten(2)
+        if self.lepe is not None:
+            out = out + self.lepe(v.repeat_interleave(self.heads // v.shape[2], 2).flatten(2), key_mask)
+        assert self.norm is not None
+        return self.norm(out * F.silu(self.gate(x)))

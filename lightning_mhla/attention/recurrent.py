@@ -1,0 +1,363 @@
+"""Attention by a recurrence over the tokens: what retention, gla, gated_deltanet and mamba2 share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from mhla_kernels.backend import Backend
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mhla.attention.base import Attention
+from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig
+from lightning_mhla.attention.inputs import AttentionInputs
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.lepe import hide_rows
+from lightning_mhla.attention.positions import sequence_positions
+from lightning_mhla.recurrence.chunks import CHUNK
+
+NORM_EPS = 1e-5
+"""Of the RMSNorm of the output (flash-linear-attention's layers)."""
+
+
+@dataclass(frozen=True)
+class RecurrentOptions:
+    """Options of all recurrent kinds.
+
+    Args:
+        direction: in which direction attention that is not causal reads the tokens: both (two recurrences, summed),
+            alternate (forward in even layers, backward in odd ones), forward or backward.
+        backend: torch, triton (the kernels of fla-core, on a GPU) or auto.
+    """
+
+    direction: Literal["both", "alternate", "forward", "backward"] = "both"
+    backend: Backend = "auto"
+
+
+@dataclass(frozen=True)
+class ConvolvedOptions(RecurrentOptions):
+    """Options of recurrent kinds with a short convolution.
+
+    Args:
+        direction: see :class:`RecurrentOptions`.
+        backend: see there.
+        conv: tokens that the causal convolution of queries, keys and values sees; 0 for none.
+    """
+
+    conv: int = 4
+
+    def __post_init__(self) -> None:
+        if self.conv < 0:
+            raise ValueError(f"conv={self.conv} must be positive, or 0 for none")
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """The state of a recurrence between calls.
+
+    Attributes:
+        lengths: tokens so far in each row.
+        memory: ``[B, H, Dk, Dv]``.
+        last: ``[B, taps - 1, channels]``, latest inputs of the short convolution; None without one.
+    """
+
+    lengths: tuple[int, ...]
+    memory: Tensor
+    last: Tensor | None
+
+    def select(self, rows: Tensor) -> RecurrentState:
+        """The state of other rows, ``rows`` being indices."""
+        index = rows.to(self.memory.device)
+        last = None if self.last is None else self.last.index_select(0, index)
+        return RecurrentState(
+            tuple(self.lengths[row] for row in rows.tolist()), self.memory.index_select(0, index), last
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Memory of both tensors."""
+        return sum(x.numel() * x.element_size() for x in (self.memory, self.last) if x is not None)
+
+
+class ShortConvolution(nn.Module):
+    """Causal depthwise convolution over the tokens.
+
+    Args:
+        channels: of a token.
+        taps: tokens that an output depends on, its own included.
+        bias: whether there is one.
+    """
+
+    def __init__(self, channels: int, taps: int, bias: bool) -> None:
+        super().__init__()
+        self.taps = taps
+        self.weight = nn.Parameter(torch.empty(taps, channels))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform weights, as those of torch's convolutions; a bias of 0."""
+        nn.init.uniform_(self.weight, -(self.taps**-0.5), self.taps**-0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @torch.no_grad()
+    def pass_through(self) -> None:
+        """Let outputs be inputs, to begin with."""
+        nn.init.zeros_(self.weight)
+        self.weight[-1] = 1.0
+
+    def forward(self, x: Tensor, last: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """``[B, N, channels]`` to the same shape.
+
+        Args:
+            x: the tokens.
+            last: ``[B, taps - 1, channels]``, those before; None for zeros.
+            positions: ``[N]``, of tokens in their packed sequence; None for one sequence in each row.
+        """
+        tokens = x.shape[1]
+        x = F.pad(x, (0, 0, self.taps - 1, 0)) if last is None else torch.cat([last.to(x.dtype), x], 1)
+        out = x[:, self.taps - 1 :] * self.weight[-1]
+        for back in range(1, self.taps):
+            seen = x[:, self.taps - 1 - back : self.taps - 1 - back + tokens]
+            if positions is not None:
+                seen = seen * (positions >= back)[:, None]
+            out = torch.addcmul(out, seen, self.weight[-1 - back])
+        return out if self.bias is None else out + self.bias
+
+    def carry(self, x: Tensor, last: Tensor | None, counts: Sequence[int]) -> Tensor:
+        """``last`` for the tokens after ``x``, of which each row has ``counts`` real ones."""
+        last = x.new_zeros(len(x), self.taps - 1, x.shape[-1]) if last is None else last
+        x = torch.cat([last.to(x.dtype), x], 1)
+        if len(set(counts)) == 1:
+            return x[:, counts[0] : counts[0] + self.taps - 1]
+        index = torch.tensor(counts, device=x.device)[:, None] + torch.arange(self.taps - 1, device=x.device)
+        return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+
+
+class Operands(NamedTuple):
+    """Inputs of a recurrence.
+
+    Attributes:
+        q: ``[B, N, H, Dk]``.
+        k: ``[B, N, H, Dk]``.
+        v: ``[B, N, H, Dv]``.
+        gates: by name, ``[B, N, H, ...]``; a gate of 0 leaves the state as it is.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: dict[str, Tensor]
+
+    def hide(self, real: Tensor | None) -> Operands:
+        """The same where tokens that ``real`` ``[B, N]`` does not count change nothing."""
+        if real is None:
+            return self
+        gates = {name: hide_rows(gate, real) for name, gate in self.gates.items()}
+        return Operands(self.q, hide_rows(self.k, real), hide_rows(self.v, real), gates)
+
+
+class RecurrentAttention(Attention):
+    """A state that every token decays and adds to; arguments as for :class:`Attention`.
+
+    Attention that is not causal reads the tokens in raster order, in one direction or both (``direction``). Hidden tokens
+    leave the state as it is. A kind implements :meth:`operands` and :meth:`recur`; the output passes an RMSNorm for each
+    head and is multiplied by SiLU of a projection of the input, as in RetNet, GLA and Gated DeltaNet alike.
+
+    Raises:
+        ValueError: for an output gate that cannot be left out, or options that do not fit.
+    """
+
+    Options: ClassVar[type] = RecurrentOptions
+    handles = ("key_mask", "rotary", "cu_seqlens")
+    unused: ClassVar[tuple[str, ...]] = (
+        *MIXING_OPTIONS, "normalize", "feature_map", "output_norm", "gate", "rotary"
+    )  # fmt: skip
+    uses_linear_options = False
+    repeats_heads = False
+    scans = True
+    always_gated = True
+    options: RecurrentOptions
+
+    def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
+        super().__init__(dim, heads, layout, config, **options)
+        self.norm = nn.RMSNorm(self.value_width, NORM_EPS)
+        taps = getattr(self.options, "conv", 0)
+        self.conv = ShortConvolution(sum(self.sections), taps, self.conv_bias) if taps else None
+
+    conv_bias: ClassVar[bool] = False
+    """Whether the short convolution has a bias."""
+
+    @classmethod
+    def options_at(cls, options: dict[str, Any] | None, layer: int) -> dict[str, Any] | None:
+        """See :meth:`Attention.options_at`."""
+        if options is None or options["direction"] != "alternate":
+            return options
+        return {**options, "direction": "backward" if layer % 2 else "forward"}
+
+    def operands(self, inputs: AttentionInputs) -> Operands:
+        """Inputs of the recurrence; q, k and v as they come from the short convolution, heads as they are projected."""
+        raise NotImplementedError
+
+    def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
+        """The recurrence: outputs ``[B, N, H, Dv]``, and the state ``[B, H, Dk, Dv]``.
+
+        Args:
+            operands: for every head.
+            options: ``initial_state`` and ``cu_seqlens``, and ``backend``, for the operator.
+        """
+        raise NotImplementedError
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """See :meth:`Attention.attend`."""
+        return self._in_directions(inputs, None)
+
+    def weights(self, inputs: AttentionInputs) -> Tensor:
+        """See :meth:`Attention.weights`; of the values after the short convolution, where there is one."""
+        batch, tokens = inputs.x.shape[:2]
+        units = torch.eye(tokens, dtype=inputs.x.dtype, device=inputs.x.device)[None, :, None]
+        return self._in_directions(inputs, units.expand(batch, tokens, self.heads, tokens)).transpose(1, 2)
+
+    def _in_directions(self, inputs: AttentionInputs, values: Tensor | None) -> Tensor:
+        direction = "forward" if self.causal else self.options.direction
+        assert direction != "alternate", "a layer has one direction"
+        if direction == "forward":
+            return self._read(inputs, values)
+        backward = _turned_round(inputs)
+        turned = None if values is None else values.flip(1)
+        if direction == "backward":
+            return self._read(backward, turned).flip(1)
+        both = _together(inputs, backward)
+        out = self._read(both, None if values is None or turned is None else torch.cat([values, turned]))
+        forward, back = out.chunk(2)
+        return forward + back.flip(1)
+
+    def _read(self, inputs: AttentionInputs, values: Tensor | None) -> Tensor:
+        """Forward outputs of the values of ``inputs``, or of others ``[B, N, H, D]``."""
+        positions = None if inputs.cu_seqlens is None else sequence_positions(inputs.x, inputs.cu_seqlens)
+        operands = self._prepared(inputs, inputs.key_mask, None, positions)
+        if values is not None:
+            operands = operands._replace(v=values).hide(inputs.key_mask)
+        out, _ = self.recur(operands, cu_seqlens=inputs.cu_seqlens, backend=self.options.backend)
+        return self.skip(out, operands)
+
+    def skip(self, out: Tensor, operands: Operands) -> Tensor:
+        """Outputs with what passes the recurrence by."""
+        return out
+
+    def continue_from(
+        self, inputs: AttentionInputs, state: RecurrentState | None, counts: Sequence[int]
+    ) -> tuple[Tensor, RecurrentState]:
+        """See :meth:`Attention.continue_from`."""
+        batch, tokens = inputs.x.shape[:2]
+        real = None
+        if any(count < tokens for count in counts):
+            position = torch.arange(tokens, device=inputs.x.device)
+            real = position < torch.tensor(counts, device=inputs.x.device)[:, None]
+        last = None if state is None else state.last
+        operands = self._prepared(inputs, real, last, None)
+        memory = None if state is None else state.memory
+        out, memory = self.recur(operands, initial_state=memory, backend=self.options.backend)
+        if self.conv is not None:
+            last = self.conv.carry(self._joined(inputs), last, counts)
+        before = (0,) * batch if state is None else state.lengths
+        lengths = tuple(a + b for a, b in zip(before, counts, strict=True))
+        return self.skip(out, operands), RecurrentState(lengths, memory, last)
+
+    def _joined(self, inputs: AttentionInputs) -> Tensor:
+        return torch.cat([x.flatten(2) for x in (inputs.q, inputs.k, inputs.v)], -1)
+
+    def _prepared(
+        self, inputs: AttentionInputs, real: Tensor | None, last: Tensor | None, positions: Tensor | None
+    ) -> Operands:
+        """Operands for every head, after convolution and rotary; tokens that are not ``real`` change nothing."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        if self.conv is not None:
+            joined = F.silu(self.conv(hide_rows(self._joined(inputs), real), last, positions))
+            parts = joined.split([x.shape[2] * x.shape[3] for x in (q, k, v)], -1)
+            q, k, v = (part.unflatten(-1, x.shape[2:]) for part, x in zip(parts, (q, k, v), strict=True))
+        if inputs.rotary is not None:
+            q, k = inputs.rotary.turn(q), inputs.rotary.turn(k)
+        q, k, v, gates = self.operands(replace(inputs, q=q, k=k, v=v))
+        q, k, v = (x.repeat_interleave(self.heads // x.shape[2], 2) for x in (q, k, v))
+        return Operands(q, k, v, gates).hide(real)
+
+    @torch.no_grad()
+    def open_gate(self) -> None:
+        """See :meth:`Attention.open_gate`; the short convolution passes its inputs on, and decays start alike everywhere."""
+        super().open_gate()
+        if self.conv is not None:
+            self.conv.pass_through()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.reset_gates()
+
+    def reset_gates(self) -> None:
+        """Draw the parameters of the kind's decays anew."""
+
+    def operator_flops(self, tokens: int) -> float:
+        """See :meth:`Attention.operator_flops`; of the chunked form."""
+        directions = 2 if not self.causal and self.options.direction == "both" else 1
+        each = 2 * self.key_width * self.value_width + (CHUNK + 1) / 2 * (self.key_width + self.value_width)
+        convolved = 0 if self.conv is None else self.conv.weight.numel() / self.heads
+        return 2.0 * directions * self.heads * tokens * (each + convolved)
+
+
+class HeadDecay(nn.Module):
+    """Steps and decays for each token and head, as Mamba-2 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464) have them.
+
+    ``step = softplus(W x + bias)`` and ``log_decay = -exp(rate) step``. At the start ``exp(rate)`` is uniform in
+    ``least_rate .. 16`` and the steps of x = 0 log-uniform in 0.001 .. 0.1.
+
+    Args:
+        dim: width of a token.
+        heads: their number.
+        least_rate: see above.
+    """
+
+    def __init__(self, dim: int, heads: int, least_rate: float) -> None:
+        super().__init__()
+        self.least_rate = least_rate
+        self.proj = nn.Linear(dim, heads, bias=False)
+        self.rate = nn.Parameter(torch.empty(heads))
+        self.bias = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw rates and steps anew; the projection is drawn by itself."""
+        rates = torch.empty_like(self.rate).uniform_(self.least_rate, 16)
+        self.rate.copy_(rates.clamp(min=1e-3).log())
+        steps = torch.empty_like(self.bias).uniform_(1, 3).neg().mul(torch.log(torch.tensor(10.0))).exp()
+        self.bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens ``[B, N, dim]`` to steps and log-decays ``[B, N, H]``, float32."""
+        steps = F.softplus(self.proj(x).float() + self.bias.float())
+        return steps, -self.rate.float().exp() * steps
+
+
+def _turned_round(inputs: AttentionInputs) -> AttentionInputs:
+    """The tokens from last to first."""
+    x, q, k, v = (tensor.flip(1) for tensor in (inputs.x, inputs.q, inputs.k, inputs.v))
+    mask, rotary = inputs.key_mask, inputs.rotary
+    mask = None if mask is None else mask.flip(1)
+    if rotary is not None:
+        rotary = rotary._replace(cos=rotary.cos.flip(-2), sin=rotary.sin.flip(-2))
+    return AttentionInputs(x, q, k, v, mask, rotary)
+
+
+def _together(one: AttentionInputs, two: AttentionInputs) -> AttentionInputs:
+    """Two batches of as many rows as one."""
+    x, q, k, v = (torch.cat([getattr(one, name), getattr(two, name)]) for name in ("x", "q", "k", "v"))
+    mask = None if one.key_mask is None or two.key_mask is None else torch.cat([one.key_mask, two.key_mask])
+    if one.rotary is None or two.rotary is None:
+        return AttentionInputs(x, q, k, v, mask)
+    rows = (len(one.x), *one.rotary.cos.shape[-2:])
+    cos = torch.cat([one.rotary.cos.expand(rows), two.rotary.cos.expand(rows)])
+    sin = torch.cat([one.rotary.sin.expand(rows), two.rotary.sin.expand(rows)])
+    return AttentionInputs(x, q, k, v, mask, one.rotary._replace(cos=cos, sin=sin))

@@ -1,0 +1,34 @@
+"""Retention: linear attention whose weights fall with the distance, at a fixed rate a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mhla.attention.inputs import AttentionInputs
+from lightning_mhla.attention.recurrent import Operands, RecurrentAttention
+from lightning_mhla.recurrence import state_space_dual
+
+
+class Retention(RecurrentAttention, kind="retention"):
+    """Multi-scale retention (RetNet, arXiv 2307.08621, equations 5 to 8); arguments as for :class:`Attention`.
+
+    The weight of token j for token t is ``gamma^(t - j) q_t . k_j / sqrt(Dk)``, with ``gamma = 1 - 2^(-5 - h)`` in head h. The
+    output passes a norm for each head, here an RMSNorm with learned scale, and a SiLU gate. RetNet turns queries and keys by
+    rotary angles (``rotary: true``; sequences), and has values twice as wide as keys (``value_width``).
+    """
+
+    unused = tuple(name for name in RecurrentAttention.unused if name != "rotary")
+
+    def operands(self, inputs: AttentionInputs) -> Operands:
+        """See :meth:`RecurrentAttention.operands`; constant rates, as gates, so that padding does not decay the state."""
+        head = torch.arange(self.heads, device=inputs.x.device)
+        rates = torch.log1p(-(2.0 ** (-5 - head)))
+        return Operands(inputs.q, inputs.k, inputs.v, {"log_decay": rates.expand(*inputs.x.shape[:2], -1)})
+
+    def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
+        """See :meth:`RecurrentAttention.recur`."""
+        q, k, v, gates = operands
+        return state_space_dual(q, k, v, gates["log_decay"], **options)

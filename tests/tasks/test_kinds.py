@@ -1,0 +1,141 @@
+"""Every attention kind beside mhla, linear and softmax in every domain: one command on the embedded data, and the next tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from processes import fork_server
+
+from lightning_mhla.attention import BlockLayout, build_attention
+from lightning_mhla.attention.config import KINDS, AttentionConfig
+
+ROOT = Path(__file__).parents[2]
+NEW = ("retention", "gla", "gated_deltanet", "mamba2")
+SHORT = ["--trainer.max_steps=2", "--trainer.max_epochs=-1", "--trainer.val_check_interval=2",
+         "--trainer.check_val_every_n_epoch=null", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu",
+         "--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0"]  # fmt: skip
+SMALL = {
+    "classification/digits": ["--model.init_args.depth=2"],
+    "diffusion/digits": ["--model.init_args.depth=2", "--model.init_args.sampling.steps=2"],
+    "language/stdlib": ["--model.init_args.depth=2", "--model.init_args.dim=32", "--model.init_args.context=64",
+                        "--model.init_args.vocab_size=512", "--data.init_args.vocab_size=512",
+                        "--data.init_args.context=64", "--model.init_args.generation.max_new_tokens=4"],
+    "video/digits_finetune": ["--model.init_args.transformer.num_layers=2", "--model.init_args.sampling.steps=2"],
+}  # fmt: skip
+
+
+def run(folder: Path, *words: str, status: int = 0, module: str = "mhla_tasks.cli") -> str:
+    found, said = fork_server().run(*words, module=module, folder=folder)
+    assert found == status, said[-4000:]
+    return said
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A softmax video model to fine-tune."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    config = str(ROOT / "configs/video/digits_pretrain.yaml")
+    run(folder, "fit", "--config", config, *SMALL["video/digits_finetune"], *SHORT)
+    return next(folder.glob("runs/*/version_0/checkpoints/last.ckpt"))
+
+
+@pytest.mark.parametrize("domain", SMALL)
+@pytest.mark.parametrize("kind", NEW)
+def test_one_command_trains(
+    kind: str, domain: str, tmp_path: Path, cache_dir: Path, request: pytest.FixtureRequest
+) -> None:
+    options = [*SMALL[domain], *SHORT, f"--model.init_args.attention.kind={kind}"]
+    if domain == "video/digits_finetune":
+        options.append(f"--model.init_args.pretrained={request.getfixturevalue('pretrained')}")
+    if domain == "language/stdlib":
+        options.append(f"--data.init_args.cache_dir={cache_dir}")
+    if domain == "diffusion/digits":
+        options.append("--trainer.callbacks=[]")  # FID of digits has a test of its own
+    run(tmp_path, "fit", "--config", str(ROOT / f"configs/{domain}.yaml"), *options)
+    checkpoint = sorted(tmp_path.rglob("*.ckpt"))[-1]
+    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    marks = {"retention": "norm.weight", "gla": "reduce.weight", "gated_deltanet": "beta.weight", "mamba2": "through"}
+    assert any(name.endswith(marks[kind]) for name in weights)
+    assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_trained_on_packed_documents_it_writes_exports_and_is_scored(
+    kind: str, tmp_path: Path, cache_dir: Path
+) -> None:
+    config = str(ROOT / "configs/language/stdlib.yaml")
+    options = [*SMALL["language/stdlib"], *SHORT, f"--model.init_args.attention.kind={kind}",
+               f"--data.init_args.cache_dir={cache_dir}", "--data.init_args.separate_documents=true"]  # fmt: skip
+    run(tmp_path, "fit", "--config", config, *options)
+    checkpoint = str(next(tmp_path.glob("runs/*/version_0/checkpoints/last.ckpt")))
+    run(tmp_path, checkpoint, "import", "--max-new-tokens=4", module="mhla_tasks.language.generate")
+    run(tmp_path, checkpoint, "exported", module="mhla_tasks.language.export")
+    status, said = fork_server().program(
+        "import torch\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "from lm_eval.models.huggingface import HFLM\n"
+        "from lm_eval.api.instance import Instance\n"
+        "model = AutoModelForCausalLM.from_pretrained('exported', trust_remote_code=True).eval()\n"
+        "tokenizer = AutoTokenizer.from_pretrained('exported')\n"
+        "scorer = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)\n"
+        "pairs = [('import', ' os'), ('def main(', 'self):\\n    return 1')]\n"
+        "scores = scorer.loglikelihood([Instance('loglikelihood', {}, pair, 0) for pair in pairs])\n"
+        "for (context, text), (found, _) in zip(pairs, scores):\n"
+        "    ids = tokenizer(context + text, return_tensors='pt')['input_ids']\n"
+        "    first = len(tokenizer(context)['input_ids'])\n"
+        "    each = model(ids).logits.log_softmax(-1)[0, first - 1 : -1]\n"
+        "    want = each.gather(1, ids[0, first:, None]).sum()\n"
+        "    assert abs(float(want) - found) < 1e-3, (want, found)\n"
+        "print('same scores')\n",
+        folder=tmp_path,
+    )
+    assert status == 0, said
+    assert "same scores" in said
+
+
+def test_what_a_kind_cannot_do_is_refused_in_one_line_before_training(tmp_path: Path, cache_dir: Path) -> None:
+    (tmp_path / "plainkind.py").write_text(
+        "from lightning_mhla.attention import Attention\n\n"
+        "class Plain(Attention, kind='plain'):\n"
+        "    handles = ('rotary',)\n"
+        "    causal_only = True\n"
+        "    def attend(self, inputs):\n"
+        "        return inputs.v.cumsum(1)\n"
+    )
+    plain = ["--allow=plainkind", "--model.init_args.attention.kind=plain"]
+    language = [*SMALL["language/stdlib"], *SHORT, f"--data.init_args.cache_dir={cache_dir}"]
+    stdlib, digits = (str(ROOT / f"configs/{name}.yaml") for name in ("language/stdlib", "classification/digits"))
+    cases = [
+        (
+            (stdlib, *language, *plain),
+            "'plain' cannot generate: it has no continue_from; leave out predict and TextSamples",
+        ),
+        (
+            (stdlib, *language, *plain, "--trainer.callbacks=[]", "--data.init_args.separate_documents=true"),
+            "'plain' does not take cu_seqlens: do not pack sequences (separate_documents: false)",
+        ),
+        ((digits, *SHORT, *plain), "'plain' is causal only"),
+    ]
+    for (config, *options), message in cases:
+        said = run(tmp_path, "fit", "--config", config, *options, status=1)
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, said
+        assert message in errors[0]
+        assert "Traceback" not in said
+        assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_recurrences_do_not_share_sequences() -> None:
+    for kind in NEW:
+        layer = build_attention(AttentionConfig(kind=kind), 8, 2, BlockLayout((8,), (1,)), causal=True)
+        with pytest.raises(ValueError, match=f"'{kind}' does not take share: train without sequence parallelism"):
+            layer.require("share")
+
+
+def test_every_kind_is_in_the_help_and_in_this_file() -> None:
+    ours = {name for name, kind in KINDS.items() if kind.__module__.startswith("lightning_mhla.")}
+    assert ours == {"mhla", "linear", "softmax", *NEW}
+    for name in ours:
+        assert name in (AttentionConfig.__doc__ or "")
