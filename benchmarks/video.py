@@ -23,7 +23,7 @@ import torch
 from matplotlib.figure import Figure
 from mhla_tasks.video import VideoDiffusion
 from mhla_tasks.video.clips import to_frames
-from mhla_tasks.video.digits import MOVES, SIDE, MovingDigitSamples, every_caption
+from mhla_tasks.video.digits import MOVES, MovingDigitSamples, every_caption
 from mhla_tasks.video.pretrained import load_weights
 from mhla_tasks.video.strips import draw_strips
 from sklearn.svm import SVC
@@ -36,6 +36,9 @@ from lightning_mhla.system.files import write_whole
 from lightning_mhla.training.loading import load_module
 
 PRETRAIN, FINETUNE = "configs/video/digits_pretrain.yaml", "configs/video/digits_finetune.yaml"
+
+SIDE = 8
+"""Pixels of a digit's side."""
 
 FIRST = "softmax, pretrained"
 VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -2,6 +2,7 @@
 
 from lightning_mhla.attention.base import Attention, build_attention
 from lightning_mhla.attention.config import AttentionConfig, attention_per_layer, layout_for
+from lightning_mhla.attention.gated_conv import GatedConvolution
 from lightning_mhla.attention.gated_deltanet import GatedDeltaNet
 from lightning_mhla.attention.gla import GatedLinearAttention
 from lightning_mhla.attention.inputs import AttentionInputs, Projections
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionConfig",
     "AttentionInputs",
     "BlockLayout",
+    "GatedConvolution",
     "GatedDeltaNet",
     "GatedLinearAttention",
     "LayoutTables",

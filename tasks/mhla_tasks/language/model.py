@@ -118,7 +118,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, MixingCoefficients | nn.RMSNorm | ShortConvolution | HeadDecay):
             module.reset_parameters()
@@ -230,6 +230,8 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
         """Mean cross-entropy, or that of each token; without the logits of a whole batch unless adapters need them."""
         mean = options.get("loss_reduction", "mean") == "mean"
         rows, targets = hidden.flatten(0, 1), shift_labels.flatten()
+        if mean and targets.device.type == "cpu" and (counts := targets != IGNORED).sum() < len(targets) // 2:
+            rows, targets = rows[counts], targets[counts]  # elsewhere the device would have to be waited for
         if type(self.head) is nn.Linear:
             compute = linear_cross_entropy if mean else token_losses
             loss = compute(rows, self.head.weight, targets)

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 import torch
 from lightning import Callback
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchmetrics import SumMetric
 
 from lightning_mhla import AttentionConfig
@@ -20,8 +21,10 @@ from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
+from mhla_tasks.language.answers import MOST, Answers, shares
 from mhla_tasks.language.callbacks import TextSamples
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
+from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.prompts import ContinuationFile, GenerationOptions
 from mhla_tasks.language.tokenizer import fingerprint, left_padded, pack_tokenizer, pad_token, unpack_tokenizer
@@ -127,6 +130,7 @@ class LanguageModel(TrainingModule):
         self._tokenizer_files: dict[str, str] = {}
         names = [f"{stage}_{name}" for stage in ("val", "test") for name in SUMS]
         self.sums = nn.ModuleDict({name: SumMetric(nan_strategy="disable").set_dtype(SUM_DTYPE) for name in names})
+        self.answers = nn.ModuleDict({f"{stage}_answers": Answers() for stage in ("val", "test")})
 
     def layers(self) -> list[nn.Module]:
         """See :meth:`TrainingModule.layers`."""
@@ -159,6 +163,17 @@ class LanguageModel(TrainingModule):
         for layer in self.network.backbone.layers:
             layer.attn.require(*(name for name, wanted in asked.items() if wanted))
         context = getattr(self.trainer.datamodule, "context", None)  # type: ignore[attr-defined]
+        groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
+        if len(groups) > MOST:
+            raise ValueError(f"answers are counted in {len(groups)} groups, at most {MOST} can be; ask for fewer")
+        theirs = getattr(self.trainer.datamodule, "vocab_size", 0)  # type: ignore[attr-defined]
+        if groups and theirs > self.network.config.vocab_size:
+            raise ValueError(
+                f"the data has vocab_size={theirs}, the model {self.network.config.vocab_size}; give both the same "
+                "(--model.init_args.vocab_size, --data.init_args.vocab_size)"
+            )
+        if groups and self.sequence_group is not None:
+            raise ValueError("sequences with questions are not spread over processes; set sequence_parallel_size: 1")
         if context is not None and context > self.network.config.context:
             raise ValueError(
                 f"samples of {context} tokens (--data.init_args.context) for a model of {self.network.config.context} "
@@ -281,11 +296,25 @@ class LanguageModel(TrainingModule):
         self.use_tokenizer(theirs)
 
     def _evaluate(self, batch: dict[str, Any], stage: Stage) -> None:
+        if "labels" in batch:
+            self._question(batch, stage)
+            return
         share, valid = self._share(batch), batch["valid"]
         losses = self._losses(batch, "none", share).view(len(valid), -1)[valid]
         first = share is None or share.start == 0  # of those that share sequences, one counts them
         sums = {"nats": losses.double().sum(), "tokens": losses.numel(), "bytes": batch["bytes"][valid].sum() * first}
         for name, value in {**sums, "samples": valid.sum() * first}.items():
+            self._sum(stage, name).update(value)
+
+    def _question(self, batch: dict[str, Any], stage: Stage) -> None:
+        """Update the sums for sequences of which some tokens only are asked for."""
+        asked = (batch["labels"] != IGNORED) & batch["valid"][:, None]
+        targets = batch["labels"][asked]
+        scores = self.network(batch["tokens"]).logits[asked].float()
+        groups = batch["group"][:, None].expand(asked.shape)[asked]
+        cast(Answers, self.answers[f"{stage}_answers"]).update(scores.argmax(-1) == targets, groups)
+        nats = F.cross_entropy(scores, targets, reduction="sum")
+        for name, value in (("nats", nats), ("tokens", len(targets)), ("samples", batch["valid"].sum())):
             self._sum(stage, name).update(value)
 
     def _share(self, batch: dict[str, Any]) -> SequenceShare | None:
@@ -299,6 +328,8 @@ class LanguageModel(TrainingModule):
 
     def _losses(self, batch: dict[str, Any], reduction: Literal["mean", "none"], share: SequenceShare | None) -> Tensor:
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        if "labels" in batch:
+            inputs, targets = batch["tokens"], batch["labels"]
         bounds = batch.get("cu_seqlens")
         if share is not None:
             if bounds is not None:
@@ -325,8 +356,11 @@ class LanguageModel(TrainingModule):
         values = {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), "samples": samples}
         if size:
             values["bits_per_byte"] = nats / math.log(2) / size
+        answers = cast(Answers, self.answers[f"{stage}_answers"])
+        values |= shares(answers.compute(), getattr(self.trainer.datamodule, "groups", ()))  # type: ignore[attr-defined]
+        answers.reset()
         for name, value in values.items():
-            self.log(f"{stage}/{name}", value, prog_bar=name == "bits_per_byte", sync_dist=True)
+            self.log(f"{stage}/{name}", value, prog_bar=name in ("bits_per_byte", "accuracy"), sync_dist=True)
 
 
 def _for_layers(attention: Any, kinds: list[str] | None, depth: int) -> Any:

@@ -1,7 +1,7 @@
 """Video: Wan transformers with replaced attention, pretrained, fine-tuned and sampled."""
 
 from mhla_tasks.video.callbacks import ClipPictures
-from mhla_tasks.video.data import MovingDigits, VideoLatentShards, VideoShards
+from mhla_tasks.video.data import MovingDigits, MovingMnist, VideoLatentShards, VideoShards
 from mhla_tasks.video.module import VideoDiffusion
 
-__all__ = ["ClipPictures", "MovingDigits", "VideoDiffusion", "VideoLatentShards", "VideoShards"]
+__all__ = ["ClipPictures", "MovingDigits", "MovingMnist", "VideoDiffusion", "VideoLatentShards", "VideoShards"]

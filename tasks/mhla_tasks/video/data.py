@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
+from lightning_mhla.data.digits import Name
 from lightning_mhla.data.shards import beside_shard
 from lightning_mhla.generative.text import read_prompts
 from lightning_mhla.system.options import as_dataclass
@@ -127,6 +128,8 @@ class MovingDigits(ClipData):
         seed: order and random numbers of the samples; null takes seed_everything.
     """
 
+    digits: ClassVar[Name] = "digits"
+
     def __init__(
         self,
         frames: int = 8,
@@ -144,7 +147,35 @@ class MovingDigits(ClipData):
 
     def clips(self, stage: str) -> SampleSource:
         """See :meth:`ClipData.clips`."""
-        return MovingDigitSamples(stage == "train", *self.size)
+        return MovingDigitSamples(stage == "train", *self.size, self.digits)
+
+
+class MovingMnist(MovingDigits):
+    """Handwritten digits of MNIST, 20 x 20 pixels, that move over a canvas, with captions such as "a seven moving right".
+
+    Args:
+        frames: of a clip.
+        height: of the canvas, in pixels.
+        width: likewise.
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process; 0 is fastest for clips this small.
+        prompts: what predict draws.
+        seed: order and random numbers of the samples; null takes seed_everything.
+    """
+
+    digits = "mnist"
+
+    def __init__(
+        self,
+        frames: int = 8,
+        height: int = 28,
+        width: int = 28,
+        batch_size: int = 16,
+        num_workers: int = 0,
+        prompts: PromptRequest = PromptRequest(),
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(frames, height, width, batch_size, num_workers, prompts, seed)
 
 
 class VideoShards(ClipData):

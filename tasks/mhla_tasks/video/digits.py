@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from lightning_mhla.data.digits import load_digits
+from lightning_mhla.data.digits import LOADERS, Name
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 MOVES = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 """Rows and columns that a digit moves by."""
-
-SIDE = 8
-"""Pixels of a digit's side."""
 
 
 def caption(label: int, move: str) -> str:
@@ -32,19 +31,19 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
     """A digit that moves by at most one pixel a frame, as far as the canvas has room.
 
     Args:
-        digit: ``[1, 8, 8]`` in 0 .. 1.
+        digit: ``[1, S, S]`` in 0 .. 1.
         move: left, right, up or down.
         frames: of the clip.
-        height: of the canvas, at least 8.
+        height: of the canvas, at least S.
         width: likewise.
         generator: draws where it starts; None for the global one.
 
     Returns:
         ``[1, frames, height, width]`` float32 in -1 .. 1.
     """
-    clip = torch.full((1, frames, height, width), -1.0)
+    clip, side = torch.full((1, frames, height, width), -1.0), digit.shape[-1]
     down, right = MOVES[move]
-    rooms = (height - SIDE, width - SIDE)
+    rooms = (height - side, width - side)
     travel = [min(frames - 1, room) * abs(way) for room, way in zip(rooms, (down, right), strict=True)]
     starts = [
         int(torch.randint(room - far + 1, (), generator=generator)) + (far if way < 0 else 0)
@@ -55,29 +54,40 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
         top, left = (
             start + way * round(far * share) for start, way, far in zip(starts, (down, right), travel, strict=True)
         )
-        clip[:, frame, top : top + SIDE, left : left + SIDE] = digit * 2 - 1
+        clip[:, frame, top : top + side, left : left + side] = digit * 2 - 1
     return clip
+
+
+@cache
+def moving_digits(name: Name, train: bool) -> tuple[Tensor, Tensor]:
+    """Images and labels of digits that have room to move: MNIST's are scaled to 20 x 20 pixels."""
+    images, labels = LOADERS[name](train)
+    if name == "mnist":
+        images = F.interpolate(images, (20, 20), mode="bilinear", antialias=True)
+    return images, labels
 
 
 class MovingDigitSamples:
     """Clips as a source. In training every digit moves in every direction; of those held out each in one.
 
     Args:
-        train: the 1,437 training digits, 5,748 clips, each starting somewhere else every time; or the 360 held out.
+        train: the training digits, each starting somewhere else every time; or those held out.
         frames: of a clip.
-        height: of the canvas, at least 8 pixels.
+        height: of the canvas, in pixels, at least those of a digit.
         width: likewise.
+        name: which digits: of scikit-learn (8 x 8 pixels) or MNIST (20 x 20).
 
     Raises:
         ValueError: for a canvas on which a digit has no room.
     """
 
-    def __init__(self, train: bool, frames: int, height: int, width: int) -> None:
-        if frames < 1 or min(height, width) < SIDE:
+    def __init__(self, train: bool, frames: int, height: int, width: int, name: Name = "digits") -> None:
+        self.images, self.labels = moving_digits(name, train)
+        side = self.images.shape[-1]
+        if frames < 1 or min(height, width) < side:
             raise ValueError(
-                f"clips of {frames} frames of {height} x {width}: at least 1 frame and {SIDE} x {SIDE} pixels for a digit"
+                f"clips of {frames} frames of {height} x {width}: at least 1 frame and {side} x {side} pixels for a digit"
             )
-        self.images, self.labels = load_digits(train)
         self.train, self.size = train, (frames, height, width)
         self.shard_sizes: Sequence[int] = [len(self.labels) * (len(MOVES) if train else 1)]
 

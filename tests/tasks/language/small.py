@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "exponential": {"kind": "mhla", "mixing": "exponential"},
     "linear": {"kind": "linear"},
     "softmax": {"kind": "softmax"},
-    **{kind: {"kind": kind} for kind in ("retention", "gla", "gated_deltanet", "mamba2")},
+    **{kind: {"kind": kind} for kind in ("retention", "gla", "gated_deltanet", "mamba2", "gated_conv")},
 }
 
 

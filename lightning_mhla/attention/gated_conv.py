@@ -1,0 +1,93 @@
+"""A gated short convolution: what stands between layers of linear attention that have none of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mhla.attention.base import Attention
+from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig
+from lightning_mhla.attention.inputs import AttentionInputs
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.lepe import hide_rows
+from lightning_mhla.attention.positions import sequence_positions
+from lightning_mhla.attention.recurrent import RecurrentState, ShortConvolution
+
+
+@dataclass(frozen=True)
+class ConvolutionOptions:
+    """Options of the gated convolution.
+
+    Args:
+        conv: tokens that it sees.
+    """
+
+    conv: int = 3
+
+    def __post_init__(self) -> None:
+        if self.conv < 1:
+            raise ValueError(f"conv={self.conv} must be positive")
+
+
+class GatedConvolution(Attention, kind="gated_conv"):
+    """``q * conv(v)``: a causal depthwise convolution of the values, gated by the queries; arguments as for :class:`Attention`.
+
+    BaseConv of Zoology and Based (arXiv 2312.04927, equation 3; arXiv 2402.18668), which alternates with layers of
+    attention there. Queries are as wide as values; no keys are projected.
+    """
+
+    Options = ConvolutionOptions
+    options: ConvolutionOptions
+    handles = ("key_mask", "rotary", "cu_seqlens")
+    unused = (*MIXING_OPTIONS, "normalize", "feature_map", "output_norm", "rotary")
+    uses_linear_options = False
+    repeats_heads = False
+    causal_only = True
+
+    def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
+        super().__init__(dim, heads, layout, config, **{**options, "key_width": options.get("value_width")})
+        if not self.projects:
+            raise ValueError("gated_conv gates values by queries, and needs projections of its own")
+        self.conv = ShortConvolution(heads * self.value_width, self.options.conv, bias=True)
+
+    def projected_heads(self) -> tuple[int, int, int]:
+        """See :meth:`Attention.projected_heads`: no keys."""
+        return self.heads, 0, self.heads
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """See :meth:`Attention.attend`."""
+        positions = None if inputs.cu_seqlens is None else sequence_positions(inputs.x, inputs.cu_seqlens)
+        return self._gated(inputs, None, positions)
+
+    def continue_from(
+        self, inputs: AttentionInputs, state: RecurrentState | None, counts: Sequence[int]
+    ) -> tuple[Tensor, RecurrentState]:
+        """See :meth:`Attention.continue_from`."""
+        last = None if state is None else state.last
+        before = (0,) * len(counts) if state is None else state.lengths
+        after = RecurrentState(
+            tuple(a + b for a, b in zip(before, counts, strict=True)),
+            inputs.v.new_empty(len(counts), 0),
+            self.conv.carry(inputs.v.flatten(2), last, counts),
+        )
+        return self._gated(inputs, last, None), after
+
+    def weights(self, inputs: AttentionInputs) -> Tensor:
+        """See :meth:`Attention.weights`; of the convolution alone, averaged over the features of a head."""
+        tokens, taps = inputs.x.shape[1], self.options.conv
+        back = torch.arange(tokens, device=inputs.x.device)[:, None] - torch.arange(tokens, device=inputs.x.device)
+        each = self.conv.weight.flip(0).unflatten(-1, (self.heads, -1)).mean(-1).T  # [H, taps], own token first
+        seen = torch.where((back >= 0) & (back < taps), each[:, back.clamp(0, taps - 1)], 0)
+        return seen.expand(len(inputs.x), -1, -1, -1)
+
+    def operator_flops(self, tokens: int) -> float:
+        """See :meth:`Attention.operator_flops`."""
+        return 2.0 * tokens * self.conv.weight.numel()
+
+    def _gated(self, inputs: AttentionInputs, last: Tensor | None, positions: Tensor | None) -> Tensor:
+        mixed = self.conv(hide_rows(inputs.v, inputs.key_mask).flatten(2), last, positions)
+        return hide_rows(inputs.q * mixed.unflatten(-1, inputs.q.shape[2:]), inputs.key_mask)

@@ -1,0 +1,242 @@
+"""Made-up sequences that ask for what was seen before: associative recall, and a needle in a long context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_mhla.data import ResumableDataModule, SampleSource
+from lightning_mhla.system.hyperparameters import keep_plain
+from lightning_mhla.system.options import as_dataclass
+from mhla_tasks.language.loss import IGNORED
+
+STAGES = {"train": 0, "validate": 1, "test": 2}
+
+
+@dataclass(frozen=True)
+class RecallPart:
+    """Sequences of one length with one number of pairs.
+
+    Args:
+        tokens: of a sequence, even.
+        pairs: keys with a value, and questions; at most a quarter of the tokens.
+        samples: sequences.
+    """
+
+    tokens: int = 64
+    pairs: int = 4
+    samples: int = 10_000
+
+    def __post_init__(self) -> None:
+        if self.pairs < 1 or self.tokens % 2 or 4 * self.pairs > self.tokens:
+            raise ValueError(
+                f"tokens={self.tokens} must be even and at least four times pairs={self.pairs}: a pair and its question "
+                "take two tokens each"
+            )
+        if self.samples < 1:
+            raise ValueError(f"samples={self.samples} must be positive")
+
+
+class QuestionData(ResumableDataModule):
+    """The base of sequences with questions: most tokens are not predicted, and answers are counted by group.
+
+    A batch has ``tokens`` and ``labels`` ``[B, N]``, -100 where nothing is asked, and ``group`` ``[B]``.
+
+    Args:
+        vocab_size: of the model.
+        options: of :class:`lightning_mhla.data.ResumableDataModule`.
+    """
+
+    groups: Sequence[str] = ()
+    """Names of the groups by which answers are counted."""
+
+    def __init__(self, vocab_size: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.vocab_size = vocab_size
+
+    def questions(self, stage: str) -> SampleSource:
+        """Samples of ``"train"``, ``"validate"`` or ``"test"``."""
+        raise NotImplementedError
+
+    def source(self, stage: str) -> SampleSource:
+        """See :meth:`ResumableDataModule.source`."""
+        if stage == "predict":
+            raise ValueError(f"{type(self).__name__} has no prompts to predict from; use validate or test")
+        return self.questions(stage)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Cut off the columns behind the last question, which fill up shorter sequences."""
+        if isinstance(batch, dict) and "labels" in batch:
+            asked = (batch["labels"] != IGNORED).any(0).nonzero()
+            end = int(asked[-1]) + 1 if len(asked) else batch["labels"].shape[1]
+            batch = {**batch, **{name: batch[name][:, :end] for name in ("tokens", "labels")}}
+        return batch
+
+
+class AssociativeRecall(QuestionData):
+    """Multi-query associative recall (MQAR; Zoology, arXiv 2312.04927, section 4): pairs first, then questions for them.
+
+    A sequence of N tokens begins with D keys, each followed by its value; keys are drawn without replacement from the lower
+    half of the vocabulary, values from the upper. The rest are (N - 2D) / 2 slots of two tokens, and D of them, drawn
+    without replacement with probabilities proportional to ``i ** (power - 1)``, i = 1, 2, ..., begin with a key: there its
+    value is asked for. Every other token behind the pairs is random, or 0. Logged by number of pairs:
+    ``val/accuracy_pairs4``.
+
+    Args:
+        train: sequences to train on, by length and number of pairs.
+        val: sequences to validate and test on, likewise; others than those of training.
+        vocab_size: tokens of the vocabulary; token 0 is neither key nor value.
+        power: of the distances of the questions; small ones bring them close to the pairs.
+        random_non_queries: whether tokens that are not asked are random ones of the whole vocabulary; otherwise 0.
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process.
+        seed: of the sequences and their order; null takes seed_everything.
+    """
+
+    def __init__(
+        self,
+        train: list[RecallPart] = [RecallPart()],  # noqa: B006  never changed
+        val: list[RecallPart] = [RecallPart(samples=1000)],  # noqa: B006  likewise
+        vocab_size: int = 8192,
+        power: float = 0.01,
+        random_non_queries: bool = True,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(vocab_size, batch_size=batch_size, num_workers=num_workers, seed=seed)
+        self.save_hyperparameters()
+        keep_plain(self)
+        parts = {
+            name: [as_dataclass(RecallPart, part) for part in given] for name, given in (("train", train), ("val", val))
+        }
+        self.parts = {"train": parts["train"], "validate": parts["val"], "test": parts["val"]}
+        for part in (*parts["train"], *parts["val"]):
+            if vocab_size <= part.tokens or part.pairs > vocab_size // 2 - 1:
+                raise ValueError(f"vocab_size={vocab_size} must exceed the {part.tokens} tokens of a sequence")
+        self.power, self.random_non_queries = power, random_non_queries
+        self.context = max(part.tokens for part in parts["train"])
+        self.pairs = sorted({part.pairs for part in parts["val"]})
+        self.groups = [f"pairs{pairs}" for pairs in self.pairs]
+
+    def questions(self, stage: str) -> SampleSource:
+        """See :class:`QuestionData`."""
+        return _RecallSamples(self, stage)
+
+
+class _RecallSamples:
+    def __init__(self, data: AssociativeRecall, stage: str) -> None:
+        self.parts, self.stage = data.parts[stage], stage
+        self.vocab_size, self.power, self.fill, self.seed = (
+            data.vocab_size,
+            data.power,
+            data.random_non_queries,
+            data.seed,
+        )
+        self.pairs = data.pairs
+        self.ends = np.cumsum([part.samples for part in self.parts])
+        self.longest = max(part.tokens for part in self.parts)
+        self.shard_sizes: Sequence[int] = [int(self.ends[-1])]
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        part = self.parts[int(np.searchsorted(self.ends, index, side="right"))]
+        draw = np.random.default_rng((self.seed, STAGES[self.stage], index))
+        half = self.vocab_size // 2
+        keys = 1 + draw.choice(half - 1, part.pairs, replace=False)
+        values = half + draw.choice(self.vocab_size - half, part.pairs, replace=False)
+        tokens = np.zeros(self.longest, dtype=np.int64)
+        labels = np.full(self.longest, IGNORED, dtype=np.int64)
+        first = 2 * part.pairs
+        tokens[0:first:2], tokens[1:first:2] = keys, values
+        chances = np.arange(1, (part.tokens - first) // 2 + 1) ** (self.power - 1)
+        slots = draw.choice(len(chances), part.pairs, replace=False, p=chances / chances.sum())
+        asked = first + 2 * slots
+        if self.fill:
+            tokens[first : part.tokens] = draw.integers(0, self.vocab_size, part.tokens - first)
+        tokens[asked], labels[asked] = keys, values
+        group = self.pairs.index(part.pairs) if part.pairs in self.pairs else 0
+        return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels), "group": group, "bytes": 0}
+
+
+class Needle(QuestionData):
+    """A needle in a haystack: one key and its value at a drawn depth, random tokens around, and the key again at the end.
+
+    Keys, values and the haystack are of different thirds of the vocabulary. Logged by length and depth:
+    ``val/accuracy_tokens512_depth0`` to ``depth4``, the fifth of the haystack that holds the pair, and
+    ``val/accuracy_tokens512``.
+
+    Args:
+        tokens: of a training sequence.
+        lengths: tokens of the sequences to validate and test on, as multiples of those in training.
+        vocab_size: tokens of the vocabulary.
+        samples: training sequences in an epoch.
+        val_samples: sequences to validate on, of each length.
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process.
+        seed: of the sequences and their order; null takes seed_everything.
+    """
+
+    DEPTHS = 5
+
+    def __init__(
+        self,
+        tokens: int = 256,
+        lengths: list[int] = [1, 2, 4, 8],  # noqa: B006  never changed
+        vocab_size: int = 96,
+        samples: int = 10_000,
+        val_samples: int = 200,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(vocab_size, batch_size=batch_size, num_workers=num_workers, seed=seed)
+        self.save_hyperparameters()
+        for name, value, least in (("tokens", tokens, 3 + self.DEPTHS), ("vocab_size", vocab_size, 6), ("samples", samples, 1),
+                                   ("val_samples", val_samples, 1), ("lengths", min(lengths, default=0), 1)):  # fmt: skip
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        self.tokens, self.lengths, self.counts = tokens, lengths, (samples, val_samples)
+        self.context = tokens
+        sizes = [tokens * length for length in lengths]
+        self.groups = [f"tokens{size}_depth{depth}" for size in sizes for depth in range(self.DEPTHS)]
+
+    def questions(self, stage: str) -> SampleSource:
+        """See :class:`QuestionData`."""
+        return _NeedleSamples(self, stage)
+
+
+class _NeedleSamples:
+    def __init__(self, data: Needle, stage: str) -> None:
+        self.stage, self.seed, self.third = stage, data.seed, data.vocab_size // 3
+        self.depths = data.DEPTHS
+        self.sizes = [data.tokens] if stage == "train" else [data.tokens * length for length in data.lengths]
+        self.each = data.counts[stage != "train"]
+        self.shard_sizes: Sequence[int] = [self.each * len(self.sizes)]
+
+    def __len__(self) -> int:
+        return self.shard_sizes[0]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number, size = index // self.each, self.sizes[index // self.each]
+        draw = np.random.default_rng((self.seed, STAGES[self.stage], index))
+        tokens = np.zeros(max(self.sizes), dtype=np.int64)
+        labels = np.full(max(self.sizes), IGNORED, dtype=np.int64)
+        key, value = int(draw.integers(self.third)), self.third + int(draw.integers(self.third))
+        tokens[:size] = 2 * self.third + draw.integers(0, self.third, size)
+        place = int(draw.integers(0, size - 2))
+        tokens[place : place + 2] = key, value
+        tokens[size - 1], labels[size - 1] = key, value
+        depth = place * self.depths // (size - 2)
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "group": number * self.depths + depth,
+            "bytes": 0,
+        }
