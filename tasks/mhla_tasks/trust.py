@@ -17,6 +17,9 @@ from mhla_tasks.sources import Source
 PACKAGES = ("lightning", "lightning_mhla", "mhla_kernels", "mhla_tasks", "torchmetrics")
 """Packages whose classes a configuration may name; importing a module runs it, so others have to be allowed."""
 
+SHAPES = re.compile(r"transformers(\.\w+)*\.\w+Config")
+"""Configurations of models: plain values, which any file may name."""
+
 _allowed = list(PACKAGES)
 
 
@@ -40,10 +43,19 @@ def allow_imports(sources: Sequence[Source]) -> None:
         if foreign := set(_names(source.values.get("allow"))) - given:
             raise AllowError(f"{source.origin}: allow is for the command line: --allow={','.join(sorted(foreign))}")
     paths = {text for source in typed for text in _strings(source.values) if re.fullmatch(r"\w+(\.\w+)+", text)}
-    _allowed[:] = [*PACKAGES, *sorted(given | paths)]
+    shapes = {text for source in sources for text in _strings(source.values) if SHAPES.fullmatch(text)}
+    _allowed[:] = [*PACKAGES, *sorted(given | paths | {name for text in shapes for name in _both_names(text)})]
     find_in_working_folder(paths)
     set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(_allowed))
     import_own(sorted(given))
+
+
+def _both_names(path: str) -> set[str]:
+    """A configuration's name in transformers, and that of the module that defines it."""
+    import transformers
+
+    found = getattr(transformers, path.rpartition(".")[2], None)
+    return {path} if found is None else {path, f"{found.__module__}.{found.__qualname__}"}
 
 
 def _names(value: object) -> list[str]:

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_mhla.training.export import export_module, export_parser
 from lightning_mhla.training.loading import load_module
@@ -37,7 +37,7 @@ def load_checkpoint(path: str | Path, live: bool = False) -> LanguageModel:
     return load_module(LanguageModel, path, live)
 
 
-def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[MHLAForCausalLM, PreTrainedTokenizerBase]:
+def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a checkpoint of training, an exported folder, or a name on the hub.
 
     Args:
@@ -46,7 +46,7 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[MHLAForC
 
     Raises:
         FileNotFoundError: when there is no such model or no tokenizer with it.
-        ValueError: when it is no language model of this package.
+        ValueError: when it is no causal language model.
     """
     own: Any = None
     if Path(path).is_dir() and (Path(path) / "config.json").exists():
@@ -59,8 +59,6 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[MHLAForC
             model = AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False)
         except OSError as error:
             raise FileNotFoundError(f"{path} is no checkpoint, no exported folder and no model on the hub") from error
-    if not isinstance(model, MHLAForCausalLM):
-        raise ValueError(f"{path} is a {type(model).__name__}; this package loads {MHLAForCausalLM.__name__}")
     if tokenizer is not None or own is None:
         own = load_tokenizer(tokenizer or path)
     return model.eval(), own
@@ -88,6 +86,10 @@ def write(model: LanguageModel, args: argparse.Namespace) -> None:
     if args.tokenizer:
         model.use_tokenizer(load_tokenizer(args.tokenizer))
     if args.context:
+        if not isinstance(model.network, MHLAForCausalLM):
+            raise ValueError(
+                f"--context extends mixing coefficients, which a {type(model.network).__name__} has none of"
+            )
         model.network.extend(args.context)
     export(model, args.folder)
 

@@ -15,6 +15,7 @@ from transformers import TextStreamer, set_seed
 
 from lightning_mhla.system.commands import add_allow, command_parser, short_errors
 from mhla_tasks.language.export import load_model
+from mhla_tasks.language.networks import longest
 from mhla_tasks.language.prompts import GenerationOptions
 
 
@@ -40,7 +41,7 @@ def main() -> None:
             tokens = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(args.device)
             count = args.max_new_tokens
             if count is None:
-                limit = model.backbone.max_tokens
+                limit = longest(model)
                 count = 256 if limit is None else max(1, min(256, limit - tokens["input_ids"].shape[1]))
             options = GenerationOptions(count, args.temperature, args.top_k, args.top_p)
             model.generate(

@@ -11,9 +11,11 @@ from lightning import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import SumMetric
+from transformers import PreTrainedModel
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.attention import attention_per_layer
+from lightning_mhla.attention.inputs import UNHANDLED
 from lightning_mhla.attention.sequence import SequenceShare
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
 from lightning_mhla.system.hyperparameters import keep_plain
@@ -26,6 +28,7 @@ from mhla_tasks.language.callbacks import TextSamples
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
 from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.model import MHLAForCausalLM
+from mhla_tasks.language.networks import build_network, network_loss, repeated_layers, training_flops
 from mhla_tasks.language.prompts import ContinuationFile, GenerationOptions
 from mhla_tasks.language.tokenizer import fingerprint, left_padded, pack_tokenizer, pad_token, unpack_tokenizer
 
@@ -63,9 +66,12 @@ class LanguageModel(TrainingModule):
         generation: how predict continues prompts.
         pretrained: weights to start from, of a run, a checkpoint or an exported folder, with any context and vocabulary; not
             read where --ckpt_path brings weights.
+        network: another model in the place of ours: a configuration of transformers that builds a causal language model, as
+            {class_path: transformers.LlamaConfig, init_args: {...}}. The options from attention to mlp_width, tie_embeddings
+            and initializer_range are then not used.
     """
 
-    network: MHLAForCausalLM
+    network: PreTrainedModel
     shares_sequences = True
 
     train_batch = ("tokens",)
@@ -94,6 +100,7 @@ class LanguageModel(TrainingModule):
         ema_decay: float | None = None,
         generation: GenerationOptions = GenerationOptions(),
         pretrained: str | None = None,
+        network: dict[str, Any] | None = None,
     ) -> None:
         optimizer = as_dataclass(OptimizerConfig, optimizer)
         generation = as_dataclass(GenerationOptions, generation)
@@ -104,28 +111,33 @@ class LanguageModel(TrainingModule):
         self._pretrained = pretrained
         self.generation = generation
         self.context = context
-        self.network = MHLAForCausalLM(
-            MHLAConfig(
-                vocab_size=vocab_size,
-                dim=dim,
-                depth=depth,
-                heads=heads,
-                key_value_heads=key_value_heads,
-                key_width=key_width,
-                value_width=value_width,
-                mlp_width=mlp_width,
-                context=context,
-                attention=_for_layers(attention, layer_kinds, depth),
-                tie_word_embeddings=tie_embeddings,
-                initializer_range=initializer_range,
+        if network is not None:
+            self.network = build_network(network, vocab_size)
+            if checkpointing:
+                self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            self.network = MHLAForCausalLM(
+                MHLAConfig(
+                    vocab_size=vocab_size,
+                    dim=dim,
+                    depth=depth,
+                    heads=heads,
+                    key_value_heads=key_value_heads,
+                    key_width=key_width,
+                    value_width=value_width,
+                    mlp_width=mlp_width,
+                    context=context,
+                    attention=_for_layers(attention, layer_kinds, depth),
+                    tie_word_embeddings=tie_embeddings,
+                    initializer_range=initializer_range,
+                )
             )
-        )
-        self.network.backbone.checkpointing = checkpointing
-        size = self.network.backbone.layout.block_size or 0
-        if size > context:
-            log.warning(
-                "block_size=%d is above context=%d: a sample is one block, and mixing does nothing", size, context
-            )
+            self.network.backbone.checkpointing = checkpointing
+            size = self.network.backbone.layout.block_size or 0
+            if size > context:
+                log.warning(
+                    "block_size=%d is above context=%d: a sample is one block, and mixing does nothing", size, context
+                )
         self.tokenizer: Any = None
         self._tokenizer_files: dict[str, str] = {}
         names = [f"{stage}_{name}" for stage in ("val", "test") for name in SUMS]
@@ -134,12 +146,14 @@ class LanguageModel(TrainingModule):
 
     def layers(self) -> list[nn.Module]:
         """See :meth:`TrainingModule.layers`."""
-        return list(self.network.backbone.blocks)
+        return repeated_layers(self.network)
 
     def configure_model(self) -> None:
         """Take over weights to start from; then see :meth:`TrainingModule.configure_model`."""
         if self._pretrained is not None:
-            adopt(self.network, read_pretrained(self._pretrained), self._pretrained, heads=("head.", "embedding."))
+            ends = (self.network.get_input_embeddings(), self.network.get_output_embeddings())
+            heads = [f"{name}." for name, module in self.network.named_modules() if any(module is end for end in ends)]
+            adopt(self.network, read_pretrained(self._pretrained), self._pretrained, heads=heads)
             self._pretrained = None
         super().configure_model()
 
@@ -160,8 +174,7 @@ class LanguageModel(TrainingModule):
             "share": self.sequence_group is not None,
             "state": stage == "predict" or any(isinstance(each, TextSamples) for each in self.trainer.callbacks),  # type: ignore[attr-defined]
         }
-        for layer in self.network.backbone.layers:
-            layer.attn.require(*(name for name, wanted in asked.items() if wanted))
+        self._require(*(name for name, wanted in asked.items() if wanted))
         context = getattr(self.trainer.datamodule, "context", None)  # type: ignore[attr-defined]
         groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
         if len(groups) > MOST:
@@ -174,13 +187,21 @@ class LanguageModel(TrainingModule):
             )
         if groups and self.sequence_group is not None:
             raise ValueError("sequences with questions are not spread over processes; set sequence_parallel_size: 1")
-        if context is not None and context > self.network.config.context:
+        if context is not None and context > self.context:
             raise ValueError(
-                f"samples of {context} tokens (--data.init_args.context) for a model of {self.network.config.context} "
+                f"samples of {context} tokens (--data.init_args.context) for a model of {self.context} "
                 "(--model.init_args.context); give both the same"
             )
         if stage != "predict":  # a checkpoint brings its own, and the data may not be here
             self._use_tokenizer_of_data()
+
+    def _require(self, *names: str) -> None:
+        """Raise ValueError for what the network cannot do; see :meth:`Attention.require`."""
+        if isinstance(self.network, MHLAForCausalLM):
+            for layer in self.network.backbone.layers:
+                layer.attn.require(*names)
+        elif refused := sorted({"cu_seqlens", "share"}.intersection(names)):
+            raise ValueError(f"network {type(self.network).__name__} {UNHANDLED[refused[0]]}")
 
     def on_predict_start(self) -> None:
         """Without a checkpoint, the data's tokenizer.
@@ -266,7 +287,12 @@ class LanguageModel(TrainingModule):
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of training on one token: forward, and twice that for backward (PaLM, arXiv 2204.02311, appendix B)."""
+        """Model FLOPs of training on one token: forward, and twice that for backward (PaLM, arXiv 2204.02311, appendix B).
+
+        Of other models than ours, those of the matrices alone.
+        """
+        if not isinstance(self.network, MHLAForCausalLM):
+            return training_flops(self.network)
         layers = self.network.backbone.layers
         matrices = sum(p.numel() for layer in layers for p in layer.mlp.parameters() if p.dim() == 2)
         matrices += self.network.head.weight.numel()
@@ -322,6 +348,7 @@ class LanguageModel(TrainingModule):
         group = self.sequence_group
         if group is None:
             return None
+        assert isinstance(self.network, MHLAForCausalLM)  # setup refuses others
         share = self.network.backbone.share(group, batch["tokens"].shape[1] - 1)
         share.agree(*(value for value in batch.values() if isinstance(value, Tensor)))
         return share
@@ -340,6 +367,8 @@ class LanguageModel(TrainingModule):
             inputs, targets = share.of(inputs), share.of(targets)
         if bounds is not None:
             inputs, targets = inputs.reshape(1, -1), targets.reshape(1, -1)
+        if not isinstance(self.network, MHLAForCausalLM):
+            return network_loss(self.network, inputs, targets, reduction == "mean")
         options: dict[str, Any] = {"shift_labels": targets, "cu_seqlens": bounds, "loss_reduction": reduction}
         return self.network(inputs, share=share, **options).loss
 

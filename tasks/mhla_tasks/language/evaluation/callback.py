@@ -12,6 +12,7 @@ import torch
 from lightning import LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.callbacks.periodic import PeriodicEvaluation
@@ -20,7 +21,6 @@ from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
 from mhla_tasks.language.callbacks import TokenThroughput
-from mhla_tasks.language.model import MHLAForCausalLM
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class LMEval(PeriodicEvaluation):
         self._load_tasks()
         with kept_random_state(), evaluation_weights(trainer, pl_module), local_data(self.data_dir):
             model = MHLALM(
-                cast(MHLAForCausalLM, pl_module.network),
+                cast(PreTrainedModel, pl_module.network),
                 pl_module.tokenizer,
                 max_length=self.max_length,
                 cut=self.cut,

@@ -13,10 +13,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mhla_tasks.language.export import load_model
-from mhla_tasks.language.model import MHLAForCausalLM
+from mhla_tasks.language.networks import longest
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class MHLALM(HFLM):
 
     def __init__(
         self,
-        pretrained: str | MHLAForCausalLM,
+        pretrained: str | PreTrainedModel,
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         device: str | None = None,
         dtype: str = "float32",
@@ -56,7 +56,8 @@ class MHLALM(HFLM):
         if cut not in ("middle", "left"):
             raise ValueError(f"cut={cut!r} is not one of 'middle', 'left'")
         length = None if max_length is None else int(max_length)
-        if isinstance(pretrained, MHLAForCausalLM):
+        model: PreTrainedModel
+        if isinstance(pretrained, PreTrainedModel):
             model = pretrained
         else:
             name = None if isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer
@@ -66,7 +67,7 @@ class MHLALM(HFLM):
             if not isinstance(weights, torch.dtype):
                 raise ValueError(f"dtype={dtype!r} is not one of float32, bfloat16, float16")
             model = model.to(device=_device(device), dtype=weights)
-        limit = model.backbone.max_tokens
+        limit = longest(model)
         if length is not None and limit is not None and length > limit:
             model = copy.deepcopy(model) if model is pretrained else model
             model.extend(length)

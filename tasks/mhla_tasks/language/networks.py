@@ -1,0 +1,94 @@
+"""Causal language models of transformers in the place of ours: baselines under the same data, optimiser and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
+from mhla_tasks.language.model import MHLAForCausalLM
+
+SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+"""Options of configurations that change logits behind the head."""
+
+
+def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedModel:
+    """A causal language model with random weights from a configuration of transformers.
+
+    Args:
+        network: ``class_path``, a configuration such as ``transformers.LlamaConfig``, and ``init_args``, its options.
+        vocab_size: tokens of the vocabulary.
+
+    Raises:
+        ValueError: for a name that transformers does not have, an option that the configuration does not have, or a model
+            that is no causal language model.
+    """
+    import transformers
+
+    unknown = set(network) - {"class_path", "init_args"}
+    path = str(network.get("class_path", ""))
+    if unknown or not path:
+        raise ValueError(f"network takes class_path and init_args, not {dict(network)}")
+    module, _, name = path.rpartition(".")
+    kind = getattr(transformers, name, None) if module.split(".")[0] in ("", "transformers") else None
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedConfig)):
+        raise ValueError(f"network: {path} is no configuration of transformers, such as transformers.LlamaConfig")
+    options = dict(network.get("init_args") or {})
+    if options.setdefault("vocab_size", vocab_size) != vocab_size:
+        raise ValueError(f"network: vocab_size={options['vocab_size']} and the model's vocab_size={vocab_size} differ")
+    known = {*kind().to_dict(), *getattr(kind, "attribute_map", ())}
+    if wrong := sorted(set(options) - known):
+        raise ValueError(f"network: {name} has no option {wrong[0]!r}; it has {', '.join(sorted(known))}")
+    try:
+        return AutoModelForCausalLM.from_config(kind(**options))
+    except ValueError as error:
+        raise ValueError(f"network: {name} builds no causal language model ({str(error).splitlines()[0]})") from error
+
+
+def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks of a model, first to last.
+
+    Raises:
+        ValueError: when there is no list of as many as its configuration says.
+    """
+    depth = network.config.num_hidden_layers
+    lists = [module for module in network.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+    if not lists:
+        raise ValueError(f"{type(network).__name__} has no list of its {depth} layers")
+    return list(lists[0])
+
+
+def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean: bool) -> Tensor:
+    """Cross-entropy of ``targets`` ``[B, N]``: the mean, or that of each token; without the logits of all at once."""
+    head = network.get_output_embeddings()
+    scaled = any(getattr(network.config, name, None) not in (None, 1, 1.0) for name in SCALED_LOGITS)
+    if scaled or type(head) is not nn.Linear or head.bias is not None:
+        logits = network(inputs, use_cache=False).logits.float()
+        reduction = "mean" if mean else "none"
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction
+        )
+        return loss if mean else loss.view(targets.shape)
+    hidden = network.base_model(inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+    if mean:
+        return linear_cross_entropy(hidden, head.weight, targets.flatten())
+    return token_losses(hidden, head.weight, targets.flatten()).view(targets.shape)
+
+
+def longest(network: PreTrainedModel) -> int | None:
+    """Tokens of the longest sequence that a model takes; None for any."""
+    return network.backbone.max_tokens if isinstance(network, MHLAForCausalLM) else None
+
+
+def training_flops(network: PreTrainedModel) -> float:
+    """Floating-point operations of training on one token, of the matrices alone: 6 for each of their numbers.
+
+    Kaplan et al. (arXiv 2001.08361, section 2.1); attention scores and recurrences are left out.
+    """
+    embedding = network.get_input_embeddings().weight
+    head = network.get_output_embeddings().weight
+    matrices = sum(p.numel() for p in network.parameters() if p.dim() >= 2 and p is not embedding and p is not head)
+    return 6.0 * (matrices + head.numel())
