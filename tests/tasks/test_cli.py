@@ -151,12 +151,26 @@ def test_missing_data_folder(
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    if "network:" in path.read_text():
+        cli = parse(monkeypatch, "fit", "--config", str(path))
+        with torch.device("meta"):
+            cli.parser.instantiate_classes(cli.config)
+        cli = parse(monkeypatch, "fit", "--config", str(path), "--model.init_args.attention.kind=linear")
+        with pytest.raises(ValueError, match="network brings its own attention"), torch.device("meta"):
+            cli.parser.instantiate_classes(cli.config)
+        return
     with torch.device("meta"):
         for kind in ("mhla", "linear", "softmax"):
             cli = parse(monkeypatch, "fit", "--config", str(path), f"--model.init_args.attention.kind={kind}")
             model = cli.parser.instantiate_classes(cli.config).fit.model
             kinds = {module.config.kind for module in model.modules() if isinstance(module, Attention)}
-            assert kinds == ({kind} if path.stem != "digits_pretrain" else set()), "that one keeps diffusers' own"
+            own = {
+                "digits_pretrain": set(),
+                "mnist_pretrain": set(),
+                "mqar": {"gated_conv", "mhla"},
+                "needle": {"gated_conv", "mhla"},
+            }  # layer_kinds
+            assert kinds == own.get(path.stem, {kind})
 
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.stem)
@@ -189,6 +203,18 @@ def test_evaluations_add_themselves_to_a_language_model(monkeypatch: pytest.Monk
     assert [each.class_path for each in added[:-1]] == [each.class_path for each in alone]
     assert added[-1].class_path == "mhla_tasks.language.evaluation.LMEval"
     assert set(added[-1].init_args.tasks) <= known_tasks()
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("gla", 341.7), ("gated_deltanet", 362.0), ("mamba", 385.6), ("mamba2", 349.6), ("transformer", 341.1)],
+)
+def test_language_baselines_have_the_paper_s_sizes(monkeypatch: pytest.MonkeyPatch, name: str, millions: float) -> None:
+    path = str(ROOT / f"configs/language/{name}_340m_fineweb.yaml")
+    cli = parse(monkeypatch, "fit", "--config", path)
+    with torch.device("meta"):
+        model = cli.parser.instantiate_classes(cli.config).fit.model
+    assert sum(p.numel() for p in model.network.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
 
 
 def test_the_language_models_of_the_paper_differ_in_attention_alone() -> None:

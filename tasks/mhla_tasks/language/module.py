@@ -68,7 +68,7 @@ class LanguageModel(TrainingModule):
             read where --ckpt_path brings weights.
         network: another model in the place of ours: a configuration of transformers that builds a causal language model, as
             {class_path: transformers.LlamaConfig, init_args: {...}}. The options from attention to mlp_width, tie_embeddings
-            and initializer_range are then not used.
+            and initializer_range are then not used; attention and layer_kinds are errors.
     """
 
     network: PreTrainedModel
@@ -112,6 +112,8 @@ class LanguageModel(TrainingModule):
         self.generation = generation
         self.context = context
         if network is not None:
+            if layer_kinds is not None or plain_attention(attention) != plain_attention(default_attention()):
+                raise ValueError("network brings its own attention: leave out attention and layer_kinds, or network")
             self.network = build_network(network, vocab_size)
             if checkpointing:
                 self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
