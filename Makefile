@@ -19,7 +19,7 @@ help:  ## list the targets
 	@touch $@
 
 demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, say where the results are
-	$(BIN)/lightning fit --config configs/classification/digits.yaml
+	$(BIN)/lightning fit --config configs/classification/mnist.yaml
 
 test: .venv/test-installed  ## install, run all tests (no GPU, no network beyond the package index)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -1,0 +1,53 @@
+"""Command line of the report."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import benchmarks.paper as description
+from benchmarks.paper import mnist
+from benchmarks.paper.page import write_page
+from benchmarks.paper.study import Study
+from benchmarks.runs import ROOT
+
+STUDIES: dict[str, Study] = {study.name: study for study in (*mnist.STUDIES,)}
+
+
+def main() -> None:
+    """Train what is missing, row by row, and write the page after each."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper",
+        description=description.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", choices=STUDIES, default=list(STUDIES), help="studies (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
+    parser.add_argument("--variants", nargs="+", help="variants (default: all)")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/paper"), help="where runs are kept (default: runs/paper)"
+    )
+    parser.add_argument("--page", action="store_true", help="write docs/results.md from the results, and train nothing")
+    parser.add_argument("--list", action="store_true", help="list studies and variants, and how many rows are there")
+    args = parser.parse_args()
+    chosen = [STUDIES[name] for name in args.only]
+    if args.list:
+        for study in chosen:
+            print(f"{study.name}: {study.title}")
+            for variant in study.variants:
+                print(f"  {variant}: {sum(row['variant'] == variant for row in study.rows())} rows")
+        return
+    if unknown := set(args.variants or ()) - {name for study in chosen for name in study.variants}:
+        parser.error(f"--variants: {', '.join(sorted(unknown))} unknown; --list names them")
+    if not args.page:
+        for seed in args.seeds:
+            for study in chosen:
+                for variant in study.variants:
+                    if args.variants is None or variant in args.variants:
+                        study.run(variant, seed, args.runs)
+                        write_page(STUDIES.values(), ROOT / "docs")
+    print(write_page(STUDIES.values(), ROOT / "docs"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Classification of MNIST: 196 and 784 tokens, 16 features a head, no convolution stem."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from mhla_tasks.classification import ImageClassifier
+
+from benchmarks.paper.study import Row, Study, by_variant, conditions, markdown, spread
+from lightning_mhla.attention import Attention
+from lightning_mhla.callbacks.pictures import attention_rank
+from lightning_mhla.data.digits import load_mnist
+from lightning_mhla.training.loading import load_module
+
+CONFIG = "configs/classification/mnist.yaml"
+LOOKED_AT = 8
+"""Images whose attention matrices are measured."""
+
+
+def attention(**options: object) -> list[str]:
+    """Options of the attention, for ``lightning fit``."""
+    return [f"--model.init_args.attention.{name}={value}" for name, value in options.items()]
+
+
+KINDS = {
+    "softmax": attention(kind="softmax"),
+    "linear": attention(kind="linear"),
+    "mhla": attention(kind="mhla"),
+    "mhla, exponential": attention(kind="mhla", mixing="exponential"),
+    "mhla, per head": attention(kind="mhla", mixing_per_head="true"),
+    "mhla, uniform start": attention(kind="mhla", mixing_init="uniform"),
+    "mhla, frozen": attention(kind="mhla", mixing_trainable="false"),
+    "retention": attention(kind="retention"),
+    "gla": attention(kind="gla"),
+    "gated_deltanet": attention(kind="gated_deltanet"),
+    "mamba2": attention(kind="mamba2"),
+}
+FEW = ("softmax", "linear", "mhla", "mhla, exponential")
+
+
+@torch.no_grad()
+def measure(checkpoint: Path) -> Row:
+    """Accuracy on the 1,000 held-out images, and rank and entropy of each layer's attention matrix."""
+    model = load_module(ImageClassifier, checkpoint)
+    images, labels = load_mnist(False)
+    scores = torch.cat([model.network(part) for part in images.split(100)])
+    ranks: list[list[float]] = []
+    entropies: list[list[float]] = []
+
+    def look(layer: Attention, inputs: tuple[torch.Tensor, ...]) -> None:
+        weights = layer.attention_matrix(inputs[0])
+        ranks.append([attention_rank(each) for each in weights])
+        shares = weights.abs() / weights.abs().sum(-1, keepdim=True).clamp(min=1e-12)
+        entropies.append([float(-(share * share.clamp(min=1e-12).log()).sum(-1).mean()) for share in shares])
+
+    layers = [module for module in model.network.modules() if isinstance(module, Attention)]
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    model.network(images[:LOOKED_AT])
+    for hook in hooks:
+        hook.remove()
+    return {
+        "accuracy": float((scores.argmax(-1) == labels).float().mean()),
+        "loss": float(torch.nn.functional.cross_entropy(scores, labels)),
+        "rank": [sum(each) / len(each) for each in ranks],
+        "entropy": [sum(each) / len(each) for each in entropies],
+        "parameters": sum(p.numel() for p in model.network.parameters()),
+    }
+
+
+def section(rows: list[Row], folder: Path) -> str:
+    """Tables of accuracy, rank and entropy."""
+    found = by_variant(rows)
+    names = list(dict.fromkeys(name.removesuffix(", lepe") for name in found))
+    columns = [suffix for suffix in ("", ", lepe") if any(name + suffix in found for name in names)]
+    header = ["attention", *("accuracy, %" + (" with lepe" if suffix else "") for suffix in columns)]
+    lines = []
+    for name in names:
+        cells = [f"`{name}`"]
+        for suffix in columns:
+            cells.append(spread([row["accuracy"] for row in found.get(name + suffix, [])], 1, 100))
+        plain = found.get(name) or found.get(f"{name}, lepe", [])
+        for key, digits in (("rank", 0), ("entropy", 2)):
+            layers = zip(*(row[key] for row in plain), strict=True)
+            cells.append(", ".join(f"{sum(layer) / len(layer):.{digits}f}" for layer in layers))
+        lines.append(cells)
+    header += ["rank of the attention matrix, layers 1 to 4", "entropy of its rows, nats"]
+    return f"{markdown(header, lines)}\n\n{conditions(rows)}"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Accuracy of each kind, every seed a point."""
+    found = by_variant(rows)
+    names = list(dict.fromkeys(name.removesuffix(", lepe") for name in found))
+    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
+    axis = figure.subplots()
+    for suffix, mark in (("", "o"), (", lepe", "s")):
+        points = [(i, 100 * row["accuracy"]) for i, name in enumerate(names) for row in found.get(name + suffix, [])]
+        axis.plot(
+            *zip(*points, strict=True), mark, alpha=0.7, label="with lepe" if suffix else "plain"
+        ) if points else None
+    axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    axis.set_ylabel("held-out accuracy, %")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+def with_picture(rows: list[Row], folder: Path) -> str:
+    """The section with its picture."""
+    draw(rows, folder / "results-mnist.png")
+    return (
+        f"{section(rows, folder)}\n\n![Held-out accuracy on MNIST by attention, each seed a point](results-mnist.png)"
+    )
+
+
+STUDIES = (
+    Study(
+        "mnist",
+        "Classification: MNIST in 196 tokens (N / Dk = 12)",
+        CONFIG,
+        {
+            **{f"{name}, lepe": options for name, options in KINDS.items()},
+            **{name: [*options, *attention(lepe=0)] for name, options in KINDS.items()},
+        },
+        measure,
+        with_picture,
+    ),
+    Study(
+        "mnist784",
+        "Classification: MNIST in 784 tokens (N / Dk = 49)",
+        CONFIG,
+        {name: KINDS[name] for name in FEW},
+        measure,
+        section,
+        ("--model.init_args.patch_size=1", "--trainer.max_epochs=4"),
+    ),
+)

@@ -1,0 +1,131 @@
+"""A study: variants of one configuration, trained with several seeds, and the figures of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe
+from benchmarks.runs import ROOT, slug, train
+from lightning_mhla.system.files import write_whole
+
+Row = dict[str, Any]
+RESULTS = ROOT / "benchmarks/results/paper"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Variants of one configuration.
+
+    Attributes:
+        name: of the study, on the command line and of its file.
+        title: of its section.
+        config: of ``lightning fit``.
+        variants: options of ``lightning fit`` by the variant's name.
+        measure: figures of a run, from its last checkpoint.
+        section: Markdown from the rows, without the title; may write pictures into the folder it is given.
+        options: of ``lightning fit``, for all variants.
+        needs: a study whose run of the same seed a variant starts from, as ``{pretrained}`` in its options.
+    """
+
+    name: str
+    title: str
+    config: str
+    variants: Mapping[str, Sequence[str]]
+    measure: Callable[[Path], Row]
+    section: Callable[[list[Row], Path], str]
+    options: Sequence[str] = field(default_factory=tuple)
+    needs: tuple[Study, str] | None = None
+
+    @property
+    def file(self) -> Path:
+        """Its rows."""
+        return RESULTS / f"{self.name}.json"
+
+    def rows(self) -> list[Row]:
+        """The rows that are there, in the order of the variants."""
+        if not self.file.exists():
+            return []
+        order = list(self.variants)
+        rows = [row for row in json.loads(self.file.read_text())["rows"] if row["variant"] in order]
+        return sorted(rows, key=lambda row: (order.index(row["variant"]), row["seed"]))
+
+    def run(self, variant: str, seed: int, folder: Path) -> None:
+        """Train and measure one row, unless it is there."""
+        if any(row["variant"] == variant and row["seed"] == seed for row in self.rows()):
+            return
+        name = f"{self.name}-{slug(variant)}-seed{seed}"
+        options = [*self.options, *self.variants[variant], f"--seed_everything={seed}"]
+        if self.needs is not None:
+            first, start = self.needs
+            first.run(start, seed, folder)
+            path = newest(folder / f"{first.name}-{slug(start)}-seed{seed}")
+            options = [option.replace("{pretrained}", str(path)) for option in options]
+        checkpoint, seconds = train(self.config, name, {}, folder, options)
+        row = {"variant": variant, "seed": seed, **self.measure(checkpoint), "seconds": round(seconds)}
+        row["machine"] = describe(torch.device("cpu"))
+        rows = [*self.rows(), row]
+        result: Row = {"study": self.name, "config": self.config, "options": list(self.options)}
+        result["variants"] = {key: list(value) for key, value in self.variants.items()}
+        write_whole(self.file, json.dumps({**result, "rows": rows}, indent=1) + "\n")
+
+    def command(self) -> str:
+        """Markdown that names the command of a variant."""
+        name, options = next(iter(self.variants.items()))
+        words = " ".join([*self.options, *options])
+        return (
+            f"`python -m benchmarks.paper --only {self.name}`; a row is `lightning fit --config {self.config} {words}` "
+            f"(here {name}) with `--seed_everything`."
+        )
+
+
+def newest(run: Path) -> Path:
+    """The last checkpoint of a run."""
+    from benchmarks.runs import newest_checkpoint
+
+    found = newest_checkpoint(run)
+    if found is None:
+        raise SystemExit(
+            f"error: {run} holds no checkpoint; its row is in the results, but its run is gone: train it again"
+        )
+    return found
+
+
+def spread(values: Sequence[float], digits: int = 1, factor: float = 1.0) -> str:
+    """Mean and standard deviation over seeds: ``92.1 ± 0.4``; a single value has no spread."""
+    scaled = [value * factor for value in values]
+    if not scaled:
+        return ""
+    text = f"{mean(scaled):.{digits}f}"
+    return text if len(scaled) == 1 else f"{text} ± {stdev(scaled):.{digits}f}"
+
+
+def by_variant(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows of each variant."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["variant"], []).append(row)
+    return found
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table; all but the first column to the right."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))
+
+
+def conditions(rows: Sequence[Row]) -> str:
+    """Machine, versions, dates and seeds of rows, and how long they took."""
+    machines = {(row["machine"]["device"], row["machine"]["threads"], row["machine"]["torch"]) for row in rows}
+    days = sorted({row["machine"]["date"] for row in rows})
+    seeds = sorted({row["seed"] for row in rows})
+    where = "; ".join(f"{device}, {threads} threads, torch {version}" for device, threads, version in sorted(machines))
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    hours = sum(row["seconds"] for row in rows) / 3600
+    return f"Seeds {', '.join(map(str, seeds))}; {len(rows)} runs, {hours:.1f} h; {where}; {when}."
