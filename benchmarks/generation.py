@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dense": {"kind": "mhla", "mixing": "dense"},
     "linear": {"kind": "linear"},
     "softmax": {"kind": "softmax"},
+    **{kind: {"kind": kind} for kind in ("retention", "gla", "gated_deltanet", "mamba2")},
 }
 SIZE = {"vocab_size": 2048, "dim": 256, "depth": 4, "heads": 4, "mlp_width": 704}
 BLOCK, READ_AT_ONCE = 64, 2048

@@ -6,12 +6,16 @@ import argparse
 from pathlib import Path
 
 import benchmarks.paper as description
-from benchmarks.paper import mnist
+from benchmarks.paper import images, language, mnist, recall, video
 from benchmarks.paper.page import write_page
 from benchmarks.paper.study import Study
 from benchmarks.runs import ROOT
 
-STUDIES: dict[str, Study] = {study.name: study for study in (*mnist.STUDIES,)}
+STUDIES: dict[str, Study] = {
+    study.name: study for part in (mnist, images, video, language, recall) for study in part.STUDIES
+}
+
+RESULTS = ROOT / "benchmarks/results/paper"
 
 
 def main() -> None:
@@ -27,6 +31,13 @@ def main() -> None:
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/paper"), help="where runs are kept (default: runs/paper)"
     )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder of the rows (default: benchmarks/results/paper)"
+    )
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the page (default: docs)")
+    parser.add_argument(
+        "options", nargs="*", help="more options for lightning fit, after --; with a --results of its own"
+    )
     parser.add_argument("--page", action="store_true", help="write docs/results.md from the results, and train nothing")
     parser.add_argument("--list", action="store_true", help="list studies and variants, and how many rows are there")
     args = parser.parse_args()
@@ -35,7 +46,7 @@ def main() -> None:
         for study in chosen:
             print(f"{study.name}: {study.title}")
             for variant in study.variants:
-                print(f"  {variant}: {sum(row['variant'] == variant for row in study.rows())} rows")
+                print(f"  {variant}: {sum(row['variant'] == variant for row in study.rows(args.results))} rows")
         return
     if unknown := set(args.variants or ()) - {name for study in chosen for name in study.variants}:
         parser.error(f"--variants: {', '.join(sorted(unknown))} unknown; --list names them")
@@ -44,9 +55,9 @@ def main() -> None:
             for study in chosen:
                 for variant in study.variants:
                     if args.variants is None or variant in args.variants:
-                        study.run(variant, seed, args.runs)
-                        write_page(STUDIES.values(), ROOT / "docs")
-    print(write_page(STUDIES.values(), ROOT / "docs"))
+                        study.run(variant, seed, args.runs, args.results, args.options)
+                        write_page(STUDIES.values(), args.results, args.docs)
+    print(write_page(STUDIES.values(), args.results, args.docs))
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ where it was stopped.
 """
 
 
-def write_page(studies: Iterable[Study], folder: Path) -> Path:
+def write_page(studies: Iterable[Study], results: Path, folder: Path) -> Path:
     """Write the page and its pictures; studies without rows are left out."""
     parts = [HEAD]
+    folder.mkdir(parents=True, exist_ok=True)
     for study in studies:
-        if rows := study.rows():
+        if rows := study.rows(results):
             parts.append(f"## {study.title}\n\n{study.section(rows, folder)}\n\n{study.command()}\n")
     path = folder / "results.md"
     write_whole(path, "\n".join(parts))

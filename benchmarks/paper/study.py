@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe
-from benchmarks.runs import ROOT, slug, train
+from benchmarks.runs import slug, train
 from lightning_mhla.system.files import write_whole
 
 Row = dict[str, Any]
-RESULTS = ROOT / "benchmarks/results/paper"
 
 
 @dataclass(frozen=True)
@@ -43,37 +42,49 @@ class Study:
     options: Sequence[str] = field(default_factory=tuple)
     needs: tuple[Study, str] | None = None
 
-    @property
-    def file(self) -> Path:
-        """Its rows."""
-        return RESULTS / f"{self.name}.json"
-
-    def rows(self) -> list[Row]:
-        """The rows that are there, in the order of the variants."""
-        if not self.file.exists():
+    def rows(self, results: Path) -> list[Row]:
+        """The rows in the folder of results, in the order of the variants."""
+        file = results / f"{self.name}.json"
+        if not file.exists():
             return []
         order = list(self.variants)
-        rows = [row for row in json.loads(self.file.read_text())["rows"] if row["variant"] in order]
+        rows = [row for row in json.loads(file.read_text())["rows"] if row["variant"] in order]
         return sorted(rows, key=lambda row: (order.index(row["variant"]), row["seed"]))
 
-    def run(self, variant: str, seed: int, folder: Path) -> None:
-        """Train and measure one row, unless it is there."""
-        if any(row["variant"] == variant and row["seed"] == seed for row in self.rows()):
+    def run(self, variant: str, seed: int, folder: Path, results: Path, more: Sequence[str] = ()) -> None:
+        """Train and measure one row, unless it is there.
+
+        Args:
+            variant: its name.
+            seed: of the run.
+            folder: for runs.
+            results: for rows.
+            more: options of ``lightning fit``, the same for all rows of a file.
+
+        Raises:
+            SystemExit: when the rows that are there were trained with other options.
+        """
+        file, rows = results / f"{self.name}.json", self.rows(results)
+        if rows and (asked := [*self.options, *more]) != (kept := json.loads(file.read_text())["options"]):
+            raise SystemExit(
+                f"error: {file} has rows of options {kept}, not {asked}; choose another --results, or delete it"
+            )
+        if any(row["variant"] == variant and row["seed"] == seed for row in rows):
             return
         name = f"{self.name}-{slug(variant)}-seed{seed}"
-        options = [*self.options, *self.variants[variant], f"--seed_everything={seed}"]
+        options = [*self.options, *self.variants[variant], *more, f"--seed_everything={seed}"]
         if self.needs is not None:
             first, start = self.needs
-            first.run(start, seed, folder)
+            first.run(start, seed, folder, results, more)
             path = newest(folder / f"{first.name}-{slug(start)}-seed{seed}")
             options = [option.replace("{pretrained}", str(path)) for option in options]
         checkpoint, seconds = train(self.config, name, {}, folder, options)
         row = {"variant": variant, "seed": seed, **self.measure(checkpoint), "seconds": round(seconds)}
         row["machine"] = describe(torch.device("cpu"))
-        rows = [*self.rows(), row]
-        result: Row = {"study": self.name, "config": self.config, "options": list(self.options)}
+        rows = [*self.rows(results), row]
+        result: Row = {"study": self.name, "config": self.config, "options": [*self.options, *more]}
         result["variants"] = {key: list(value) for key, value in self.variants.items()}
-        write_whole(self.file, json.dumps({**result, "rows": rows}, indent=1) + "\n")
+        write_whole(file, json.dumps({**result, "rows": rows}, indent=1) + "\n")
 
     def command(self) -> str:
         """Markdown that names the command of a variant."""

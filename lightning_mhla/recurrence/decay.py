@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_mhla.recurrence import kernels
 from lightning_mhla.recurrence.chunks import Problem, check, check_gate, prepare, scan_chunks
 from lightning_mhla.recurrence.products import decay_weights
+from lightning_mhla.recurrence.step import one_token
 
 
 def retention(
@@ -88,6 +89,8 @@ def state_space_dual(
     if kernels.chosen(backend, q):
         return kernels.state_space_dual(q, k, v, log_decay, scale, initial_state, bounds)
     with torch.autocast(q.device.type, enabled=False):
+        if q.shape[1] == 1 and bounds is None:
+            return one_token(q, k, v, log_decay, scale, initial_state)
         problem = prepare(q, k, v, scale, initial_state, bounds)
         return _in_chunks(problem, problem.split(log_decay))
 

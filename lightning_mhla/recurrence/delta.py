@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_mhla.recurrence import kernels
 from lightning_mhla.recurrence.chunks import Problem, check, check_gate, prepare, rows_of
 from lightning_mhla.recurrence.products import decay_weights
+from lightning_mhla.recurrence.step import one_token
 
 
 def gated_delta_rule(
@@ -57,6 +58,8 @@ def gated_delta_rule(
     if kernels.chosen(backend, q):
         return kernels.gated_delta_rule(q, k, v, beta, log_decay, scale, initial_state, bounds)
     with torch.autocast(q.device.type, enabled=False):
+        if q.shape[1] == 1 and bounds is None:
+            return one_token(q, k, v, log_decay, scale, initial_state, beta)
         problem = prepare(q, k, v, scale, initial_state, bounds)
         return _in_chunks(problem, problem.split(beta)[..., None], problem.split(log_decay))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_mhla.recurrence import kernels
 from lightning_mhla.recurrence.chunks import check, check_gate, prepare, scan_chunks
 from lightning_mhla.recurrence.products import decayed_products, suffix_sums
+from lightning_mhla.recurrence.step import one_token
 
 
 def gated_linear_attention(
@@ -50,6 +51,8 @@ def gated_linear_attention(
     if kernels.chosen(backend, q):
         return kernels.gated_linear_attention(q, k, v, log_decay, scale, initial_state, bounds)
     with torch.autocast(q.device.type, enabled=False):
+        if q.shape[1] == 1 and bounds is None:
+            return one_token(q, k, v, log_decay, scale, initial_state)
         problem = prepare(q, k, v, scale, initial_state, bounds)
         q, k, v = problem.q, problem.k, problem.v
         decay = problem.split(log_decay)

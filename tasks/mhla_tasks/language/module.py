@@ -342,7 +342,8 @@ class LanguageModel(TrainingModule):
         groups = batch["group"][:, None].expand(asked.shape)[asked]
         cast(Answers, self.answers[f"{stage}_answers"]).update(scores.argmax(-1) == targets, groups)
         nats = F.cross_entropy(scores, targets, reduction="sum")
-        for name, value in (("nats", nats), ("tokens", len(targets)), ("samples", batch["valid"].sum())):
+        sums = {"nats": nats, "tokens": len(targets), "bytes": 0, "samples": batch["valid"].sum()}
+        for name, value in sums.items():
             self._sum(stage, name).update(value)
 
     def _share(self, batch: dict[str, Any]) -> SequenceShare | None:
@@ -387,9 +388,10 @@ class LanguageModel(TrainingModule):
         values = {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), "samples": samples}
         if size:
             values["bits_per_byte"] = nats / math.log(2) / size
-        answers = cast(Answers, self.answers[f"{stage}_answers"])
-        values |= shares(answers.compute(), getattr(self.trainer.datamodule, "groups", ()))  # type: ignore[attr-defined]
-        answers.reset()
+        if groups := getattr(self.trainer.datamodule, "groups", ()):  # type: ignore[attr-defined]
+            answers = cast(Answers, self.answers[f"{stage}_answers"])
+            values |= shares(answers.compute(), groups)
+            answers.reset()
         for name, value in values.items():
             self.log(f"{stage}/{name}", value, prog_bar=name in ("bits_per_byte", "accuracy"), sync_dist=True)
 

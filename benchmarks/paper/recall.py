@@ -1,0 +1,131 @@
+"""Recall: MQAR over the size of the state, and a needle in longer contexts than in training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from lightning import Trainer
+from matplotlib.figure import Figure
+from mhla_tasks.language import AssociativeRecall, LanguageModel, Needle
+from mhla_tasks.language.export import load_checkpoint
+
+from benchmarks.paper.study import Row, Study, by_variant, conditions, markdown, spread
+
+KINDS: dict[str, list[str]] = {
+    "softmax": ["--model.init_args.layer_kinds=[gated_conv,softmax]"],
+    "linear": ["--model.init_args.layer_kinds=[gated_conv,linear]"],
+    "mhla": ["--model.init_args.layer_kinds=[gated_conv,mhla]"],
+    "mhla, dense": [
+        "--model.init_args.layer_kinds=[gated_conv,mhla]",
+        "--model.init_args.attention.mixing=dense",
+        "--model.init_args.attention.mixing_per_head=true",
+    ],
+    "retention": ["--model.init_args.layer_kinds=[gated_conv,retention]"],
+    "gla": ["--model.init_args.layer_kinds=[gated_conv,gla]"],
+    "gated_deltanet": ["--model.init_args.layer_kinds=[gated_conv,gated_deltanet]"],
+    "mamba2": ["--model.init_args.layer_kinds=[gated_conv,mamba2]"],
+}
+WIDTHS = (32, 64)
+
+
+def scores(checkpoint: Path) -> tuple[LanguageModel, dict[str, float]]:
+    """The model, and its metrics on the validation data of its run."""
+    model = load_checkpoint(checkpoint)
+    content = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
+    memory = {k: v for k, v in content["datamodule_hyper_parameters"].items() if not k.startswith("_")}
+    data = (Needle if "lengths" in memory else AssociativeRecall)(**memory)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    (found,) = trainer.validate(model, data, verbose=False)
+    return model, {name.removeprefix("val/"): value for name, value in found.items()}
+
+
+@torch.no_grad()
+def measure(checkpoint: Path) -> Row:
+    """Accuracy by group, and bytes of the state after the longest training sequence."""
+    model, found = scores(checkpoint)
+    tokens = torch.zeros(1, model.context, dtype=torch.long)
+    cache = model.network(tokens, use_cache=True).past_key_values
+    figures = {name: value for name, value in found.items() if name.startswith("accuracy")}
+    return {**figures, "state_bytes": cache.bytes, "parameters": sum(p.numel() for p in model.network.parameters())}
+
+
+def mqar_section(rows: list[Row], folder: Path) -> str:
+    """Accuracy by number of pairs and width, and a picture over the state's size."""
+    found = by_variant(rows)
+    groups = sorted(
+        {name for row in rows for name in row if name.startswith("accuracy_pairs")}, key=lambda n: int(n[14:])
+    )
+    lines = []
+    for name, each in found.items():
+        size = each[0]["state_bytes"]
+        lines.append([f"`{name}`", f"{size:,}", *(spread([row[group] for row in each], 1, 100) for group in groups)])
+    header = ["attention, width", "state, bytes", *(f"{group[14:]} pairs, %" for group in groups)]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for kind in KINDS:
+        points = [
+            (each[0]["state_bytes"], 100 * sum(row["accuracy"] for row in each) / len(each))
+            for name, each in found.items()
+            if name.rpartition(", ")[0] == kind
+        ]
+        if points:
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", label=kind)
+    axis.set(xlabel="state after 128 tokens, bytes", ylabel="accuracy, %", xscale="log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(folder / "results-mqar.png", dpi=120)
+    picture = "![Accuracy over bytes of state, by attention](results-mqar.png)"
+    return f"{markdown(header, lines)}\n\n{picture}\n\n{conditions(rows)}"
+
+
+def needle_section(rows: list[Row], folder: Path) -> str:
+    """Accuracy by length; a picture by depth."""
+    found = by_variant(rows)
+    lengths = sorted(
+        {int(name[15:]) for row in rows for name in row if name.startswith("accuracy_tokens") and "_depth" not in name}
+    )
+    lines = [
+        [f"`{name}`", *(spread([row[f"accuracy_tokens{n}"] for row in each], 1, 100) for n in lengths)]
+        for name, each in found.items()
+    ]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for name, each in found.items():
+        values = [100 * sum(row[f"accuracy_tokens{n}"] for row in each) / len(each) for n in lengths]
+        axis.plot(lengths, values, marker="o", label=name)
+    axis.set(xlabel="tokens", ylabel="accuracy, %", xscale="log")
+    axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(folder / "results-needle.png", dpi=120)
+    table = markdown(["attention", *(f"{n:,} tokens, %" for n in lengths)], lines)
+    return f"{table}\n\n![Accuracy by length](results-needle.png)\n\n{conditions(rows)}"
+
+
+STEPS = ("--trainer.max_epochs=-1", "--trainer.max_steps=1400", "--trainer.check_val_every_n_epoch=null")
+
+STUDIES = (
+    Study(
+        "mqar",
+        "Associative recall (MQAR)",
+        "configs/language/mqar.yaml",
+        {
+            f"{name}, {width}": [*options, f"--model.init_args.dim={width}"]
+            for name, options in KINDS.items()
+            for width in WIDTHS
+        },
+        measure,
+        mqar_section,
+        (*STEPS, "--trainer.val_check_interval=1400"),
+    ),
+    Study(
+        "needle",
+        "A needle in up to eight times the trained length",
+        "configs/language/needle.yaml",
+        {name: options for name, options in KINDS.items() if name != "mhla, dense"},
+        measure,
+        needle_section,
+        (*STEPS, "--trainer.val_check_interval=1400"),
+    ),
+)

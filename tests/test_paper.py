@@ -1,0 +1,110 @@
+"""The report in small: rows once each, several seeds, a page; and the recurrences' figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from fork_server import ForkServer
+
+from benchmarks import recurrences, runs
+from benchmarks.paper import __main__ as paper
+
+ONE = ["--trainer.enable_progress_bar=false", "--trainer.max_epochs=-1", "--trainer.max_steps=1",
+       "--trainer.limit_val_batches=1", "--trainer.callbacks=[{class_path: ModelCheckpoint, init_args: {save_last: true}}]"]  # fmt: skip
+QUESTIONS = "{tokens: 16, pairs: 2, samples: 20}"
+SMALL: dict[str, tuple[list[str], list[str]]] = {
+    "mnist": (["mhla", "gla"], ["--model.init_args.depth=1"]),
+    "mqar": (["gla, 32", "mhla, 64"], ["--data.init_args.batch_size=8", f"--data.init_args.train=[{QUESTIONS}]", f"--data.init_args.val=[{QUESTIONS}]"]),
+    "needle": (["softmax"], ["--data.init_args.tokens=32", "--data.init_args.val_samples=4", "--data.init_args.lengths=[1,2]"]),
+    "stdlib": (["gla"], ["--model.init_args.dim=32", "--model.init_args.depth=1", "--model.init_args.context=64",
+                         "--data.init_args.context=64", "--model.init_args.vocab_size=512", "--data.init_args.vocab_size=512"]),
+}  # fmt: skip
+
+
+@pytest.fixture
+def trained(server: ForkServer, monkeypatch: pytest.MonkeyPatch, cache_home: Path) -> list[list[str]]:
+    """Commands that trained a row; they start without start-up."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], check: bool, cwd: Path) -> None:
+        commands.append(command)
+        status, text = server.run(*command[2:], folder=cwd, XDG_CACHE_HOME=os.environ["XDG_CACHE_HOME"])
+        assert check
+        assert status == 0, text[-4000:]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+    monkeypatch.setattr(runs.subprocess, "run", run)
+    return commands
+
+
+def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> None:
+    folders = [f"--{name}={tmp_path / name}" for name in ("runs", "results", "docs")]
+    monkeypatch.setattr(sys, "argv", ["paper", *folders, *words])
+    paper.main()
+
+
+@pytest.mark.parametrize("study", SMALL)
+def test_a_study_trains_each_row_once_and_writes_its_part_of_the_page(
+    study: str, trained: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    variants, options = SMALL[study]
+    words = ["--only", study, "--variants", *variants, "--seeds", "0", "1", "--", *ONE, *options]
+    monkeypatch.setattr("benchmarks.paper.language.LONG", 256)
+    call(monkeypatch, tmp_path, *words)
+    rows = json.loads((tmp_path / "results" / f"{study}.json").read_text())["rows"]
+    assert {(row["variant"], row["seed"]) for row in rows} == {(name, seed) for name in variants for seed in (0, 1)}
+    assert len(trained) == len(rows)
+    call(monkeypatch, tmp_path, *words)
+    assert len(trained) == len(rows), "what is there is not trained again"
+    page = (tmp_path / "docs/results.md").read_text()
+    assert f"## {paper.STUDIES[study].title}" in page
+    assert "Seeds 0, 1" in page
+    for name in variants:
+        assert f"| `{name}` |" in page
+    assert "±" in page
+    for picture in [line.partition("](")[2].rstrip(")") for line in page.splitlines() if line.startswith("![")]:
+        assert (tmp_path / "docs" / picture).stat().st_size > 5000
+    with pytest.raises(SystemExit, match="choose another --results"):
+        call(monkeypatch, tmp_path, *words[:-1])
+
+
+def test_every_row_of_the_committed_results_is_of_a_variant() -> None:
+    for name, study in paper.STUDIES.items():
+        file = paper.RESULTS / f"{name}.json"
+        if file.exists():
+            content = json.loads(file.read_text())
+            assert content["options"] == list(study.options)
+            for variant, options in content["variants"].items():
+                assert study.variants.get(variant) == options, (
+                    f"{variant} was trained with other options: delete its rows"
+                )
+            keys = [(row["variant"], row["seed"]) for row in content["rows"]]
+            assert len(set(keys)) == len(keys)
+
+
+def test_an_unknown_variant_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        call(monkeypatch, tmp_path, "--only", "mnist", "--variants", "mlha")
+    assert "--variants: mlha unknown; --list names them" in capsys.readouterr().err
+
+
+def test_recurrences_agree_and_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["recurrences", "--tokens", "600", "--seconds", "0", "--out", str(tmp_path)])
+    recurrences.main()
+    rows = json.loads((tmp_path / "recurrences-cpu.json").read_text())["rows"]
+    assert [row["operator"] for row in rows] == [
+        "retention", "state_space_dual", "gated_linear_attention", "gated_delta_rule"
+    ]  # fmt: skip
+    for row in rows:
+        assert row["error"] < 1e-5
+        assert row["gradient_error"] < 1e-4
+        assert row["difference_from_theirs"] < 1e-5
+    assert "`gated_delta_rule`" in capsys.readouterr().out
