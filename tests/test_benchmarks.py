@@ -92,11 +92,11 @@ def test_the_floors_are_those_of_the_operators_documentation() -> None:
 def test_kernels_compile_ahead_of_time_within_their_limits(tmp_path: Path) -> None:
     """A sample over chips, dtypes, widths and forms, in a process of its own: interpreted kernels do not compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.resources", "--sample", "30", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.resources", "--sample", "20", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     kernels = json.loads((tmp_path / "resources.json").read_text())["kernels"]
-    assert sum(kernel["launches"] for kernel in kernels) == 30
+    assert sum(kernel["launches"] for kernel in kernels) == 20
     assert {kernel["chip"] for kernel in kernels} == {80, 86, 89, 90, 100, 120}
     assert all(kernel["registers"] > 0 and kernel["shared_bytes"] >= 0 for kernel in kernels)
 

@@ -100,7 +100,7 @@ class Attention(LayoutTables):
             raise ValueError(f"causal attention needs a 1-D grid without prefix tokens, not {layout}")
         if causal and config.lepe:
             raise ValueError("lepe looks at later tokens too; leave it out of causal attention")
-        report_unused(config, self.unused)
+        report_unused(config, [name for name in self.unused if projections or name != "rotary"])
         self.config, self.causal, self.block_ordered = config, causal, block_ordered
         self.projects = projections
         self.rotary = config.rotary and not (projections and "rotary" in self.unused)

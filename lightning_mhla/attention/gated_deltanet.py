@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_mhla.attention.config import AttentionConfig
 from lightning_mhla.attention.inputs import AttentionInputs
@@ -38,7 +38,7 @@ class GatedDeltaNet(RecurrentAttention, kind="gated_deltanet"):
 
     def operands(self, inputs: AttentionInputs) -> Operands:
         """See :meth:`RecurrentAttention.operands`."""
-        q, k = (F.normalize(x, dim=-1) for x in (inputs.q, inputs.k))
+        q, k = (_of_length_one(x) for x in (inputs.q, inputs.k))
         _, decay = self.decay(inputs.x)
         return Operands(q, k, inputs.v, {"beta": self.beta(inputs.x).sigmoid(), "log_decay": decay})
 
@@ -46,3 +46,9 @@ class GatedDeltaNet(RecurrentAttention, kind="gated_deltanet"):
         """See :meth:`RecurrentAttention.recur`."""
         q, k, v, gates = operands
         return gated_delta_rule(q, k, v, gates["beta"], gates["log_decay"], **options)
+
+
+def _of_length_one(x: Tensor) -> Tensor:
+    """``[..., D]`` divided by its length, in float32; zeros stay zeros."""
+    wide = x.float() if x.dtype != torch.float64 else x
+    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)

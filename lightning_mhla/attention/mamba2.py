@@ -37,6 +37,19 @@ class Mamba2Options(ConvolvedOptions):
     groups: int | None = None
 
 
+class HeadScale(nn.Module):
+    """A number for each of ``heads`` heads, 1 at the start (Mamba-2's D)."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Ones."""
+        nn.init.ones_(self.weight)
+
+
 class Mamba2(RecurrentAttention, kind="mamba2"):
     """The mixer of Mamba-2 (arXiv 2405.21060, sections 6 and 7); arguments as for :class:`Attention`.
 
@@ -55,7 +68,7 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
         super().__init__(dim, heads, layout, config, **options)
         self.decay = HeadDecay(dim, heads, 1.0)
-        self.through = nn.Parameter(torch.ones(heads))
+        self.through = HeadScale(heads)
         self.norm = nn.RMSNorm(heads * self.value_width, NORM_EPS)
 
     def projected_heads(self) -> tuple[int, int, int]:
@@ -72,7 +85,7 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
         """See :meth:`RecurrentAttention.reset_gates`."""
         self.decay.reset_parameters()
         nn.init.trunc_normal_(self.decay.proj.weight, std=0.02)
-        nn.init.ones_(self.through)
+        self.through.reset_parameters()
 
     def operands(self, inputs: AttentionInputs) -> Operands:
         """See :meth:`RecurrentAttention.operands`."""
@@ -87,7 +100,7 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
 
     def skip(self, out: Tensor, operands: Operands) -> Tensor:
         """See :meth:`RecurrentAttention.skip`: D x."""
-        return out + self.through.to(out.dtype)[:, None] * operands.v
+        return out + self.through.weight.to(out.dtype)[:, None] * operands.v
 
     def _around(self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         assert self.gate is not None

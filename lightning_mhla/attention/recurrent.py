@@ -118,22 +118,22 @@ class ShortConvolution(nn.Module):
             last: ``[B, taps - 1, channels]``, those before; None for zeros.
             positions: ``[N]``, of tokens in their packed sequence; None for one sequence in each row.
         """
-        tokens = x.shape[1]
+        tokens, weight = x.shape[1], self.weight.to(x.dtype)
         x = F.pad(x, (0, 0, self.taps - 1, 0)) if last is None else torch.cat([last.to(x.dtype), x], 1)
-        out = x[:, self.taps - 1 :] * self.weight[-1]
+        out = x[:, self.taps - 1 :] * weight[-1]
         for back in range(1, self.taps):
             seen = x[:, self.taps - 1 - back : self.taps - 1 - back + tokens]
             if positions is not None:
                 seen = seen * (positions >= back)[:, None]
-            out = torch.addcmul(out, seen, self.weight[-1 - back])
-        return out if self.bias is None else out + self.bias
+            out = torch.addcmul(out, seen, weight[-1 - back])
+        return out if self.bias is None else out + self.bias.to(x.dtype)
 
     def carry(self, x: Tensor, last: Tensor | None, counts: Sequence[int]) -> Tensor:
         """``last`` for the tokens after ``x``, of which each row has ``counts`` real ones."""
         last = x.new_zeros(len(x), self.taps - 1, x.shape[-1]) if last is None else last
         x = torch.cat([last.to(x.dtype), x], 1)
         if len(set(counts)) == 1:
-            return x[:, counts[0] : counts[0] + self.taps - 1]
+            return x[:, counts[0] : counts[0] + self.taps - 1].clone()  # a view would keep the whole prompt
         index = torch.tensor(counts, device=x.device)[:, None] + torch.arange(self.taps - 1, device=x.device)
         return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
 
@@ -185,6 +185,8 @@ class RecurrentAttention(Attention):
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
         super().__init__(dim, heads, layout, config, **options)
+        if not self.causal and self.options.direction == "alternate":
+            raise ValueError("direction: alternate depends on the layer; build layers with config.at_layer(index)")
         self.norm = nn.RMSNorm(self.value_width, NORM_EPS)
         taps = getattr(self.options, "conv", 0)
         self.conv = ShortConvolution(sum(self.sections), taps, self.conv_bias) if taps else None
@@ -224,13 +226,14 @@ class RecurrentAttention(Attention):
 
     def _in_directions(self, inputs: AttentionInputs, values: Tensor | None) -> Tensor:
         direction = "forward" if self.causal else self.options.direction
-        assert direction != "alternate", "a layer has one direction"
         if direction == "forward":
             return self._read(inputs, values)
         backward = _turned_round(inputs)
         turned = None if values is None else values.flip(1)
         if direction == "backward":
             return self._read(backward, turned).flip(1)
+        if inputs.cu_seqlens is not None:  # packed sequences fill the one row
+            return self._read(inputs, values) + self._read(backward, turned).flip(1)
         both = _together(inputs, backward)
         out = self._read(both, None if values is None or turned is None else torch.cat([values, turned]))
         forward, back = out.chunk(2)
@@ -348,7 +351,11 @@ def _turned_round(inputs: AttentionInputs) -> AttentionInputs:
     mask = None if mask is None else mask.flip(1)
     if rotary is not None:
         rotary = rotary._replace(cos=rotary.cos.flip(-2), sin=rotary.sin.flip(-2))
-    return AttentionInputs(x, q, k, v, mask, rotary)
+    bounds = inputs.cu_seqlens
+    if bounds is not None:
+        numbers = bounds.tolist() if isinstance(bounds, Tensor) else bounds
+        bounds = [x.shape[1] - int(bound) for bound in reversed(numbers)]
+    return AttentionInputs(x, q, k, v, mask, rotary, bounds)
 
 
 def _together(one: AttentionInputs, two: AttentionInputs) -> AttentionInputs:

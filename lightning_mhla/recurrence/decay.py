@@ -86,11 +86,12 @@ def state_space_dual(
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape[:3])
-    if kernels.chosen(backend, q):
-        return kernels.state_space_dual(q, k, v, log_decay, scale, initial_state, bounds)
+    native = kernels.chosen(backend, q)
     with torch.autocast(q.device.type, enabled=False):
         if q.shape[1] == 1 and bounds is None:
             return one_token(q, k, v, log_decay, scale, initial_state)
+        if native:
+            return kernels.state_space_dual(q, k, v, log_decay, scale, initial_state, bounds)
         problem = prepare(q, k, v, scale, initial_state, bounds)
         return _in_chunks(problem, problem.split(log_decay))
 

@@ -55,11 +55,12 @@ def gated_delta_rule(
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape[:3])
     check_gate("beta", beta, q.shape[:3])
-    if kernels.chosen(backend, q):
-        return kernels.gated_delta_rule(q, k, v, beta, log_decay, scale, initial_state, bounds)
+    native = kernels.chosen(backend, q, 256)
     with torch.autocast(q.device.type, enabled=False):
         if q.shape[1] == 1 and bounds is None:
             return one_token(q, k, v, log_decay, scale, initial_state, beta)
+        if native:
+            return kernels.gated_delta_rule(q, k, v, beta, log_decay, scale, initial_state, bounds)
         problem = prepare(q, k, v, scale, initial_state, bounds)
         return _in_chunks(problem, problem.split(beta)[..., None], problem.split(log_decay))
 
@@ -85,5 +86,5 @@ def _in_chunks(problem: Problem, beta: Tensor, log_decay: Tensor) -> tuple[Tenso
             outs.append(queries_c @ state + scores_c @ values)
             state = decay_c * state + keys_c @ values
         final.append(state)
-    out = torch.stack(outs, 2) if outs else torch.zeros_like(v)
+    out = torch.stack(outs, 2) if outs else v
     return problem.merge(out), torch.cat(final)

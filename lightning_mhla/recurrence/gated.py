@@ -48,11 +48,12 @@ def gated_linear_attention(
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape)
-    if kernels.chosen(backend, q):
-        return kernels.gated_linear_attention(q, k, v, log_decay, scale, initial_state, bounds)
+    native = kernels.chosen(backend, q)
     with torch.autocast(q.device.type, enabled=False):
         if q.shape[1] == 1 and bounds is None:
             return one_token(q, k, v, log_decay, scale, initial_state)
+        if native:
+            return kernels.gated_linear_attention(q, k, v, log_decay, scale, initial_state, bounds)
         problem = prepare(q, k, v, scale, initial_state, bounds)
         q, k, v = problem.q, problem.k, problem.v
         decay = problem.split(log_decay)

@@ -17,19 +17,28 @@ def installed() -> bool:
     return find_spec("fla") is not None
 
 
-def chosen(backend: str, q: Tensor) -> bool:
+def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
     """Whether the kernels run a call with queries ``q``.
+
+    Args:
+        backend: see :func:`lightning_mhla.recurrence.retention`.
+        q: ``[B, N, H, Dk]``.
+        widest: Dk that the kernels take at most; None for any.
 
     Raises:
         ValueError: for an unknown backend, and for kernels asked for where they cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}")
-    able = installed() and q.is_cuda and q.dtype != torch.float64
+    fits = widest is None or q.shape[-1] <= widest
+    able = installed() and q.is_cuda and q.dtype != torch.float64 and fits
     if backend == "triton" and not able:
         reason = "fla-core is not installed (pip install 'lightning-mhla[fla]')"
         if installed():
-            reason = f"they take tensors of a GPU, not float64; these are {q.dtype} on {q.device}"
+            limit = "" if widest is None else f", keys of at most {widest} features"
+            reason = (
+                f"they take tensors of a GPU, not float64{limit}; these are {list(q.shape)}, {q.dtype} on {q.device}"
+            )
         raise ValueError(f"backend='triton' needs the kernels of flash-linear-attention: {reason}; use backend='auto'")
     return able and backend != "torch"
 
@@ -46,7 +55,10 @@ def state_space_dual(
     """See :func:`lightning_mhla.recurrence.state_space_dual`."""
     from fla.ops.simple_gla import chunk_simple_gla
 
-    return chunk_simple_gla(q, k.to(q.dtype), v.to(q.dtype), g=log_decay.float(), **_options(q, scale, state, bounds))
+    out, final = chunk_simple_gla(
+        q, k.to(q.dtype), v.to(q.dtype), g=log_decay.float(), **_options(q, scale, state, bounds)
+    )
+    return out.to(v.dtype), final
 
 
 def gated_linear_attention(
@@ -61,7 +73,8 @@ def gated_linear_attention(
     """See :func:`lightning_mhla.recurrence.gated_linear_attention`."""
     from fla.ops.gla import chunk_gla
 
-    return chunk_gla(q, k.to(q.dtype), v.to(q.dtype), g=log_decay.float(), **_options(q, scale, state, bounds))
+    out, final = chunk_gla(q, k.to(q.dtype), v.to(q.dtype), g=log_decay.float(), **_options(q, scale, state, bounds))
+    return out.to(v.dtype), final
 
 
 def gated_delta_rule(
@@ -77,8 +90,10 @@ def gated_delta_rule(
     """See :func:`lightning_mhla.recurrence.gated_delta_rule`."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    k, v, beta = (x.to(q.dtype) for x in (k, v, beta))
-    return chunk_gated_delta_rule(q, k, v, g=log_decay.float(), beta=beta, **_options(q, scale, state, bounds))
+    keys, values, beta = (x.to(q.dtype) for x in (k, v, beta))
+    options = _options(q, scale, state, bounds)
+    out, final = chunk_gated_delta_rule(q, keys, values, g=log_decay.float(), beta=beta, **options)
+    return out.to(v.dtype), final
 
 
 def _options(q: Tensor, scale: float | None, state: Tensor | None, bounds: list[int] | None) -> dict[str, Any]:

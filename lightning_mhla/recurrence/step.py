@@ -30,7 +30,7 @@ def one_token(
     query, key, value, decay = (x[:, 0].to(wide) for x in (q, k, v, log_decay))
     batch, heads, width = key.shape
     state = key.new_zeros(batch, heads, width, value.shape[-1]) if initial_state is None else initial_state.to(wide)
-    state = decay.exp().reshape(batch, heads, -1, 1) * state
+    state = (decay[..., None, None] if decay.dim() == 2 else decay[..., None]).exp() * state
     if beta is not None:
         value = beta[:, 0, :, None].to(wide) * (value - (key[..., None, :] @ state)[..., 0, :])
     state = state + key[..., None] * value[..., None, :]

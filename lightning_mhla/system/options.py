@@ -34,7 +34,11 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known) or 'none'}"
             raise ValueError(f"{name} has no option {key!r}; {hint}")
         if not _fits(given, types[key]):
-            raise ValueError(f"{name}: {key}={given!r} is not {getattr(types[key], '__name__', types[key])}")
+            choices = get_args(types[key]) if get_origin(types[key]) is Literal else ()
+            wanted = (
+                f"one of {', '.join(map(repr, choices))}" if choices else getattr(types[key], "__name__", types[key])
+            )
+            raise ValueError(f"{name}: {key}={given!r} is not {wanted}")
     return kind(**value)
 
 

@@ -84,7 +84,7 @@ def parameter_groups(
         kind = "decay"
         if id(parameter) in mixing:
             kind, lr = "mixing", lr * config.mixing_lr_scale
-        elif parameter.ndim < 2 or name.endswith("position"):
+        elif parameter.ndim < 2 or name.endswith(("position", "A_log")):  # the latter: Mamba's decays, a matrix
             kind = "no_decay"
         decay = config.weight_decay if kind == "decay" else 0.0
         group = groups.setdefault(

@@ -277,8 +277,54 @@ def test_directions_of_recurrences(kind: str, prefix: int) -> None:
         torch.testing.assert_close(layer("both").attention_matrix(x), causal + turned.attention_matrix(x))
     model = Backbone(16, 3, 2, (3, 5), AttentionConfig(kind=kind, options={"direction": "alternate"}))
     assert [block.attn.options.direction for block in model.layers] == ["forward", "backward", "forward"]
-    with pytest.raises(ValueError, match="direction='sideways' is not"):
+    with pytest.raises(ValueError, match="direction='sideways' is not one of 'both', 'alternate'"):
         AttentionConfig(kind=kind, options={"direction": "sideways"})
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("direction", ["both", "backward"])
+def test_packed_sequences_are_alone_in_every_direction(kind: str, direction: str) -> None:
+    settings = AttentionConfig(kind=kind, options={"direction": direction})
+    layer = build_attention(settings, 16, 2, BlockLayout((20,), (1,)))
+    x = torch.randn(1, 20, 16)
+    parts = []
+    for part in x.split([7, 13], 1):
+        layer.fit(BlockLayout((part.shape[1],), (1,)))
+        parts.append(layer(part))
+    layer.fit(BlockLayout((20,), (1,)))
+    torch.testing.assert_close(layer(x, cu_seqlens=[0, 7, 20]), torch.cat(parts, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [*RECURRENT, "gated_conv"])
+def test_a_state_holds_no_more_than_it_says(kind: str) -> None:
+    layer = build_attention(AttentionConfig(kind=kind), 16, 2, BlockLayout((500,), (1,)), causal=True)
+    _, state = layer.next_tokens(torch.randn(1, 500, 16), None, [500])
+    held = [x for x in vars(state).values() if isinstance(x, torch.Tensor)]
+    assert sum(x.untyped_storage().nbytes() for x in held) == state.bytes
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_recurrences_in_half_precision(kind: str, dtype: torch.dtype) -> None:
+    """Hidden tokens have no length to divide by; under autocast the operator is given what the projections give."""
+    layer = build_attention(AttentionConfig(kind=kind), 16, 2, BlockLayout((12,), (1,)))
+    x, mask = torch.randn(2, 12, 16), torch.ones(2, 12, dtype=torch.bool)
+    mask[:, 5:8] = False
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = layer._prepared(layer._inputs(x, *layer._project(x)), None, None, None)
+    assert {y.dtype for y in (seen.q, seen.k, seen.v)} == {torch.bfloat16}
+    layer.to(dtype)
+    half = x.to(dtype).requires_grad_()
+    layer(half, mask).float().sum().backward()
+    assert torch.isfinite(half.grad).all()
+    assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
+def test_a_layer_alone_has_no_number_to_alternate_by() -> None:
+    config = AttentionConfig(kind="gla", options={"direction": "alternate"})
+    with pytest.raises(ValueError, match=r"build layers with config.at_layer\(index\)"):
+        build_attention(config, 16, 2, BlockLayout((8,), (1,)))
+    assert build_attention(config.at_layer(3), 16, 2, BlockLayout((8,), (1,))).options.direction == "backward"
 
 
 def test_gates_are_those_of_the_publications() -> None:
@@ -315,16 +361,18 @@ def test_gates_are_those_of_the_publications() -> None:
                 if kind == "mamba2":
                     value, scale = value * step[..., None], 1.0
                 else:
-                    key = key / key.norm(dim=-1, keepdim=True)
+                    key = key / (key.square().sum(-1, keepdim=True) + 1e-6).sqrt()
                     beta = torch.sigmoid(x[:, t] @ layer.beta.weight.T)[..., None]
                     value = beta * (value - torch.einsum("bhk,bhkv->bhv", key, state))
             state = state + key[..., None] * value[..., None, :]
-            query = q[:, t] / q[:, t].norm(dim=-1, keepdim=True) if kind == "gated_deltanet" else q[:, t]
+            query = q[:, t]
+            if kind == "gated_deltanet":
+                query = query / (query.square().sum(-1, keepdim=True) + 1e-6).sqrt()
             outs.append(scale * torch.einsum("bhk,bhkv->bhv", query, state))
         out = torch.stack(outs, 1)
         gate = F.silu(x @ layer.gate.weight.T)
         if kind == "mamba2":
-            out = (out + layer.through[:, None] * v).flatten(2) * gate
+            out = (out + layer.through.weight[:, None] * v).flatten(2) * gate
             out = out * (out.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.norm.weight
         else:
             out = out * (out.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.norm.weight

@@ -169,7 +169,7 @@ def test_half_precision_and_empty_batches(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         single, _ = OPERATORS[name](*(x.float() for x in inputs))
     assert error(single, want) < 1e-5, "autocast reaches into the operator"
-    for batch, tokens in ((0, 10), (2, 0)):
+    for batch, tokens in ((0, 10), (2, 0), (0, 1)):
         out, state = OPERATORS[name](*operands(name, tokens, batch=batch))
         assert out.shape == (batch, tokens, 3, 5)
         assert state.shape == (batch, 3, 6, 5)

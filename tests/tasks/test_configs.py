@@ -148,10 +148,16 @@ def shrunk(path: Path, world: Path) -> dict[str, Any]:
             data["prompts"] = {**data.get("prompts", {}), "prompts": ["a one moving up"], "per_prompt": 1}
         else:
             model["transformer"] |= small
-            model["sampling"] |= {"frames": 3, "height": 10, "width": 14}
-            data |= {"frames": 3, "height": 10, "width": 14}
+            size = (
+                {"height": 24, "width": 28} if "Mnist" in config["data"]["class_path"] else {"height": 10, "width": 14}
+            )
+            model["sampling"] |= {"frames": 3, **size}
+            data |= {"frames": 3, **size}
             if "pretrained" in model:
-                model["pretrained"] = str(EXPORTS["video"][0])  # digits_pretrain comes before, as in the README
+                (start,) = (
+                    folder for folder in EXPORTS["video"] if folder.name == path.stem.replace("finetune", "pretrain")
+                )
+                model["pretrained"] = str(start)  # comes before, as in the README
                 model["attention"]["block_grid"] = [1, 2, 2]
     for callback in trainer["callbacks"]:
         options = callback.setdefault("init_args", {})

@@ -56,7 +56,12 @@ def test_one_command_trains(
     run(tmp_path, "fit", "--config", str(ROOT / f"configs/{domain}.yaml"), *options)
     checkpoint = sorted(tmp_path.rglob("*.ckpt"))[-1]
     weights = torch.load(checkpoint, weights_only=True)["state_dict"]
-    marks = {"retention": "norm.weight", "gla": "reduce.weight", "gated_deltanet": "beta.weight", "mamba2": "through"}
+    marks = {
+        "retention": "norm.weight",
+        "gla": "reduce.weight",
+        "gated_deltanet": "beta.weight",
+        "mamba2": "through.weight",
+    }
     assert any(name.endswith(marks[kind]) for name in weights)
     assert all(torch.isfinite(value).all() for value in weights.values())
 

@@ -85,7 +85,7 @@ def test_it_models_language(folder: Path, cache_dir: Path) -> None:
 
 
 def test_an_unknown_kind_is_met_with_the_way_to_it() -> None:
-    with pytest.raises(ValueError, match=r"'toy' is not one of \['gated_deltanet', .*'softmax'\]; .* --allow=MODULE"):
+    with pytest.raises(ValueError, match=r"'toy' is not one of \['gated_conv', .*'softmax'\]; .* --allow=MODULE"):
         AttentionConfig(kind="toy")
 
 

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from lightning_mhla import Backbone, Block, GenerationCache
+from lightning_mhla.attention.mamba2 import HeadScale
 from lightning_mhla.attention.mixing import MixingCoefficients
 from lightning_mhla.attention.recurrent import HeadDecay, ShortConvolution
 from lightning_mhla.attention.sequence import SequenceShare
@@ -120,7 +121,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, MixingCoefficients | nn.RMSNorm | ShortConvolution | HeadDecay):
+        elif isinstance(module, MixingCoefficients | nn.RMSNorm | ShortConvolution | HeadDecay | HeadScale):
             module.reset_parameters()
 
     def get_input_embeddings(self) -> nn.Module:

@@ -28,7 +28,7 @@ from mhla_tasks.language.callbacks import TextSamples
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
 from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.model import MHLAForCausalLM
-from mhla_tasks.language.networks import build_network, network_loss, repeated_layers, training_flops
+from mhla_tasks.language.networks import build_network, examine, network_loss, repeated_layers, training_flops
 from mhla_tasks.language.prompts import ContinuationFile, GenerationOptions
 from mhla_tasks.language.tokenizer import fingerprint, left_padded, pack_tokenizer, pad_token, unpack_tokenizer
 
@@ -115,6 +115,7 @@ class LanguageModel(TrainingModule):
             if layer_kinds is not None or plain_attention(attention) != plain_attention(default_attention()):
                 raise ValueError("network brings its own attention: leave out attention and layer_kinds, or network")
             self.network = build_network(network, vocab_size)
+            self.plain_head = examine(self.network, context)
             if checkpointing:
                 self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
@@ -371,7 +372,7 @@ class LanguageModel(TrainingModule):
         if bounds is not None:
             inputs, targets = inputs.reshape(1, -1), targets.reshape(1, -1)
         if not isinstance(self.network, MHLAForCausalLM):
-            return network_loss(self.network, inputs, targets, reduction == "mean")
+            return network_loss(self.network, inputs, targets, reduction == "mean", self.plain_head)
         options: dict[str, Any] = {"shift_labels": targets, "cu_seqlens": bounds, "loss_reduction": reduction}
         return self.network(inputs, share=share, **options).loss
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from lightning_mhla.system.sharding import is_sharded_module
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
 from mhla_tasks.language.model import MHLAForCausalLM
-
-SCALED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
-"""Options of configurations that change logits behind the head."""
 
 
 def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedModel:
@@ -61,21 +60,64 @@ def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
     return list(lists[0])
 
 
-def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean: bool) -> Tensor:
-    """Cross-entropy of ``targets`` ``[B, N]``: the mean, or that of each token; without the logits of all at once."""
-    head = network.get_output_embeddings()
-    scaled = any(getattr(network.config, name, None) not in (None, 1, 1.0) for name in SCALED_LOGITS)
-    if scaled or type(head) is not nn.Linear or head.bias is not None:
-        logits = network(inputs, use_cache=False).logits.float()
-        reduction = "mean" if mean else "none"
-        loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction
+@torch.no_grad()
+def examine(network: PreTrainedModel, context: int) -> bool:
+    """Whether the logits of a model are those of its head alone, so that a loss needs them for a part of the tokens at a time.
+
+    Raises:
+        ValueError: for a model whose tokens see later ones, that takes fewer than ``context`` tokens, or that wants a loss
+            of its own.
+    """
+    config, name = network.config, type(network).__name__
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and limit < context:
+        raise ValueError(
+            f"network: max_position_embeddings={limit} is below context={context}; set it to at least that"
         )
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "network: output_router_logits asks for a loss of the router, which is not trained on; leave it out"
+        )
+    if any(parameter.is_meta for parameter in network.parameters()):
+        return False
+    trains = network.training
+    network.eval()
+    tokens = torch.arange(4)[None] % config.vocab_size
+    logits = network(tokens, use_cache=False).logits
+    changed = network(tokens.index_fill(1, torch.tensor([3]), config.vocab_size - 1), use_cache=False).logits
+    head = network.get_output_embeddings()
+    plain = type(head) is nn.Linear and torch.equal(head(_hidden(network, tokens)), logits)
+    network.train(trains)
+    if not torch.allclose(logits[:, :3], changed[:, :3], rtol=0, atol=1e-6):
+        raise ValueError(
+            f"network: tokens of a {name} see later ones; it is no causal language model (is_decoder: true?)"
+        )
+    return plain and head.bias is None
+
+
+def _hidden(network: PreTrainedModel, tokens: Tensor) -> Tensor:
+    return network.base_model(tokens, use_cache=False).last_hidden_state
+
+
+def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean: bool, plain: bool) -> Tensor:
+    """Cross-entropy of ``targets`` ``[B, N]``: the mean, or that of each token.
+
+    Args:
+        network: the model; sharded ones (FSDP2) are called as a whole.
+        inputs: ``[B, N]``.
+        targets: ``[B, N]``.
+        mean: whether to give the mean.
+        plain: what :func:`examine` found: the logits of all tokens are then never stored.
+    """
+    if not plain or is_sharded_module(network):
+        logits = network(inputs, use_cache=False).logits.float().flatten(0, 1)
+        reduction = "mean" if mean else "none"
+        loss = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction=reduction)
         return loss if mean else loss.view(targets.shape)
-    hidden = network.base_model(inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+    hidden, weight = _hidden(network, inputs).flatten(0, 1), network.get_output_embeddings().weight
     if mean:
-        return linear_cross_entropy(hidden, head.weight, targets.flatten())
-    return token_losses(hidden, head.weight, targets.flatten()).view(targets.shape)
+        return linear_cross_entropy(hidden, weight, targets.flatten())
+    return token_losses(hidden, weight, targets.flatten()).view(targets.shape)
 
 
 def longest(network: PreTrainedModel) -> int | None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from mhla_tasks.language.networks import build_network, network_loss
+from mhla_tasks.language.networks import build_network, examine, network_loss
 from processes import fork_server
 from torch.nn import functional as F
+
+from lightning_mhla.training.optim import OptimizerConfig, parameter_groups
 
 ROOT = Path(__file__).parents[3]
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -36,6 +38,7 @@ def configuration(folder: Path, path: str, **options: Any) -> str:
     config = yaml.safe_load((ROOT / "configs/language/stdlib.yaml").read_text())
     model, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
     model |= {"network": {"class_path": path, "init_args": {**NETWORKS.get(path, {}), **options}}, "vocab_size": 512}
+    del model["attention"]
     model |= {"context": 64, "generation": {"max_new_tokens": 4}}
     data |= {"context": 64, "vocab_size": 512, "batch_size": 4}
     trainer |= {
@@ -84,20 +87,64 @@ def test_trained_resumed_continued_and_exported(path: str, tmp_path: Path, cache
     assert "the same weights" in said
 
 
-@pytest.mark.parametrize("path", NETWORKS)
+SCALED = {"class_path": "transformers.RecurrentGemmaConfig", "init_args": {
+    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 16, "intermediate_size": 96,
+    "lru_width": 32, "logits_soft_cap": 0.1, "attention_window_size": 16,
+}}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [*NETWORKS, "scaled logits"])
 def test_its_loss_is_that_of_its_logits(path: str) -> None:
     torch.manual_seed(0)
-    network = build_network({"class_path": path, "init_args": NETWORKS[path]}, 300)
+    network = build_network({"class_path": path, "init_args": NETWORKS[path]} if path in NETWORKS else SCALED, 300)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(3)
+    plain = examine(network, 16)
+    assert plain == (path in NETWORKS)
     tokens = torch.randint(0, 300, (2, 21))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     logits = network(inputs).logits
     each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-    torch.testing.assert_close(network_loss(network, inputs, targets, False), each, rtol=1e-4, atol=1e-4)
-    mean = network_loss(network, inputs, targets, True)
+    torch.testing.assert_close(network_loss(network, inputs, targets, False, plain), each, rtol=1e-4, atol=1e-4)
+    mean = network_loss(network, inputs, targets, True, plain)
     torch.testing.assert_close(mean, each.mean(), rtol=1e-4, atol=1e-4)
     weight = network.get_output_embeddings().weight
     slopes = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in (mean, each.mean()))
     torch.testing.assert_close(*slopes, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        ({"class_path": "transformers.BertConfig", "init_args": {"hidden_size": 12, "num_hidden_layers": 1}}, "see later ones"),
+        (
+            {"class_path": "transformers.GPT2Config", "init_args": {"n_embd": 12, "n_layer": 1, "n_positions": 16}},
+            "max_position_embeddings=16 is below context=64",
+        ),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_trained_so_are_named(network: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        examine(build_network(network, 300), 64)
+
+
+def test_decays_of_mamba_are_not_decayed() -> None:
+    network = build_network(
+        {"class_path": "transformers.MambaConfig", "init_args": NETWORKS["transformers.MambaConfig"]}, 300
+    )
+    groups = {group["name"]: {id(p) for p in group["params"]} for group in parameter_groups(network, OptimizerConfig())}
+    kept = {name for name, p in network.named_parameters() if id(p) in groups["no_decay"]}
+    assert any(name.endswith("A_log") for name in kept)
+    assert any(name.endswith("mixer.D") for name in kept)
+
+
+def test_two_processes_shard_it(tmp_path: Path, cache_dir: Path) -> None:
+    config = configuration(tmp_path, "transformers.LlamaConfig")
+    fsdp = str(ROOT / "configs/trainer/fsdp.yaml")
+    devices = ["--trainer.devices=2", "--trainer.precision=32-true", f"--data.init_args.cache_dir={cache_dir}"]
+    said = run(tmp_path, "fit", "--config", config, "--config", fsdp, *devices)
+    assert "val/bits_per_byte" in said
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,7 @@ def test_clips_that_fill_up_a_batch_do_not_count(whole: Path, monkeypatch: pytes
         ("linear", None),
         ("softmax", None),
         ("mhla", ["keep", "mhla"]),
-        ("retention", None),
         ("gla", None),
-        ("gated_deltanet", None),
-        ("mamba2", None),
     ],
 )
 def test_fine_tuning_starts_from_the_checkpoint(
