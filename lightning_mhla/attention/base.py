@@ -1,4 +1,7 @@
-"""The base of every attention kind: projections, and the modules around the operator."""
+"""The base of every attention kind: projections, and the modules around the operator.
+
+Longer than other modules: it is the one interface that a kind derives from.
+"""
 
 from __future__ import annotations
 

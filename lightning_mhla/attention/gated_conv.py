@@ -15,7 +15,8 @@ from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.positions import sequence_positions
-from lightning_mhla.attention.recurrent import RecurrentState, ShortConvolution
+from lightning_mhla.attention.recurrent import RecurrentState
+from lightning_mhla.attention.short_conv import ShortConvolution
 
 
 @dataclass(frozen=True)

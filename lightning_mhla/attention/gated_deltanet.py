@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mhla.attention.config import AttentionConfig
+from lightning_mhla.attention.head_decay import HeadDecay
 from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout
-from lightning_mhla.attention.recurrent import ConvolvedOptions, HeadDecay, Operands, RecurrentAttention
+from lightning_mhla.attention.recurrent import ConvolvedOptions, Operands, RecurrentAttention
 from lightning_mhla.recurrence import gated_delta_rule
 
 

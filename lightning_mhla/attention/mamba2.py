@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mhla.attention.config import AttentionConfig
+from lightning_mhla.attention.head_decay import HeadDecay, HeadScale
 from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.recurrent import (
     NORM_EPS,
     ConvolvedOptions,
-    HeadDecay,
     Operands,
     RecurrentAttention,
 )
@@ -35,19 +34,6 @@ class Mamba2Options(ConvolvedOptions):
     """
 
     groups: int | None = None
-
-
-class HeadScale(nn.Module):
-    """A number for each of ``heads`` heads, 1 at the start (Mamba-2's D)."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Ones."""
-        nn.init.ones_(self.weight)
 
 
 class Mamba2(RecurrentAttention, kind="mamba2"):

@@ -17,6 +17,7 @@ from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.positions import sequence_positions
+from lightning_mhla.attention.short_conv import ShortConvolution
 from lightning_mhla.recurrence.chunks import CHUNK
 
 NORM_EPS = 1e-5
@@ -80,62 +81,6 @@ class RecurrentState:
     def bytes(self) -> int:
         """Memory of both tensors."""
         return sum(x.numel() * x.element_size() for x in (self.memory, self.last) if x is not None)
-
-
-class ShortConvolution(nn.Module):
-    """Causal depthwise convolution over the tokens.
-
-    Args:
-        channels: of a token.
-        taps: tokens that an output depends on, its own included.
-        bias: whether there is one.
-    """
-
-    def __init__(self, channels: int, taps: int, bias: bool) -> None:
-        super().__init__()
-        self.taps = taps
-        self.weight = nn.Parameter(torch.empty(taps, channels))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Uniform weights, as those of torch's convolutions; a bias of 0."""
-        nn.init.uniform_(self.weight, -(self.taps**-0.5), self.taps**-0.5)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    @torch.no_grad()
-    def pass_through(self) -> None:
-        """Let outputs be inputs, to begin with."""
-        nn.init.zeros_(self.weight)
-        self.weight[-1] = 1.0
-
-    def forward(self, x: Tensor, last: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """``[B, N, channels]`` to the same shape.
-
-        Args:
-            x: the tokens.
-            last: ``[B, taps - 1, channels]``, those before; None for zeros.
-            positions: ``[N]``, of tokens in their packed sequence; None for one sequence in each row.
-        """
-        tokens, weight = x.shape[1], self.weight.to(x.dtype)
-        x = F.pad(x, (0, 0, self.taps - 1, 0)) if last is None else torch.cat([last.to(x.dtype), x], 1)
-        out = x[:, self.taps - 1 :] * weight[-1]
-        for back in range(1, self.taps):
-            seen = x[:, self.taps - 1 - back : self.taps - 1 - back + tokens]
-            if positions is not None:
-                seen = seen * (positions >= back)[:, None]
-            out = torch.addcmul(out, seen, weight[-1 - back])
-        return out if self.bias is None else out + self.bias.to(x.dtype)
-
-    def carry(self, x: Tensor, last: Tensor | None, counts: Sequence[int]) -> Tensor:
-        """``last`` for the tokens after ``x``, of which each row has ``counts`` real ones."""
-        last = x.new_zeros(len(x), self.taps - 1, x.shape[-1]) if last is None else last
-        x = torch.cat([last.to(x.dtype), x], 1)
-        if len(set(counts)) == 1:
-            return x[:, counts[0] : counts[0] + self.taps - 1].clone()  # a view would keep the whole prompt
-        index = torch.tensor(counts, device=x.device)[:, None] + torch.arange(self.taps - 1, device=x.device)
-        return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 
 class Operands(NamedTuple):
@@ -308,40 +253,6 @@ class RecurrentAttention(Attention):
         each = 2 * self.key_width * self.value_width + (CHUNK + 1) / 2 * (self.key_width + self.value_width)
         convolved = 0 if self.conv is None else self.conv.weight.numel() / self.heads
         return 2.0 * directions * self.heads * tokens * (each + convolved)
-
-
-class HeadDecay(nn.Module):
-    """Steps and decays for each token and head, as Mamba-2 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464) have them.
-
-    ``step = softplus(W x + bias)`` and ``log_decay = -exp(rate) step``. At the start ``exp(rate)`` is uniform in
-    ``least_rate .. 16`` and the steps of x = 0 log-uniform in 0.001 .. 0.1.
-
-    Args:
-        dim: width of a token.
-        heads: their number.
-        least_rate: see above.
-    """
-
-    def __init__(self, dim: int, heads: int, least_rate: float) -> None:
-        super().__init__()
-        self.least_rate = least_rate
-        self.proj = nn.Linear(dim, heads, bias=False)
-        self.rate = nn.Parameter(torch.empty(heads))
-        self.bias = nn.Parameter(torch.empty(heads))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw rates and steps anew; the projection is drawn by itself."""
-        rates = torch.empty_like(self.rate).uniform_(self.least_rate, 16)
-        self.rate.copy_(rates.clamp(min=1e-3).log())
-        steps = torch.empty_like(self.bias).uniform_(1, 3).neg().mul(torch.log(torch.tensor(10.0))).exp()
-        self.bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens ``[B, N, dim]`` to steps and log-decays ``[B, N, H]``, float32."""
-        steps = F.softplus(self.proj(x).float() + self.bias.float())
-        return steps, -self.rate.float().exp() * steps
 
 
 def _turned_round(inputs: AttentionInputs) -> AttentionInputs:

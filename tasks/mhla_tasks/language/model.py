@@ -13,10 +13,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from lightning_mhla import Backbone, Block, GenerationCache
-from lightning_mhla.attention.mamba2 import HeadScale
+from lightning_mhla.attention.head_decay import HeadDecay, HeadScale
 from lightning_mhla.attention.mixing import MixingCoefficients
-from lightning_mhla.attention.recurrent import HeadDecay, ShortConvolution
 from lightning_mhla.attention.sequence import SequenceShare
+from lightning_mhla.attention.short_conv import ShortConvolution
 from mhla_tasks.language.config import MHLAConfig
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
 from mhla_tasks.language.padding import (

@@ -1,16 +1,16 @@
-"""Training, validation and continuation of prompts for a language model."""
+"""Training, validation and continuation of prompts for a language model.
+
+Longer than other modules: one LightningModule, for text and for sequences with questions, ours and other networks.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any, Literal, cast
 
-import torch
 from lightning import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import SumMetric
 from transformers import PreTrainedModel
 
 from lightning_mhla import AttentionConfig
@@ -23,21 +23,18 @@ from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
-from mhla_tasks.language.answers import MOST, Answers, shares
 from mhla_tasks.language.callbacks import TextSamples
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
 from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.networks import build_network, examine, network_loss, repeated_layers, training_flops
 from mhla_tasks.language.prompts import ContinuationFile, GenerationOptions
+from mhla_tasks.language.sums import MOST, TextSums
 from mhla_tasks.language.tokenizer import fingerprint, left_padded, pack_tokenizer, pad_token, unpack_tokenizer
 
 log = logging.getLogger(__name__)
 
 Stage = Literal["val", "test"]
-
-SUMS = ("nats", "tokens", "bytes", "samples")
-SUM_DTYPE = torch.float32 if torch.backends.mps.is_available() else torch.float64  # Apple's GPUs have no float64
 
 
 class LanguageModel(TrainingModule):
@@ -143,9 +140,7 @@ class LanguageModel(TrainingModule):
                 )
         self.tokenizer: Any = None
         self._tokenizer_files: dict[str, str] = {}
-        names = [f"{stage}_{name}" for stage in ("val", "test") for name in SUMS]
-        self.sums = nn.ModuleDict({name: SumMetric(nan_strategy="disable").set_dtype(SUM_DTYPE) for name in names})
-        self.answers = nn.ModuleDict({f"{stage}_answers": Answers() for stage in ("val", "test")})
+        self.sums = nn.ModuleDict({"val": TextSums(), "test": TextSums()})
 
     def layers(self) -> list[nn.Module]:
         """See :meth:`TrainingModule.layers`."""
@@ -332,8 +327,7 @@ class LanguageModel(TrainingModule):
         losses = self._losses(batch, "none", share).view(len(valid), -1)[valid]
         first = share is None or share.start == 0  # of those that share sequences, one counts them
         sums = {"nats": losses.double().sum(), "tokens": losses.numel(), "bytes": batch["bytes"][valid].sum() * first}
-        for name, value in {**sums, "samples": valid.sum() * first}.items():
-            self._sum(stage, name).update(value)
+        self._sums(stage).add(**sums, samples=valid.sum() * first)
 
     def _question(self, batch: dict[str, Any], stage: Stage) -> None:
         """Update the sums for sequences of which some tokens only are asked for."""
@@ -341,11 +335,9 @@ class LanguageModel(TrainingModule):
         targets = batch["labels"][asked]
         scores = self.network(batch["tokens"]).logits[asked].float()
         groups = batch["group"][:, None].expand(asked.shape)[asked]
-        cast(Answers, self.answers[f"{stage}_answers"]).update(scores.argmax(-1) == targets, groups)
         nats = F.cross_entropy(scores, targets, reduction="sum")
-        sums = {"nats": nats, "tokens": len(targets), "bytes": 0, "samples": batch["valid"].sum()}
-        for name, value in sums.items():
-            self._sum(stage, name).update(value)
+        self._sums(stage).add(nats=nats, tokens=len(targets), bytes=0, samples=batch["valid"].sum())
+        self._sums(stage).answers.update(scores.argmax(-1) == targets, groups)
 
     def _share(self, batch: dict[str, Any]) -> SequenceShare | None:
         """This process's part of a batch whose sequences others have too, under sequence parallelism."""
@@ -376,24 +368,12 @@ class LanguageModel(TrainingModule):
         options: dict[str, Any] = {"shift_labels": targets, "cu_seqlens": bounds, "loss_reduction": reduction}
         return self.network(inputs, share=share, **options).loss
 
-    def _sum(self, stage: Stage, name: str) -> SumMetric:
-        return cast(SumMetric, self.sums[f"{stage}_{name}"])
+    def _sums(self, stage: Stage) -> TextSums:
+        return cast(TextSums, self.sums[stage])
 
     def _log_sums(self, stage: Stage) -> None:
-        nats, tokens, size, samples = (float(self._sum(stage, name).compute()) for name in SUMS)
-        for name in SUMS:
-            self._sum(stage, name).reset()
-        loss = nats / tokens
-        if not math.isfinite(loss):
-            raise ValueError(f"the {stage} loss is {loss}: the weights are broken; resume from an earlier checkpoint")
-        values = {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), "samples": samples}
-        if size:
-            values["bits_per_byte"] = nats / math.log(2) / size
-        if groups := getattr(self.trainer.datamodule, "groups", ()):  # type: ignore[attr-defined]
-            answers = cast(Answers, self.answers[f"{stage}_answers"])
-            values |= shares(answers.compute(), groups)
-            answers.reset()
-        for name, value in values.items():
+        groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
+        for name, value in self._sums(stage).take(stage, groups).items():
             self.log(f"{stage}/{name}", value, prog_bar=name in ("bits_per_byte", "accuracy"), sync_dist=True)
 
 

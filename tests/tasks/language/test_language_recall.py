@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from mhla_tasks.language import AssociativeRecall, LanguageModel, Needle
-from mhla_tasks.language.answers import Answers, shares
 from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.recall import RecallPart
+from mhla_tasks.language.sums import Answers, shares
 
 from lightning_mhla import AttentionConfig
 
@@ -107,10 +107,10 @@ def test_losses_and_accuracy_are_those_of_the_asked_tokens() -> None:
     each = torch.nn.functional.cross_entropy(logits[asked], batch["labels"][asked], reduction="none")
     torch.testing.assert_close(model._losses(batch, "mean", None), each.mean(), rtol=1e-5, atol=1e-5)
     model._evaluate({**batch, "valid": torch.tensor([True, True, False])}, "val")
-    assert int(model._sum("val", "tokens").compute()) == 8, "a padded row does not count"
-    torch.testing.assert_close(float(model._sum("val", "nats").compute()), float(each[:8].sum()), rtol=1e-5, atol=1e-5)
+    assert model._sums("val").compute()["tokens"] == 8, "a padded row does not count"
+    torch.testing.assert_close(model._sums("val").compute()["nats"], float(each[:8].sum()), rtol=1e-5, atol=1e-5)
     right = logits[:2].argmax(-1)[asked[:2]] == batch["labels"][:2][asked[:2]]
-    assert model.answers["val_answers"].compute()[0].sum() == right.sum()
+    assert model._sums("val").answers.compute()[0].sum() == right.sum()
     trimmed = data.on_before_batch_transfer({k: v[:2] for k, v in batch.items()}, 0)
     assert trimmed["tokens"].shape[1] == int(asked[:2].any(0).nonzero()[-1]) + 1
 

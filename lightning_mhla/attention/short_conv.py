@@ -1,0 +1,65 @@
+"""A short causal convolution over the tokens, with a state for generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class ShortConvolution(nn.Module):
+    """Causal depthwise convolution over the tokens.
+
+    Args:
+        channels: of a token.
+        taps: tokens that an output depends on, its own included.
+        bias: whether there is one.
+    """
+
+    def __init__(self, channels: int, taps: int, bias: bool) -> None:
+        super().__init__()
+        self.taps = taps
+        self.weight = nn.Parameter(torch.empty(taps, channels))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform weights, as those of torch's convolutions; a bias of 0."""
+        nn.init.uniform_(self.weight, -(self.taps**-0.5), self.taps**-0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @torch.no_grad()
+    def pass_through(self) -> None:
+        """Let outputs be inputs, to begin with."""
+        nn.init.zeros_(self.weight)
+        self.weight[-1] = 1.0
+
+    def forward(self, x: Tensor, last: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """``[B, N, channels]`` to the same shape.
+
+        Args:
+            x: the tokens.
+            last: ``[B, taps - 1, channels]``, those before; None for zeros.
+            positions: ``[N]``, of tokens in their packed sequence; None for one sequence in each row.
+        """
+        tokens, weight = x.shape[1], self.weight.to(x.dtype)
+        x = F.pad(x, (0, 0, self.taps - 1, 0)) if last is None else torch.cat([last.to(x.dtype), x], 1)
+        out = x[:, self.taps - 1 :] * weight[-1]
+        for back in range(1, self.taps):
+            seen = x[:, self.taps - 1 - back : self.taps - 1 - back + tokens]
+            if positions is not None:
+                seen = seen * (positions >= back)[:, None]
+            out = torch.addcmul(out, seen, weight[-1 - back])
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+    def carry(self, x: Tensor, last: Tensor | None, counts: Sequence[int]) -> Tensor:
+        """``last`` for the tokens after ``x``, of which each row has ``counts`` real ones."""
+        last = x.new_zeros(len(x), self.taps - 1, x.shape[-1]) if last is None else last
+        x = torch.cat([last.to(x.dtype), x], 1)
+        if len(set(counts)) == 1:
+            return x[:, counts[0] : counts[0] + self.taps - 1].clone()  # a view would keep the whole prompt
+        index = torch.tensor(counts, device=x.device)[:, None] + torch.arange(self.taps - 1, device=x.device)
+        return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
