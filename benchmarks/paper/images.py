@@ -15,7 +15,7 @@ PLAIN = attention(lepe=0, gate="false")
 
 
 def measure(checkpoint: Path) -> Row:
-    """What GenerationMetrics logged last: FID without guidance, and how often guided samples show their class."""
+    """Figures that GenerationMetrics logged last: FID without guidance, and how often guided samples show their class."""
     logs = checkpoint.parents[2]
     content = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
     plain, guided = (logged(logs, name)[-1] for name in ("generation", "guided"))

@@ -1,4 +1,4 @@
-"""What Mamba-2 and Gated DeltaNet learn for each head: steps, decays, and a share of the input."""
+"""Parameters of each head in Mamba-2 and Gated DeltaNet: steps, decays, and a share of the input."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ UNHANDLED = {
     "share": "does not take share: train without sequence parallelism (sequence_parallel_size: 1)",
     "state": "cannot generate: it has no continue_from; leave out predict and TextSamples",
 }
-"""What a kind may not be able to do, and the way out."""
+"""Abilities that a kind may lack, and the way out."""
 
 
 class Projections(NamedTuple):

@@ -114,7 +114,7 @@ class RecurrentAttention(Attention):
     head and is multiplied by SiLU of a projection of the input, as in RetNet, GLA and Gated DeltaNet alike.
 
     Raises:
-        ValueError: for an output gate that cannot be left out, or options that do not fit.
+        ValueError: for direction alternate, which depends on the layer (see :meth:`AttentionConfig.at_layer`).
     """
 
     Options: ClassVar[type] = RecurrentOptions
@@ -126,6 +126,8 @@ class RecurrentAttention(Attention):
     repeats_heads = False
     scans = True
     always_gated = True
+    conv_bias: ClassVar[bool] = False
+    """Whether the short convolution has a bias."""
     options: RecurrentOptions
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
@@ -135,9 +137,6 @@ class RecurrentAttention(Attention):
         self.norm = nn.RMSNorm(self.value_width, NORM_EPS)
         taps = getattr(self.options, "conv", 0)
         self.conv = ShortConvolution(sum(self.sections), taps, self.conv_bias) if taps else None
-
-    conv_bias: ClassVar[bool] = False
-    """Whether the short convolution has a bias."""
 
     @classmethod
     def options_at(cls, options: dict[str, Any] | None, layer: int) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ HELD_OUT = 360
 """Images of 8 x 8 kept for validation, the same ones in every run."""
 
 MNIST_HELD_OUT = 1_000
-"""Images of 28 x 28 kept for validation, likewise."""
+"""Images of 28 x 28 kept for validation, the same ones in every run."""
 
 
 @cache

@@ -88,7 +88,7 @@ class AssociativeRecall(QuestionData):
 
     Args:
         train: sequences to train on, by length and number of pairs.
-        val: sequences to validate and test on, likewise; others than those of training.
+        val: sequences to validate and test on, by length and number of pairs; others than those of training.
         vocab_size: tokens of the vocabulary; token 0 is neither key nor value.
         power: of the distances of the questions; small ones bring them close to the pairs.
         random_non_queries: whether tokens that are not asked are random ones of the whole vocabulary; otherwise 0.

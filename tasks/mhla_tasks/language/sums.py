@@ -1,4 +1,4 @@
-"""What an evaluation adds up: losses, tokens and bytes, and answers by group."""
+"""Sums of an evaluation: losses, tokens and bytes, and answers by group."""
 
 from __future__ import annotations
 
