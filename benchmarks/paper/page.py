@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from benchmarks.paper.study import Study
@@ -10,16 +10,24 @@ from lightning_mhla.system.files import write_whole
 
 HEAD = """# Results in small
 
-Comparisons of attention on data that ship with Python packages, each trained on two CPU cores with several seeds; figures are
-means and standard deviations over the seeds. `python -m benchmarks.paper` trains, scores and writes all of it, and resumes
-where it was stopped.
+Comparisons of attention on data that ship with Python packages, trained on CPU cores. Figures are means and standard
+deviations over the seeds named below each table; one seed has no deviation. `python -m benchmarks.paper` trains, scores and
+writes all of it, and resumes where it was stopped.
 """
 
 
-def write_page(studies: Iterable[Study], results: Path, folder: Path) -> Path:
+SEEDS = 3
+"""Runs of each variant."""
+
+
+def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
     """Write the page and its pictures; studies without rows are left out."""
     parts = [HEAD]
     folder.mkdir(parents=True, exist_ok=True)
+    counts = [(len(study.rows(results)), SEEDS * len(study.variants)) for study in studies]
+    done, wanted = (sum(each) for each in zip(*counts, strict=True))
+    if done < wanted:
+        parts.append(f"**{done} of {wanted} runs are done so far.**\n")
     for study in studies:
         if rows := study.rows(results):
             parts.append(f"## {study.title}\n\n{study.section(rows, folder)}\n\n{study.command()}\n")
