@@ -1,4 +1,4 @@
-"""What MHLA is good for, shown in small: trains and scores every comparison of the report, and writes its page.
+"""MHLA beside other attention, in small: trains and scores every comparison of the report, and writes its page.
 
     python -m benchmarks.paper                          # everything that is missing, hours on two cores
     python -m benchmarks.paper --only mnist --seeds 0   # one study, one seed

@@ -1,4 +1,4 @@
-"""Class-to-image: MNIST's pixels in 196 and 784 tokens, FID by attention."""
+"""Class-to-image: MNIST's pixels in 196 tokens, FID by attention."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.diffusion import logged
-from benchmarks.paper.mnist import KINDS, attention
-from benchmarks.paper.study import Row, Study, by_variant, conditions, markdown, spread
+from benchmarks.paper.mnist import KINDS
+from benchmarks.paper.study import Row, Study, attention, by_variant, conditions, markdown, spread
 
 CONFIG = "configs/diffusion/mnist.yaml"
 PLAIN = attention(lepe=0, gate="false")

@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 from mhla_tasks.classification import ImageClassifier
 
-from benchmarks.paper.study import Row, Study, by_variant, conditions, markdown, spread
+from benchmarks.paper.study import Row, Study, attention, by_variant, conditions, markdown, spread
 from lightning_mhla.attention import Attention
 from lightning_mhla.callbacks.pictures import attention_rank
 from lightning_mhla.data.digits import load_mnist
@@ -17,11 +17,6 @@ from lightning_mhla.training.loading import load_module
 CONFIG = "configs/classification/mnist.yaml"
 LOOKED_AT = 8
 """Images whose attention matrices are measured."""
-
-
-def attention(**options: object) -> list[str]:
-    """Options of the attention, for ``lightning fit``."""
-    return [f"--model.init_args.attention.{name}={value}" for name, value in options.items()]
 
 
 KINDS = {

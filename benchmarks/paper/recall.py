@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from lightning import Trainer
 from matplotlib.figure import Figure
-from mhla_tasks.language import AssociativeRecall, LanguageModel, Needle
+from mhla_tasks.language import AssociativeRecall, Needle
 from mhla_tasks.language.export import load_checkpoint
 
-from benchmarks.paper.study import Row, Study, by_variant, conditions, markdown, spread
+from benchmarks.paper.study import Row, Study, by_variant, conditions, markdown, remembered, spread, validated
 
 KINDS: dict[str, list[str]] = {
     "softmax": ["--model.init_args.layer_kinds=[gated_conv,softmax]"],
@@ -29,21 +28,11 @@ KINDS: dict[str, list[str]] = {
 WIDTHS = (32, 64)
 
 
-def scores(checkpoint: Path) -> tuple[LanguageModel, dict[str, float]]:
-    """The model, and its metrics on the validation data of its run."""
-    model = load_checkpoint(checkpoint)
-    content = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
-    memory = {k: v for k, v in content["datamodule_hyper_parameters"].items() if not k.startswith("_")}
-    data = (Needle if "lengths" in memory else AssociativeRecall)(**memory)
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
-    (found,) = trainer.validate(model, data, verbose=False)
-    return model, {name.removeprefix("val/"): value for name, value in found.items()}
-
-
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
     """Accuracy by group, and bytes of the state after the longest training sequence."""
-    model, found = scores(checkpoint)
+    model, memory = load_checkpoint(checkpoint), remembered(checkpoint)
+    found = validated(model, (Needle if "lengths" in memory else AssociativeRecall)(**memory))
     tokens = torch.zeros(1, model.context, dtype=torch.long)
     cache = model.network(tokens, use_cache=True).past_key_values
     figures = {name: value for name, value in found.items() if name.startswith("accuracy")}
@@ -80,7 +69,7 @@ def mqar_section(rows: list[Row], folder: Path) -> str:
 
 
 def needle_section(rows: list[Row], folder: Path) -> str:
-    """Accuracy by length; a picture by depth."""
+    """Accuracy by length, and a picture of it."""
     found = by_variant(rows)
     lengths = sorted(
         {int(name[15:]) for row in rows for name in row if name.startswith("accuracy_tokens") and "_depth" not in name}

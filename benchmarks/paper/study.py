@@ -10,9 +10,10 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
+from lightning import LightningDataModule, LightningModule, Trainer
 
 from benchmarks.machine import describe
-from benchmarks.runs import slug, train
+from benchmarks.runs import newest_checkpoint, slug, train
 from lightning_mhla.system.files import write_whole
 
 Row = dict[str, Any]
@@ -98,14 +99,31 @@ class Study:
 
 def newest(run: Path) -> Path:
     """The last checkpoint of a run."""
-    from benchmarks.runs import newest_checkpoint
-
     found = newest_checkpoint(run)
     if found is None:
         raise SystemExit(
             f"error: {run} holds no checkpoint; its row is in the results, but its run is gone: train it again"
         )
     return found
+
+
+def attention(**options: object) -> list[str]:
+    """Options of the attention, for ``lightning fit``."""
+    words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
+    return [f"--model.init_args.attention.{name}={value}" for name, value in words.items()]
+
+
+def remembered(checkpoint: Path) -> Row:
+    """Options of the data that a checkpoint was trained on."""
+    content = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
+    return {name: value for name, value in content["datamodule_hyper_parameters"].items() if not name.startswith("_")}
+
+
+def validated(module: LightningModule, data: LightningDataModule) -> dict[str, float]:
+    """Metrics of a validation, by name without ``val/``."""
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    (found,) = trainer.validate(module, data, verbose=False)
+    return {name.removeprefix("val/"): value for name, value in found.items()}
 
 
 def spread(values: Sequence[float], digits: int = 1, factor: float = 1.0) -> str:

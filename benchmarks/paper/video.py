@@ -5,23 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from lightning import Trainer
 from mhla_tasks.video import MovingMnist, VideoDiffusion
 
-from benchmarks.paper.mnist import attention
-from benchmarks.paper.study import Row, Study, by_variant, conditions, markdown, spread
+from benchmarks.paper.study import (
+    Row,
+    Study,
+    attention,
+    by_variant,
+    conditions,
+    markdown,
+    remembered,
+    spread,
+    validated,
+)
 from lightning_mhla.training.loading import load_module
 
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
     """Held-out loss, of the weights' average."""
-    content = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
-    memory = {k: v for k, v in content["datamodule_hyper_parameters"].items() if not k.startswith("_")}
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
     torch.manual_seed(0)
-    (found,) = trainer.validate(load_module(VideoDiffusion, checkpoint), MovingMnist(**memory), verbose=False)
-    return {"loss": found["val/loss"], "steps": content["global_step"]}
+    found = validated(load_module(VideoDiffusion, checkpoint), MovingMnist(**remembered(checkpoint)))
+    return {"loss": found["loss"], "steps": steps}
 
 
 def section(rows: list[Row], folder: Path) -> str:

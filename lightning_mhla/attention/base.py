@@ -339,12 +339,14 @@ class Attention(LayoutTables):
         """``[B, N, H * Dv]`` after norm, ``lepe`` and gate."""
         if self.norm is not None:
             out = self.norm(out)
-        out = out.flatten(2)
-        if self.lepe is not None:
-            out = out + self.lepe(v.repeat_interleave(self.heads // v.shape[2], 2).flatten(2), key_mask)
-        if self.gate is not None:
-            out = out * F.silu(self.gate(x))
-        return out
+        out = self._with_lepe(out, v, key_mask)
+        return out if self.gate is None else out * F.silu(self.gate(x))
+
+    def _with_lepe(self, out: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        """``[B, N, H * Dv]``, with the convolution of the values where there is one."""
+        if self.lepe is None:
+            return out.flatten(2)
+        return out.flatten(2) + self.lepe(v.repeat_interleave(self.heads // v.shape[2], 2).flatten(2), key_mask)
 
     def _enter(self, x: Tensor, key_mask: Tensor | None, packed: bool = False) -> tuple[Tensor, Tensor | None]:
         tokens = self.layout.num_tokens

@@ -90,8 +90,5 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
 
     def _around(self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         assert self.gate is not None
-        out = out.flatten(2)
-        if self.lepe is not None:
-            out = out + self.lepe(v.repeat_interleave(self.heads // v.shape[2], 2).flatten(2), key_mask)
         assert self.norm is not None
-        return self.norm(out * F.silu(self.gate(x)))
+        return self.norm(self._with_lepe(out, v, key_mask) * F.silu(self.gate(x)))
