@@ -18,7 +18,7 @@ from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.positions import sequence_positions
 from lightning_mhla.attention.short_conv import ShortConvolution
-from lightning_mhla.recurrence.chunks import CHUNK
+from lightning_mhla.recurrence.chunks import chunk_tokens
 
 NORM_EPS = 1e-5
 """Of the RMSNorm of the output (flash-linear-attention's layers)."""
@@ -249,7 +249,8 @@ class RecurrentAttention(Attention):
     def operator_flops(self, tokens: int) -> float:
         """See :meth:`Attention.operator_flops`; of the chunked form."""
         directions = 2 if not self.causal and self.options.direction == "both" else 1
-        each = 2 * self.key_width * self.value_width + (CHUNK + 1) / 2 * (self.key_width + self.value_width)
+        chunk = chunk_tokens(max(self.key_width, self.value_width))
+        each = 2 * self.key_width * self.value_width + (chunk + 1) / 2 * (self.key_width + self.value_width)
         convolved = 0 if self.conv is None else self.conv.weight.numel() / self.heads
         return 2.0 * directions * self.heads * tokens * (each + convolved)
 

@@ -95,15 +95,15 @@ def compare(name: str, inputs: list[Tensor], got: Callable[..., Any], want: Call
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("tokens", [1, 5, 64, 150])
+@pytest.mark.parametrize(("tokens", "widths"), [(1, (6, 5)), (5, (6, 5)), (64, (6, 5)), (70, (6, 5)), (150, (40, 5))])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_chunks_are_the_recurrence(name: str, tokens: int, decay: str) -> None:
+def test_chunks_are_the_recurrence(name: str, tokens: int, widths: tuple[int, int], decay: str) -> None:
     if name == "retention" and decay == "forgetting":
         pytest.skip("a rate of inf has no slope in the definition either")
-    state = torch.randn(2, 3, 6, 5, dtype=torch.float64)
+    state = torch.randn(2, 3, *widths, dtype=torch.float64)
     compare(
         name,
-        [*operands(name, tokens, decay), state],
+        [*operands(name, tokens, decay, widths=widths), state],
         lambda *x: OPERATORS[name](*x[:-1], initial_state=x[-1]),
         lambda *x: recurrence(name, *x[:-1], initial_state=x[-1]),
     )
