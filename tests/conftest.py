@@ -58,7 +58,7 @@ SLOW = (
 """Test files that take long without starting any: interpreted kernels, compilers, fuzzing, lm-eval, whole runs."""
 
 LONGEST = (
-    "test_configs", "test_benchmarks", "test_video_training", "test_slurm", "test_kills", "test_sharding",
+    "test_configs", "test_benchmarks", "test_kinds", "test_paper", "test_video_training", "test_slurm", "test_kills", "test_sharding",
     "test_distributed", "test_forms", "test_causality", "test_diffusion_training", "test_diffusion_metrics",
     "test_own_kind", "test_language_evaluation", "test_resume_options", "test_guards", "test_language_transformers", "test_run_folder",
     "test_ops", "test_verdicts", "test_compile", "test_gpu_program",

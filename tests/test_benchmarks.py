@@ -18,32 +18,13 @@ from mhla_kernels import mhla_attention
 
 from benchmarks import (
     attention,
-    context,
-    diffusion,
     generation,
-    language,
     loss_identity,
     models,
     peers,
-    runs,
-    video,
     wan,
 )
 from benchmarks.shapes import MODELS, Rates, Shape, least_cost
-
-
-@pytest.fixture
-def forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of reports start without start-up."""
-
-    def run(command: list[str], check: bool, cwd: Path) -> None:
-        assert command[:2] == [sys.executable, "cli.py"]
-        kept = {name: os.environ[name] for name in ("XDG_CACHE_HOME",) if name in os.environ}
-        status, text = server.run(*command[2:], folder=cwd, **kept)
-        assert check
-        assert status == 0, text[-4000:]
-
-    monkeypatch.setattr(runs.subprocess, "run", run)
 
 
 def test_the_baseline_loop_computes_the_operator() -> None:
@@ -135,65 +116,6 @@ def test_generation_is_measured_and_drawn(
     assert (tmp_path / "generation-cpu.png").stat().st_size > 10_000
 
 
-def test_the_report_of_language_models_goes_on_and_is_read_by_the_next(
-    forked: None, cache_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
-    small += ["--model.init_args.depth=1", "--trainer.enable_progress_bar=false"]
-    small += ["--model.init_args.vocab_size=300", "--data.init_args.vocab_size=300"]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
-
-    def report(*options: str) -> list[dict[str, object]]:
-        places = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
-        monkeypatch.setattr(sys, "argv", ["language", *places, "--only", "linear", "--", *options])
-        language.main()
-        rows: list[dict[str, object]] = json.loads((tmp_path / "language-stdlib.json").read_text())["rows"]
-        return rows
-
-    first = report(*small)
-    assert first[0]["steps"] == 2
-    clock = tmp_path / "runs/linear/seconds.json"  # as it is when training was stopped
-    spent = json.loads(clock.read_text())
-    clock.write_text(json.dumps({**spent, "done": False}))
-    again = report(*small)
-    assert {**again[0], "seconds": 0} == {**first[0], "seconds": 0}, "it did not resume from its checkpoint"
-    assert json.loads(clock.read_text())["seconds"] > spent["seconds"]
-    first = again
-    monkeypatch.setattr(runs.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
-    assert report(*small) == first
-    with pytest.raises(SystemExit, match="was trained with"):
-        report("--trainer.max_steps=3")
-
-    monkeypatch.setattr(
-        sys, "argv", ["context", "--runs", str(tmp_path / "runs"), "--tokens", "1024", "--out", str(tmp_path)]
-    )
-    monkeypatch.setattr(context, "VARIANTS", {"linear": {}})
-    context.main()
-    (row,) = json.loads((tmp_path / "context-stdlib.json").read_text())["rows"]
-    assert len(row["perplexity"]) == 64
-    assert "| linear |" in capsys.readouterr().out
-
-
-def test_the_report_of_diffusion_models_reads_what_was_logged(
-    forked: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = [
-        "--trainer.max_steps=2",
-        "--model.init_args.depth=1",
-        "--model.init_args.dim=16",
-        "--model.init_args.heads=1",
-    ]
-    places = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path), "--only", "mhla + gate"]
-    monkeypatch.setattr(sys, "argv", ["diffusion", *places, "--", *small, "--trainer.enable_progress_bar=false"])
-    diffusion.main()
-    (row,) = json.loads((tmp_path / "diffusion-digits.json").read_text())["rows"]
-    (logged,) = tmp_path.glob("runs/mhla-and-gate/logs/version_0/generation.jsonl")
-    assert row["fid"] == json.loads(logged.read_text().splitlines()[-1])["fid"] > 0
-    assert row["steps"] == 2
-    assert row["depends"]["generation"]["samples"] == 1000
-    assert "| `mhla + gate` |" in capsys.readouterr().out
-
-
 def test_models_are_measured_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,31 +138,6 @@ def test_models_are_measured_once(
     assert [row["tokens"] for row in rows if "tokens" in row] == [16, 16]
     assert all(row["images_per_second"] > 0 and row["peak_bytes"] > 1e8 for row in rows if "seconds" in row)
     assert "failed: no memory" in capsys.readouterr().out
-
-
-def test_the_report_of_video_models_trains_looks_and_draws(
-    forked: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = ["--trainer.max_steps=2", "--trainer.val_check_interval=1", "--trainer.limit_val_batches=1"]
-    small += ["--model.init_args.transformer.num_layers=3", "--model.init_args.transformer.ffn_dim=16"]
-    small += ["--model.init_args.sampling.steps=1", "--trainer.enable_progress_bar=false"]
-    monkeypatch.setattr(video, "CLIPS_EACH", 1)
-
-    def report() -> list[dict[str, Any]]:
-        places = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path), "--pictures", str(tmp_path)]
-        monkeypatch.setattr(sys, "argv", ["video", *places, "--only", "mhla", "--", *small])
-        video.main()
-        rows: list[dict[str, Any]] = json.loads((tmp_path / "video-digits.json").read_text())["rows"]
-        return rows
-
-    rows = report()
-    assert [row["variant"] for row in rows] == ["softmax, pretrained", "mhla"]
-    assert all(row["steps"] == 2 and row["clips"] == 40 and len(row["val_loss_by_step"]) == 2 for row in rows)
-    assert "| real clips, held out | | 100% | 9" in capsys.readouterr().out, "of real clips all move as said"
-    for name in ("curves", "strips"):
-        assert (tmp_path / f"video-digits-{name}.png").stat().st_size > 5_000
-    monkeypatch.setattr(runs.subprocess, "run", lambda *_, **__: pytest.fail("trained again"))
-    assert report() == rows
 
 
 def test_what_wan_takes_is_counted(

@@ -8,21 +8,37 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from fork_server import ForkServer
+from mhla_tasks.video.clips import to_frames
+from mhla_tasks.video.digits import MovingDigitSamples
 
-from benchmarks import recurrences, runs
+from benchmarks import recurrences
 from benchmarks.paper import __main__ as paper
+from benchmarks.paper import runs, video
 
-ONE = ["--trainer.enable_progress_bar=false", "--trainer.max_epochs=-1", "--trainer.max_steps=1",
-       "--trainer.limit_val_batches=1", "--trainer.callbacks=[{class_path: ModelCheckpoint, init_args: {save_last: true}}]"]  # fmt: skip
+ONE = [
+    "--trainer.enable_progress_bar=false",
+    "--trainer.max_epochs=-1",
+    "--trainer.max_steps=1",
+    "--trainer.limit_val_batches=1",
+]
+KEEP = "--trainer.callbacks=[{class_path: ModelCheckpoint, init_args: {save_last: true}}]"
+GENERATION = ("{class_path: mhla_tasks.diffusion.GenerationMetrics, init_args: {name: %s, samples: 20, batch_size: 20, every_n_steps: 1, "
+              "features: {class_path: mhla_tasks.diffusion.MnistFeatures}}}")  # fmt: skip
+DRAW = f"{KEEP[:-1]}, {GENERATION % 'generation'}, {GENERATION % 'guided'}]"
 QUESTIONS = "{tokens: 16, pairs: 2, samples: 20}"
 SMALL: dict[str, tuple[list[str], list[str]]] = {
-    "mnist": (["mhla", "gla"], ["--model.init_args.depth=1"]),
-    "mqar": (["gla, 32", "mhla, 64"], ["--data.init_args.batch_size=8", f"--data.init_args.train=[{QUESTIONS}]", f"--data.init_args.val=[{QUESTIONS}]"]),
-    "needle": (["softmax"], ["--data.init_args.tokens=32", "--data.init_args.val_samples=4", "--data.init_args.lengths=[1,2]"]),
-    "stdlib": (["gla"], ["--model.init_args.dim=32", "--model.init_args.depth=1", "--model.init_args.context=64",
+    "mnist": (["mhla"], [KEEP, "--model.init_args.depth=1"]),
+    "mqar": (["gla, 32", "mhla, 64"], [KEEP, "--data.init_args.batch_size=8", f"--data.init_args.train=[{QUESTIONS}]", f"--data.init_args.val=[{QUESTIONS}]"]),
+    "needle": (["softmax"], [KEEP, "--data.init_args.tokens=32", "--data.init_args.val_samples=4", "--data.init_args.lengths=[1,2]"]),
+    "stdlib": (["gla"], [KEEP, "--model.init_args.dim=32", "--model.init_args.depth=1", "--model.init_args.context=64",
                          "--data.init_args.context=64", "--model.init_args.vocab_size=512", "--data.init_args.vocab_size=512"]),
+    "mnist-images": (["mhla + lepe + gate"], [DRAW, "--model.init_args.dim=16", "--model.init_args.heads=1", "--model.init_args.depth=1"]),
+    "video": (["mhla, 16 blocks"], [KEEP, "--model.init_args.transformer.num_layers=1", "--model.init_args.transformer.ffn_dim=16",
+                                    "--model.init_args.sampling.steps=1", "--trainer.val_check_interval=1"]),
 }  # fmt: skip
+"""Variants, and options that make a study small."""
 
 
 @pytest.fixture
@@ -52,24 +68,63 @@ def test_a_study_trains_each_row_once_and_writes_its_part_of_the_page(
     study: str, trained: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     variants, options = SMALL[study]
-    words = ["--only", study, "--variants", *variants, "--seeds", "0", "1", "--", *ONE, *options]
+    monkeypatch.setattr(video, "CLIPS_EACH", 1)
+    seeds = [0, 1] if study == "mnist" else [0]
+    words = ["--only", study, "--variants", *variants, "--seeds", *map(str, seeds), "--", *ONE, *options]
     monkeypatch.setattr("benchmarks.paper.language.LONG", 256)
     call(monkeypatch, tmp_path, *words)
     rows = json.loads((tmp_path / "results" / f"{study}.json").read_text())["rows"]
-    assert {(row["variant"], row["seed"]) for row in rows} == {(name, seed) for name in variants for seed in (0, 1)}
-    assert len(trained) == len(rows)
+    assert {(row["variant"], row["seed"]) for row in rows} == {(name, seed) for name in variants for seed in seeds}
+    runs_each = 1 if paper.STUDIES[study].needs is None else 2
+    assert len(trained) == runs_each * len(rows)
     call(monkeypatch, tmp_path, *words)
-    assert len(trained) == len(rows), "what is there is not trained again"
+    assert len(trained) == runs_each * len(rows), "what is there is not trained again"
     page = (tmp_path / "docs/results.md").read_text()
     assert f"## {paper.STUDIES[study].title}" in page
-    assert "Seeds 0, 1" in page
+    assert f"Seeds {', '.join(map(str, seeds))};" in page
     for name in variants:
         assert f"| `{name}` |" in page
-    assert "±" in page
+    assert ("±" in page) == (len(seeds) > 1)
     for picture in [line.partition("](")[2].rstrip(")") for line in page.splitlines() if line.startswith("![")]:
         assert (tmp_path / "docs" / picture).stat().st_size > 5000
     with pytest.raises(SystemExit, match="choose another --results"):
         call(monkeypatch, tmp_path, *words[:-1])
+
+
+def test_a_stopped_row_resumes_from_its_checkpoint(
+    trained: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (study, (variants, options)) = ("mnist", SMALL["mnist"])
+    words = ["--only", study, "--variants", variants[0], "--seeds", "0", "--", *ONE, *options]
+    call(monkeypatch, tmp_path, *words)
+    (clock,) = tmp_path.glob("runs/*/seconds.json")
+    spent = json.loads(clock.read_text())
+    clock.write_text(json.dumps({**spent, "done": False}))  # as it is when training is stopped
+    results = tmp_path / "results/mnist.json"
+    (first,) = json.loads(results.read_text())["rows"]
+    results.unlink()
+    call(monkeypatch, tmp_path, *words)
+    (again,) = json.loads(results.read_text())["rows"]
+    assert any(word.startswith("--ckpt_path=") for word in trained[1])
+    assert {**again, "seconds": 0} == {**first, "seconds": 0}
+    assert json.loads(clock.read_text())["seconds"] > spent["seconds"]
+    results.unlink()
+    with pytest.raises(SystemExit, match="was trained with"):
+        call(monkeypatch, tmp_path, *words, "--trainer.max_steps=3")
+
+
+def test_clips_of_real_digits_are_judged_right() -> None:
+    source = MovingDigitSamples(False, 8, 28, 28, "mnist")
+    samples = [source[index] for index in range(200)]
+    found = video.judge(
+        to_frames(torch.stack([each["video"] for each in samples])), [each["caption"] for each in samples]
+    )
+    assert found["moves_as_said"] == 1
+    assert found["shows_its_digit"] > 0.85
+    turned = video.judge(
+        to_frames(torch.stack([each["video"].flip(1) for each in samples])), [each["caption"] for each in samples]
+    )
+    assert turned["moves_as_said"] == 0
 
 
 def test_every_row_of_the_committed_results_is_of_a_variant() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
-from mhla_tasks.language import PythonSource
+from matplotlib.figure import Figure
+from mhla_tasks.language import LanguageModel, PythonSource
 from mhla_tasks.language.export import load_checkpoint
+from torch import Tensor
 
-from benchmarks.context import losses_by_position
-from benchmarks.language import VARIANTS
+from benchmarks import generation
+from benchmarks.paper.runs import ROOT
 from benchmarks.paper.study import (
     Row,
     Study,
@@ -22,15 +26,42 @@ from benchmarks.paper.study import (
     spread,
     validated,
 )
+from benchmarks.pictures import plain_numbers
 
-OTHERS = ("retention", "gla", "gated_deltanet", "mamba2")
-LONG, WINDOWS = 4096, 8
-"""Tokens of the longer windows, and how many are read."""
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": {"kind": "softmax"},
+    "linear": {"kind": "linear"},
+    "mhla, dense": {"kind": "mhla", "mixing": "dense", "mixing_per_head": False},
+    "mhla, exponential": {"kind": "mhla", "mixing": "exponential", "mixing_per_head": False},
+    "mhla, dense, uniform start": {
+        "kind": "mhla",
+        "mixing": "dense",
+        "mixing_per_head": False,
+        "mixing_init": "uniform",
+    },
+    "mhla, dense per head": {"kind": "mhla", "mixing": "dense", "mixing_per_head": True},
+    "mhla, exponential per head": {"kind": "mhla", "mixing": "exponential", "mixing_per_head": True},
+    **{kind: {"kind": kind} for kind in ("retention", "gla", "gated_deltanet", "mamba2")},
+}
+LONG, WINDOWS, BINS = 4096, 8, 16
+"""Tokens of the longer windows, how many are read, and points of a curve."""
+
+GENERATION = ROOT / "benchmarks/results/generation-cpu.json"
 
 
 @torch.no_grad()
+def losses_by_position(model: LanguageModel, windows: list[Tensor]) -> Tensor:
+    """Mean loss in nats at each position, ``[N]``, of windows ``[N + 1]``."""
+    network = model.network
+    network.extend(len(windows[0]) - 1)
+    losses = [
+        network(window[None, :-1], shift_labels=window[None, 1:], loss_reduction="none").loss[0] for window in windows
+    ]
+    return torch.stack(losses).double().mean(0)
+
+
 def measure(checkpoint: Path) -> Row:
-    """Held-out bits per byte, and perplexity as long as trained, as long again, and in the last quarter of 4,096 tokens."""
+    """Held-out bits per byte, and perplexity by position in windows of 4,096 tokens."""
     model = load_checkpoint(checkpoint)
     memory = remembered(checkpoint)
     found = validated(model, PythonSource(**memory))
@@ -43,31 +74,93 @@ def measure(checkpoint: Path) -> Row:
         "bits_per_byte": found["bits_per_byte"],
         "perplexity": found["perplexity"],
         **{f"perplexity_{name}": math.exp(float(part.mean())) for name, part in parts.items()},
+        "perplexity_by_position": [math.exp(float(part.mean())) for part in losses.chunk(BINS)],
         "parameters": sum(p.numel() for p in model.network.parameters()),
     }
 
 
+def draw(rows: list[Row], path: Path) -> None:
+    """Perplexity by position, a curve for each kind, the mean over seeds."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axis = figure.subplots()
+    for number, (name, each) in enumerate(by_variant(rows).items()):
+        means = [sum(point) / len(each) for point in zip(*(row["perplexity_by_position"] for row in each), strict=True)]
+        positions = [(index + 0.5) * LONG / len(means) for index in range(len(means))]
+        axis.plot(positions, means, label=name, linewidth=1.3, linestyle="--" if number > 9 else "-")
+    axis.set(xlabel="position, tokens (trained on 512)", ylabel="perplexity per token", yscale="log")
+    plain_numbers(axis)
+    axis.grid(alpha=0.3, which="both")
+    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=120)
+
+
+def generated(folder: Path) -> str:
+    """Time per token and size of the state, from the figures of ``benchmarks.generation``."""
+    content = json.loads(GENERATION.read_text())
+    kinds = list(dict.fromkeys(row["kind"] for row in content["rows"]))
+    contexts = sorted({row["context"] for row in content["rows"]})
+    shown = [contexts[0], contexts[len(contexts) // 2], contexts[-1]]
+    found = {(row["kind"], row["context"]): row for row in content["rows"]}
+    lines = [
+        [
+            f"`{kind}`",
+            *(
+                f"{found[kind, n]['milliseconds_per_token']:.1f} ms, {found[kind, n]['state_bytes'] / 2**20:.1f} MiB"
+                for n in shown
+            ),
+        ]
+        for kind in kinds
+    ]
+    machine = content["machine"]
+    generation.draw(content["rows"], folder / "results-generation.png")
+    table = markdown(["attention", *(f"{n:,} tokens" for n in shown)], lines)
+    return (
+        f"### Generation\n\nTime per token and size of the state, a model of {content['model']['depth']} layers of width "
+        f"{content['model']['dim']}:\n\n{table}\n\n"
+        f"![Time per token and size of the state by context](results-generation.png)\n\n"
+        f"`python -m benchmarks.generation --out benchmarks/results`; {machine['device']}, torch {machine['torch']}, "
+        f"{machine['date']}."
+    )
+
+
 def section(rows: list[Row], folder: Path) -> str:
-    """One table."""
+    """A table, a picture by position, and generation."""
     keys = {"bits_per_byte": 3, "perplexity": 2, "perplexity_trained": 2, "perplexity_again": 2, "perplexity_last": 2}
     header = ["attention", "bits per byte", "perplexity", "tokens 1 to 512 of 4,096", "513 to 1,024", "3,073 to 4,096"]
     lines = [
         [f"`{name}`", *(spread([row[key] for row in each], digits) for key, digits in keys.items())]
         for name, each in by_variant(rows).items()
     ]
-    return f"{markdown(header, lines)}\n\n{conditions(rows)}"
+    draw(rows, folder / "results-stdlib.png")
+    picture = "![Perplexity by position, up to 4,096 tokens, of models trained on 512](results-stdlib.png)"
+    return f"{markdown(header, lines)}\n\n{picture}\n\n{conditions(rows)}"
 
+
+PRINTED = """\
+| 340M, 10B tokens of FineWeb-Edu | WikiText perplexity | LAMBADA perplexity | commonsense, mean | MMLU | LongBench |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| GLA | 41.47 | 86.98 | 46.0 | 22.9 | 6.53 |
+| Transformer++ | 34.57 | 60.46 | 46.8 | 22.9 | 6.92 |
+| Mamba (390M) | 38.32 | 62.43 | 46.4 | 23.5 | 6.97 |
+| Mamba-2 | 35.40 | 58.51 | 47.0 | 23.0 | 6.62 |
+| Gated DeltaNet (360M) | 35.01 | 60.16 | 46.9 | 23.0 | 6.86 |
+| MHLA | 38.31 | 71.64 | 47.1 | 23.7 | 7.41 |
+
+MMLU at 23% is below chance (25%)."""
 
 STUDIES = (
     Study(
         "stdlib",
         "Language: Python's standard library",
         "configs/language/stdlib.yaml",
-        {
-            **{name: attention(**options) for name, options in VARIANTS.items()},
-            **{kind: attention(kind=kind) for kind in OTHERS},
-        },
+        {name: attention(**options) for name, options in KINDS.items()},
         measure,
         section,
+        printed=PRINTED,
+        full=tuple(
+            f"configs/language/{name}_340m_fineweb.yaml"
+            for name in ("mhla", "gla", "gated_deltanet", "mamba", "mamba2", "transformer")
+        ),
+        after=generated,
     ),
 )

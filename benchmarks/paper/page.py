@@ -30,7 +30,7 @@ def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
         parts.append(f"**{done} of {wanted} runs are done so far.**\n")
     for study in studies:
         if rows := study.rows(results):
-            parts.append(f"## {study.title}\n\n{study.section(rows, folder)}\n\n{study.command()}\n")
+            parts.append(study.part(rows, folder))
     path = folder / "results.md"
     write_whole(path, "\n".join(parts))
     return path

@@ -13,7 +13,7 @@ import torch
 from lightning import LightningDataModule, LightningModule, Trainer
 
 from benchmarks.machine import describe
-from benchmarks.runs import newest_checkpoint, slug, train
+from benchmarks.paper.runs import newest_checkpoint, slug, train
 from lightning_mhla.system.files import write_whole
 
 Row = dict[str, Any]
@@ -32,6 +32,11 @@ class Study:
         section: Markdown from the rows, without the title; may write pictures into the folder it is given.
         options: of ``lightning fit``, for all variants.
         needs: a study whose run of the same seed a variant starts from, as ``{pretrained}`` in its options.
+        setting: Markdown that stands before the figures: data, model, what is the same for all.
+        reading: Markdown that stands after them: what they say, and what they do not.
+        printed: Markdown of the table that the paper printed; empty where it has none.
+        full: configurations of the size of that table.
+        after: more of the section, from other results; may write pictures like ``section``.
     """
 
     name: str
@@ -42,6 +47,11 @@ class Study:
     section: Callable[[list[Row], Path], str]
     options: Sequence[str] = field(default_factory=tuple)
     needs: tuple[Study, str] | None = None
+    setting: str = ""
+    reading: str = ""
+    printed: str = ""
+    full: Sequence[str] = field(default_factory=tuple)
+    after: Callable[[Path], str] | None = None
 
     def rows(self, results: Path) -> list[Row]:
         """The rows in the folder of results, in the order of the variants."""
@@ -79,7 +89,7 @@ class Study:
             first.run(start, seed, folder, results, more)
             path = newest(folder / f"{first.name}-{slug(start)}-seed{seed}")
             options = [option.replace("{pretrained}", str(path)) for option in options]
-        checkpoint, seconds = train(self.config, name, {}, folder, options)
+        checkpoint, seconds = train(self.config, name, folder, options)
         row = {"variant": variant, "seed": seed, **self.measure(checkpoint), "seconds": round(seconds)}
         row["machine"] = describe(torch.device("cpu"))
         rows = [*self.rows(results), row]
@@ -87,13 +97,24 @@ class Study:
         result["variants"] = {key: list(value) for key, value in self.variants.items()}
         write_whole(file, json.dumps({**result, "rows": rows}, indent=1) + "\n")
 
-    def command(self) -> str:
-        """Markdown that names the command of a variant."""
+    def part(self, rows: list[Row], folder: Path) -> str:
+        """Markdown of the whole section; pictures go into ``folder``."""
+        parts = [f"## {self.title}", self.setting, self.section(rows, folder), self._command(), self.reading]
+        if self.printed:
+            runs = ", ".join(f"`lightning fit --config {config}`" for config in self.full)
+            parts.append(
+                f"**In the paper** (arXiv 2601.07832):\n\n{self.printed}\n\nIn that size, not run here: {runs}."
+            )
+        if self.after is not None:
+            parts.append(self.after(folder))
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _command(self) -> str:
         name, options = next(iter(self.variants.items()))
         words = " ".join([*self.options, *options])
         return (
-            f"`python -m benchmarks.paper --only {self.name}`; a row is `lightning fit --config {self.config} {words}` "
-            f"(here {name}) with `--seed_everything`."
+            f"`python -m benchmarks.paper --only {self.name}` trains and scores them; a row is `lightning fit --config "
+            f"{self.config} {words}` (here {name}) with `--seed_everything`."
         )
 
 

@@ -1,0 +1,70 @@
+"""Reports that train several variants of one configuration, each once, and resume after a stop."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+Row = dict[str, Any]
+
+
+def slug(name: str) -> str:
+    """A variant's name for a folder."""
+    return name.replace(", ", "-").replace(" ", "-").replace("+", "and")
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The last checkpoint that ``run`` wrote."""
+    found = sorted(run.glob("logs/version_*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else None
+
+
+def train(config: str, name: str, folder: Path, options: list[str]) -> tuple[Path, float]:
+    """Train one variant, or resume it.
+
+    Args:
+        config: of ``lightning fit``.
+        name: of the variant.
+        folder: for all variants.
+        options: of ``lightning fit``, beside the configuration.
+
+    Returns:
+        Its last checkpoint, and the seconds that training took, start-up and validation included.
+    """
+    home = (folder / slug(name)).resolve()
+    clock = home / "seconds.json"
+    asked = {
+        "options": options,
+        "config_sha256": hashlib.sha256((ROOT / config).read_bytes()).hexdigest()[:16],
+    }
+    spent: dict[str, Any] = {"seconds": 0.0, "done": False, **asked}
+    if clock.exists():
+        spent = json.loads(clock.read_text())
+    for key, value in asked.items():
+        if spent.get(key, value) != value:
+            raise SystemExit(
+                f"error: {home} was trained with {key} {spent[key]}, not {value}; choose another --runs, or delete it"
+            )
+    if not spent["done"]:
+        home.mkdir(parents=True, exist_ok=True)
+        logs = [f"--trainer.logger.init_args.save_dir={home}", "--trainer.logger.init_args.name=logs"]
+        last = newest_checkpoint(home)
+        resume = [f"--ckpt_path={last}"] if last else []
+        start = time.perf_counter()
+        try:
+            command = [sys.executable, "cli.py", "fit", "--config", config, *logs, *resume, *options]
+            subprocess.run(command, check=True, cwd=ROOT)
+            spent["done"] = True
+        finally:
+            spent["seconds"] += time.perf_counter() - start
+            clock.write_text(json.dumps(spent))
+    checkpoint = newest_checkpoint(home)
+    assert checkpoint is not None
+    return checkpoint, spent["seconds"]
