@@ -43,10 +43,10 @@ lint: .venv/test-installed  ## ruff, mypy, and the import contract
 	$(BIN)/lint-imports
 
 resources: .venv/test-installed  ## compile all Triton kernels ahead of time, print registers, spills and shared memory
-	$(BIN)/python -m benchmarks.resources
+	$(BIN)/lightning bench resources
 
 gpu: .venv/test-installed  ## everything that waits for a GPU: checks, tuning, benchmarks, models; an hour, resumable (ARGS=...)
-	$(BIN)/python -m benchmarks.gpu $(ARGS)
+	$(BIN)/lightning bench gpu $(ARGS)
 
 clean:  ## remove the environment and all runs
 	rm -rf .venv runs

@@ -1,8 +1,8 @@
 """Time of the operator, each form, beside softmax attention, linear attention, a loop over blocks, and its floor.
 
-    python -m benchmarks.attention
-    python -m benchmarks.attention --device cpu
-    python -m benchmarks.attention --authors ../MHLA
+    lightning bench attention
+    lightning bench attention --device cpu
+    lightning bench attention --authors ../MHLA
 
 The peers: ``softmax``, torch's scaled_dot_product_attention of equal width, ``H * Dv / Dk`` heads of Dk (flash attention on
 a GPU); ``fla``, chunked linear attention of flash-linear-attention where installed; ``loop``, one pass of Python over the
@@ -188,7 +188,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lightning bench attention", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each figure")

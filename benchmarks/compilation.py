@@ -1,6 +1,6 @@
 """Effect of `compile: true` on the shipped CPU configurations: graphs, losses against uncompiled ones, time of a step.
 
-    python -m benchmarks.compilation --out benchmarks/results
+    lightning bench compilation --out benchmarks/results
 
 Each configuration is fitted for 50 steps with validation in between, compiled and not, at a tenth of its learning rate: at
 the full one some are unstable when 50 steps are the whole schedule, and any rounding grows. Step times are medians of several
@@ -87,7 +87,7 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compilation", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lightning bench compilation", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="of the step times")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", default="", help="configurations whose path contains this")

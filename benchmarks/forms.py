@@ -1,7 +1,7 @@
 """Which form is faster where, and whether ``form="auto"`` picks it; on a CPU also the best tile of the chunked form.
 
-    python -m benchmarks.forms
-    python -m benchmarks.forms --device cpu
+    lightning bench forms
+    lightning bench forms --device cpu
 
 The constants in ``mhla_kernels/forms/cost.json`` and ``TILE`` in ``mhla_kernels/forms/chunked.py`` are chosen with it.
 """
@@ -96,7 +96,7 @@ def compare_tiles(console: Console) -> Table:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.forms", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lightning bench forms", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     device, console = torch.device(parser.parse_args().device), Console(width=110)
     if device.type == "cuda":

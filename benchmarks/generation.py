@@ -1,6 +1,6 @@
 """Generation: time per token and memory of the state, by the length of the context.
 
-    python -m benchmarks.generation --out benchmarks/results
+    lightning bench generation --out benchmarks/results
 
 One model of each kind of attention (random weights: the time does not depend on them) reads a context and then generates
 greedily. Dense mixing is made for the longest context.

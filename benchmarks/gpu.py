@@ -1,8 +1,8 @@
 """Everything that waits for a GPU, in one go: checks, tuning, benchmarks with their peers, whole models; resumable.
 
-    make gpu                                    # or python -m benchmarks.gpu
-    python -m benchmarks.gpu --authors ../MHLA  # the authors' code is measured too
-    python -m benchmarks.gpu --only attention --again
+    make gpu                                    # or lightning bench gpu
+    lightning bench gpu --authors ../MHLA  # the authors' code is measured too
+    lightning bench gpu --only attention --again
 
 Results are data under benchmarks/results/CHIP/. A part that ended well is not run again, so a stopped run resumes,
 and a part that takes longer than its share of the hour is stopped. In the end: a table of the operator's floors and what was
@@ -193,7 +193,7 @@ def print_goals(rows: list[dict[str, Any]], console: Console) -> None:
 def main() -> None:
     """Command line; status 1 if a part failed."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="lightning bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")

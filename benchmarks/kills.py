@@ -1,7 +1,7 @@
 """A run that is killed again and again, at random times, against the same run left alone.
 
-    python -m benchmarks.kills --out benchmarks/results                       # digits: 50 kills; three more domains: 10 each
-    python -m benchmarks.kills --domains classification --kills 5             # a short look
+    lightning bench kills --out benchmarks/results                       # digits: 50 kills; three more domains: 10 each
+    lightning bench kills --domains classification --kills 5             # a short look
 
 SIGKILL meets start-up, training, validation and the writing of checkpoints; after each the same command starts again. The
 final weights, moving averages, optimiser, schedule and learning curves have to be those of the undisturbed run, bit for bit.

@@ -1,9 +1,9 @@
 """The first losses of every shipped CPU configuration, to the last bit: a change that should not move numbers shows it.
 
-    python -m benchmarks.loss_identity                  # train 50 steps of each, compare with benchmarks/results/losses.json
-    python -m benchmarks.loss_identity --write          # make these losses the reference
-    python -m benchmarks.loss_identity --only digits    # configurations whose path contains a word
-    python -m benchmarks.loss_identity --steps 10       # fewer; video/digits_finetune, which starts from another, is left out
+    lightning bench loss_identity                  # train 50 steps of each, compare with benchmarks/results/losses.json
+    lightning bench loss_identity --write          # make these losses the reference
+    lightning bench loss_identity --only digits    # configurations whose path contains a word
+    lightning bench loss_identity --steps 10       # fewer; video/digits_finetune, which starts from another, is left out
 
 Float32, one thread, no validation. Bits depend on processor, torch and, for stdlib.yaml, on Python's own library: a
 reference of another machine is compared too, and the difference is named.

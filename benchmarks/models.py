@@ -1,7 +1,7 @@
 """Whole diffusion transformers: time and memory of a training step, for each kind of attention and each size of image.
 
-    python -m benchmarks.models --out benchmarks/results                      # on a GPU if there is one
-    python -m benchmarks.models --device cpu --models S/2 --pixels 256 512
+    lightning bench models --out benchmarks/results                      # on a GPU if there is one
+    lightning bench models --device cpu --models S/2 --pixels 256 512
 
 DiT-S/2 and DiT-XL/2 on latents of 256, 512 and 1,024 pixels (256, 1,024 and 4,096 tokens), forward and backward of DiT's
 objective, M = 16 blocks. On a GPU in bfloat16; on a CPU in float32, one image at a time, each measurement in a process of its

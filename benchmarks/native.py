@@ -1,7 +1,7 @@
 """The operator as it runs on this device, where an interpreter shows nothing: real tiles, streams, graphs, large tensors.
 
-    python -m benchmarks.native --out runs/benchmarks
-    compute-sanitizer python -m benchmarks.native --case chunked
+    lightning bench native --out runs/benchmarks
+    compute-sanitizer lightning bench native --case chunked
 
 Every check is a line of native.json; the exit status is 1 if one fails. On a CPU the PyTorch forms are checked, at small sizes,
 and what needs a GPU is left out.
@@ -227,7 +227,7 @@ def check(device: torch.device, console: Console) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.native", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lightning bench native", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--case", choices=FORMS, help="run one small case, and nothing else")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for native.json")

@@ -1,6 +1,6 @@
 """Recurrences of the baselines against flash-linear-attention's references in plain PyTorch: agreement and time on a CPU.
 
-    python -m benchmarks.recurrences --out benchmarks/results
+    lightning bench recurrences --out benchmarks/results
 
 q, k, v ``[1, N, 4, 64]``, float32; errors against the recurrence token by token in float64, over its largest value.
 Theirs is the chunked reference where there is one, else the recurrence (GLA), or the whole matrix (retention).

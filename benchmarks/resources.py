@@ -1,6 +1,6 @@
 """Registers, spills and shared memory of the Triton kernels, compiled ahead of time: needs no GPU.
 
-    python -m benchmarks.resources
+    lightning bench resources
 
 Every kernel is compiled as the operator launches it, for each dtype and pair of widths, forward and backward. Exit code 1
 if one goes over its limits: no spills in bfloat16 at the widths of models in use, 1 KB elsewhere, and the shared memory
@@ -389,7 +389,7 @@ def print_table(usages: list[Usage], console: Console) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.resources", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lightning bench resources", description=__doc__.splitlines()[0])
     parser.add_argument("--chips", type=int, nargs="+", choices=list(CHIPS), default=list(CHIPS))
     parser.add_argument("--widths", nargs="+", metavar="K/V", help="pairs such as 64/64; all by default")
     parser.add_argument("--sample", type=int, metavar="N", help="compile only N of the kernels, evenly chosen")

@@ -1,6 +1,6 @@
 """Bytes that sequence parallelism moves for each layer, against ring attention's; and a check of them on real processes.
 
-    python -m benchmarks.sequence --out benchmarks/results
+    lightning bench sequence --out benchmarks/results
 
 A process of P receives, in a forward pass: of MHLA the other processes' block summaries (float32), or their k and v (bfloat16)
 where those are fewer bytes, or with exponential mixing one sum of each term from every process and side; of ring attention k

@@ -1,7 +1,7 @@
 """Cost of exponential mixing by the tokens of a block, against plain linear attention: where the spanning form wins.
 
-python -m benchmarks.short_blocks
-python -m benchmarks.short_blocks --forms chunked --runs 5 --tokens 4096
+lightning bench short_blocks
+lightning bench short_blocks --forms chunked --runs 5 --tokens 4096
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def print_table(rows: list[dict[str, Any]], forms: list[str], device: torch.devi
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.short_blocks", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lightning bench short_blocks", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--forms", nargs="+", choices=get_args(ChosenForm), default=["chunked", "spanning"])

@@ -1,7 +1,7 @@
 """Training steps of the shipped configurations on this device, with random batches: samples a second and MFU, compiled or not.
 
-    python -m benchmarks.throughput
-    python -m benchmarks.throughput --configs language/mhla_340m_fineweb --compile on
+    lightning bench throughput
+    lightning bench throughput --configs language/mhla_340m_fineweb --compile on
 
 The model, its optimiser and its precision are those of the file, run by Lightning's Trainer; pretrained weights, encoders and
 VAEs are left out, since latents and captions come encoded. Operations are counted by torch over one forward pass (three times
@@ -234,7 +234,7 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="lightning bench throughput", description=__doc__.splitlines()[0])
     parser.add_argument("--configs", nargs="+", help="such as language/stdlib; by default those of the device's size")
     parser.add_argument("--compile", choices=("both", "on", "off"), default="both")
     parser.add_argument("--steps", type=int, default=STEPS)

@@ -1,6 +1,6 @@
 """Wan2.1-1.3B with each kind of attention: parameters, operations, memory of a training step, and times on a GPU.
 
-    python -m benchmarks.wan --out benchmarks/results
+    lightning bench wan --out benchmarks/results
 
 81 frames of 480 x 800 pixels: a latent of 21 x 60 x 100, 31,500 tokens, MHLA in 3 x 5 x 10 blocks, gated, as configs/video
 has it. Without a GPU nothing is computed: torch counts the operations of a forward pass on the meta device, and

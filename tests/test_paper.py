@@ -15,7 +15,7 @@ from mhla_tasks.video.digits import MovingDigitSamples
 
 from benchmarks import recurrences
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import runs, video
+from benchmarks.paper import video
 
 ONE = [
     "--trainer.enable_progress_bar=false",
@@ -53,7 +53,7 @@ def trained(server: ForkServer, monkeypatch: pytest.MonkeyPatch, cache_home: Pat
         assert status == 0, text[-4000:]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
-    monkeypatch.setattr(runs.subprocess, "run", run)
+    monkeypatch.setattr("benchmarks.paper.runs.subprocess.run", run)
     return commands
 
 

@@ -1,8 +1,8 @@
 """MHLA beside other attention, in small: trains and scores every comparison of the report, and writes its page.
 
-    python -m benchmarks.paper                          # everything that is missing, hours on two cores
-    python -m benchmarks.paper --only mnist --seeds 0   # one study, one seed
-    python -m benchmarks.paper --page                   # docs/results.md from what is there
+    lightning paper                          # everything that is missing, hours on two cores
+    lightning paper --only mnist --seeds 0   # one study, one seed
+    lightning paper --page                   # docs/results.md from what is there
 
 Each row is a run of ``lightning fit`` with a shipped configuration and options that the page names. A run that is stopped
 resumes from its last checkpoint, and a row that is in ``benchmarks/results/paper`` is not trained again.

@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks/results/paper"
 def main() -> None:
     """Train what is missing, row by row, and write the page after each."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.paper",
+        prog="lightning paper",
         description=description.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -75,6 +75,7 @@ STUDIES = (
         },
         measure,
         section,
+        ("--trainer.max_epochs=8",),
         printed=PRINTED,
         full=("configs/diffusion/dit_s2_256.yaml", "configs/diffusion/dit_xl2_256.yaml"),
     ),

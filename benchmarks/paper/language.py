@@ -118,7 +118,7 @@ def generated(folder: Path) -> str:
         f"### Generation\n\nTime per token and size of the state, a model of {content['model']['depth']} layers of width "
         f"{content['model']['dim']}:\n\n{table}\n\n"
         f"![Time per token and size of the state by context](results-generation.png)\n\n"
-        f"`python -m benchmarks.generation --out benchmarks/results`; {machine['device']}, torch {machine['torch']}, "
+        f"`lightning bench generation --out benchmarks/results`; {machine['device']}, torch {machine['torch']}, "
         f"{machine['date']}."
     )
 
@@ -156,6 +156,7 @@ STUDIES = (
         {name: attention(**options) for name, options in KINDS.items()},
         measure,
         section,
+        ("--trainer.max_steps=500", "--trainer.val_check_interval=500"),
         printed=PRINTED,
         full=tuple(
             f"configs/language/{name}_340m_fineweb.yaml"

@@ -27,11 +27,9 @@ KINDS = {
     "mhla, per head": attention(kind="mhla", mixing_per_head="true"),
     "mhla, uniform start": attention(kind="mhla", mixing_init="uniform"),
     "mhla, frozen": attention(kind="mhla", mixing_trainable="false"),
-    "retention": attention(kind="retention"),
-    "gla": attention(kind="gla"),
-    "gated_deltanet": attention(kind="gated_deltanet"),
-    "mamba2": attention(kind="mamba2"),
+    **{kind: attention(kind=kind, options="{direction: alternate}") for kind in ("retention", "gla", "gated_deltanet")},
 }
+"""The recurrent kinds read forward and backward in alternating layers."""
 FEW = ("softmax", "linear", "mhla", "mhla, exponential")
 
 

@@ -11,7 +11,7 @@ from lightning_mhla.system.files import write_whole
 HEAD = """# Results in small
 
 Comparisons of attention on data that ship with Python packages, trained on CPU cores. Figures are means and standard
-deviations over the seeds named below each table; one seed has no deviation. `python -m benchmarks.paper` trains, scores and
+deviations over the seeds named below each table; one seed has no deviation. `lightning paper` trains, scores and
 writes all of it, and resumes where it was stopped.
 """
 

@@ -23,7 +23,11 @@ KINDS: dict[str, list[str]] = {
     "retention": ["--model.init_args.layer_kinds=[gated_conv,retention]"],
     "gla": ["--model.init_args.layer_kinds=[gated_conv,gla]"],
     "gated_deltanet": ["--model.init_args.layer_kinds=[gated_conv,gated_deltanet]"],
-    "mamba2": ["--model.init_args.layer_kinds=[gated_conv,mamba2]"],
+    "mamba2": [
+        "--model.init_args.layer_kinds=[gated_conv,mamba2]",
+        "--model.init_args.heads=4",
+        "--model.init_args.key_width=32",
+    ],
 }
 WIDTHS = (32, 64)
 

@@ -113,7 +113,7 @@ class Study:
         name, options = next(iter(self.variants.items()))
         words = " ".join([*self.options, *options])
         return (
-            f"`python -m benchmarks.paper --only {self.name}` trains and scores them; a row is `lightning fit --config "
+            f"`lightning paper --only {self.name}` trains and scores them; a row is `lightning fit --config "
             f"{self.config} {words}` (here {name}) with `--seed_everything`."
         )
 

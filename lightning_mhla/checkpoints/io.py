@@ -178,6 +178,28 @@ def resolve_checkpoint(path: Path) -> Path:
     return _first_process(lambda: _checked(path))
 
 
+def consolidate(source: Path, target: Path) -> Path:
+    """Write a checkpoint to one file.
+
+    Args:
+        source: folder of a sharded checkpoint, or of a run.
+        target: file.
+
+    Returns:
+        The checkpoint that was read.
+
+    Raises:
+        FileNotFoundError: when there is no checkpoint.
+        ValueError: when it is damaged, or ``target`` is there already.
+    """
+    if target.exists():
+        raise ValueError(f"{target} exists already; choose another name")
+    found = resolve_checkpoint(source)
+    reading = WholeCheckpointIO()
+    reading.save_checkpoint(reading.load_checkpoint(found), target)
+    return found
+
+
 def _checked(path: Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"checkpoint {path} does not exist")

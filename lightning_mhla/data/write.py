@@ -49,7 +49,7 @@ class Skipped:
         self.count += 1
         if self.count > self.limit:
             raise BrokenSampleError(
-                f"broken samples: {self.count}, more than --max-skipped {self.limit}; the warnings above name them"
+                f"broken samples: {self.count}, more than --max_skipped {self.limit}; the warnings above name them"
             ) from error
 
 

@@ -122,7 +122,7 @@ class UMT5Text(CaptionEncoder):
             if self._width not in (None, model.config.d_model):
                 raise ValueError(
                     f"the text encoder {path} gives embeddings of width {model.config.d_model}, not {self._width}; set "
-                    "--model.init_args.transformer.text_dim (in training), --text-width (of prepare_latents)"
+                    "--model.init_args.transformer.text_dim (in training), --text_width (of lightning prepare clip-latents)"
                 )
             self._width = model.config.d_model
             self._parts = tokenizer, model.eval().requires_grad_(False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning_mhla.checkpoints.io import WholeCheckpointIO
 from lightning_mhla.checkpoints.weights import LIVE
@@ -12,6 +13,14 @@ from lightning_mhla.system.untrusted import BROKEN, reason
 from lightning_mhla.training.module import TrainingModule
 
 Module = TypeVar("Module", bound=TrainingModule)
+
+
+def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
+    """Whether the options that a checkpoint remembers are those of a class."""
+    options = {name for name in memory if not name.startswith("_")}
+    parameters = inspect.signature(kind).parameters
+    needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+    return bool(options) and options <= set(parameters) and needed <= options
 
 
 def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Module:
@@ -31,11 +40,9 @@ def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Mod
         raise FileNotFoundError(f"{path} does not exist; give a checkpoint of training, or an exported folder")
     content = WholeCheckpointIO().load_checkpoint(path)
     memory = content.get("hyper_parameters") or {}
-    options = {name: value for name, value in memory.items() if not name.startswith("_")}
-    parameters = inspect.signature(kind).parameters
-    needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
-    if not options or not set(options) <= set(parameters) or not needed <= set(options):
+    if not accepts(kind, memory):
         raise ValueError(f"{path} is no checkpoint of {kind.__module__}.{kind.__name__}")
+    options = {name: value for name, value in memory.items() if not name.startswith("_")}
     try:
         module = kind(**options)
     except ValueError:

@@ -25,10 +25,10 @@ from rich.logging import RichHandler
 
 from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.data import BrokenSampleError
-from lightning_mhla.system.commands import UnknownModuleError
 from lightning_mhla.system.lightning_private import subcommand_parsers
 from mhla_tasks.config_errors import find_repeated_option, find_unknown_key, shorten
 from mhla_tasks.late_imports import without_collection
+from mhla_tasks.own_modules import UnknownModuleError
 from mhla_tasks.settle import (
     agree,
     defaults_from,

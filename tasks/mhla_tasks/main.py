@@ -10,10 +10,8 @@ import os
 import sys
 from importlib import import_module
 
+from mhla_tasks import commands
 from mhla_tasks.late_imports import import_without_compiler, put_off_imports, without_collection
-
-TOOLS = {"doctor": "mhla_tasks.doctor", "tune": "mhla_tasks.tune"}
-"""Modules of the tools, each with a function ``main`` that takes the words after its name."""
 
 HELP = """\
 usage: lightning COMMAND [--config FILE]... [--key=value]...
@@ -21,17 +19,9 @@ usage: lightning COMMAND [--config FILE]... [--key=value]...
 
 Train, evaluate and sample models with MHLA attention.
 
-commands:
-  fit        train, and validate on the way; --run_dir=FOLDER keeps everything in it and resumes
-  validate   evaluate weights on the validation data
-  test       evaluate weights on the test data
-  predict    write what a model makes: samples, classes, clips, text
+{listing}
 
-tools:
-  doctor     check this machine: versions, devices, the operator, a short fit; --json for programs
-  tune       measure which form of the operator is fastest at your shapes, and keep it
-
-`lightning COMMAND --help` lists the options of a command, `lightning fit --model.help CLASS` those of a class.
+`lightning COMMAND --help` lists the options of a command or a tool, `lightning fit --model.help CLASS` those of a class.
 `lightning` and `lightning-mhla` are the same program.
 """
 
@@ -40,12 +30,20 @@ def main() -> None:
     """Run the command or the tool that the command line names."""
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        sys.stdout.write(HELP)
-        sys.exit(0 if words else 2)
+        sys.stdout.write(HELP.format(listing=commands.listing()))
+        sys.exit(0)
     os.environ["MPLBACKEND"] = "agg"  # pictures are written to files; a notebook hands down its own
     put_off_imports()
-    if words[0] in TOOLS:
-        sys.exit(import_module(TOOLS[words[0]]).main(words[1:]))
+    if tool := commands.tool_named(words):
+        sys.exit(commands.run(tool, words[len(tool.split()) :]))
+    if words[0] in commands.families():
+        known = len(words) == 1 or words[1] in ("-h", "--help")
+        message = "" if known else f"error: {' '.join(words[:2])} is no tool\n"
+        (sys.stdout if known else sys.stderr).write(f"{message}{commands.listing(words[0])}\n")
+        sys.exit(0 if known else 2)
+    if words[0] not in commands.LIGHTNING and not words[0].startswith("-"):
+        sys.stderr.write(f"error: {words[0]} is no command{commands.nearest(words[0])}\nhelp: lightning --help\n")
+        sys.exit(2)
     with without_collection():
         import_without_compiler()
         main_of_commands = import_module("mhla_tasks.cli").main

@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 from jsonargparse import set_parsing_settings
 
-from lightning_mhla.system.commands import find_in_working_folder, import_own
 from lightning_mhla.system.untrusted import YAML_CHARACTERS, check_yaml, reason
+from mhla_tasks.own_modules import find_in_working_folder, import_own
 from mhla_tasks.sources import Source
 
 PACKAGES = ("lightning", "lightning_mhla", "mhla_kernels", "mhla_tasks", "torchmetrics")

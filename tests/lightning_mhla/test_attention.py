@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import Mamba2Config
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from lightning_mhla import MHLA, AttentionConfig, Backbone, Block, BlockLayout
 from lightning_mhla.attention import Attention, AttentionInputs, build_attention, layout_for
@@ -402,3 +404,30 @@ def test_drop_path_rises_from_zero_to_what_is_asked() -> None:
     model = Backbone(16, 5, 2, (4, 4), config("mhla", [2, 2]), drop_path=0.4)
     assert [block.drop_path.drop_prob for block in model.blocks] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
     assert Backbone(16, 1, 2, (4, 4), config("mhla", [2, 2]), drop_path=0.4).blocks[0].drop_path.drop_prob == 0
+
+
+def test_mamba2_is_the_mixer_of_transformers() -> None:
+    """All weights carried over: C, B, x, the short convolution, steps, decays, D, and the gated norm."""
+    dim, heads, state, width = 16, 4, 6, 8
+    options = {"use_bias": False, "chunk_size": 16, "expand": heads * width // dim}
+    config = Mamba2Config(hidden_size=dim, num_heads=heads, head_dim=width, state_size=state, n_groups=1, **options)
+    theirs = Mamba2Mixer(config, 0).eval()
+    sizes = {"key_width": state, "value_width": width, "bias": False}
+    ours = build_attention(AttentionConfig(kind="mamba2"), dim, heads, BlockLayout((50,), (1,)), causal=True, **sizes)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+        theirs.A_log.uniform_(-1, 1)
+        z, x, b, c, steps = theirs.in_proj.weight.split([heads * width, heads * width, state, state, heads])
+        turned = [
+            tensor.split([heads * width, state, state])[::-1]
+            for tensor in (theirs.conv1d.weight[:, 0], theirs.conv1d.bias)
+        ]
+        ours.load_state_dict({
+            "qkv.weight": torch.cat([c, b, x]), "proj.weight": theirs.out_proj.weight, "gate.weight": z,
+            "norm.weight": theirs.norm.weight,
+            "conv.weight": torch.cat(turned[0]).T, "conv.bias": torch.cat(turned[1]), "decay.rate": theirs.A_log,
+            "decay.bias": theirs.dt_bias, "decay.proj.weight": steps, "through.weight": theirs.D,
+        })  # fmt: skip
+        tokens = torch.randn(2, 50, dim)
+        torch.testing.assert_close(ours(tokens), theirs(tokens), rtol=1e-4, atol=1e-5)

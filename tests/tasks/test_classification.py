@@ -5,7 +5,6 @@ Longer than other files: one domain, from its data to its export.
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer, prepare
+from mhla_tasks import commands
+from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer
 from mhla_tasks.classification.data import AugmentConfig
 from mhla_tasks.classification.module import MixupConfig
 from mhla_tasks.classification.prepare import images_to_shards
@@ -64,8 +64,8 @@ def photo_folder(folder: Path, classes: int = 2, each: int = 6) -> Path:
 
 def test_the_command_makes_shards_that_hold_every_image(tmp_path: Path) -> None:
     source = photo_folder(tmp_path / "photos")
-    command = partial(fork_server().run, module="mhla_tasks.classification.prepare")
-    status, said = command(str(source), str(tmp_path / "shards"), "--per-shard", "5")
+    command = partial(fork_server().run, "prepare", "images", module="mhla_tasks")
+    status, said = command(str(source), str(tmp_path / "shards"), "--per_shard", "5")
     assert status == 0
     assert "12 images in 3 shards" in " ".join(said.split())
     assert (tmp_path / "shards/train-classes.txt").read_text() == "class0\nclass1\n"
@@ -90,16 +90,14 @@ def test_the_command_leaves_out_what_is_no_whole_image(
     Image.fromarray(noise).save(source / "class0/cut.jpg")
     (source / "class0/cut.jpg").write_bytes((source / "class0/cut.jpg").read_bytes()[:-400])
     (source / "class1/none.png").write_bytes(b"no image")
-    command = ["shards", str(source), str(tmp_path / "shards"), "--per-shard", "5"]
-    monkeypatch.setattr(sys, "argv", command)
-    prepare.main()
+    command = [str(source), str(tmp_path / "shards"), "--per-shard", "5"]
+    commands.run("prepare images", command)
     assert "12 images in 3 shards" in (printed := " ".join(capsys.readouterr().out.split()))
     assert "; 2 images skipped (" in printed
     assert all(f"skipped: {source}/{name}: the image" in caplog.text for name in ("class0/cut.jpg", "class1/none.png"))
     assert len(ShardReader(sorted((tmp_path / "shards").glob("*.tar")))) == 12
-    monkeypatch.setattr(sys, "argv", [*command[:2], str(tmp_path / "other"), "--max-skipped", "1"])
-    with pytest.raises(SystemExit, match="broken samples: 2, more than --max-skipped 1"):
-        prepare.main()
+    with pytest.raises(SystemExit, match="broken samples: 2, more than --max_skipped 1"):
+        commands.run("prepare images", [command[0], str(tmp_path / "other"), "--max_skipped=1"])
 
 
 def test_a_model_learns_from_shards(tmp_path: Path) -> None:

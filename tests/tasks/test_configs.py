@@ -75,15 +75,15 @@ def world(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (world / "prompts.txt").write_text("The old river\nThe town\n")
     for part in ("train", "val"):
         commands = {
-            "mhla_tasks.diffusion.prepare_latents": ("images/" + part, "latents", "--vae", "vae", "--image-size", "16"),
-            "mhla_tasks.language.prepare": ("tokens", "texts", "--tokenizer", "tokenizer"),
-            "mhla_tasks.video.prepare_latents": (
+            "latents": ("images/" + part, "latents", "--vae", "vae", "--image_size", "16"),
+            "text": ("tokens", "texts", "--tokenizer", "tokenizer"),
+            "clip-latents": (
                 "clips", "clip-latents", "--model", "wan", "--frames", "5", "--height", "32", "--width", "48",
-                "--fps", "8", "--text-length", "16",
+                "--fps", "8", "--text_length", "16",
             ),
         }  # fmt: skip
-        for module, arguments in commands.items():
-            status, text = server.run(*arguments, "--prefix", part, module=module, folder=world)
+        for what, arguments in commands.items():
+            status, text = server.run("prepare", what, *arguments, "--prefix", part, module="mhla_tasks", folder=world)
             assert status == 0, text[-3000:]
     return world
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from mhla_tasks import consolidate
+from mhla_tasks import commands
 from mhla_tasks.cli import main
 from processes import run_cli
 
@@ -131,10 +131,10 @@ def test_fsdp_trains_validates_resumes_and_becomes_one_file(tmp_path: Path, monk
     assert again == {k: v for k, v in losses.items() if k >= 7}
 
     whole = tmp_path / "whole.ckpt"
-    monkeypatch.setattr("sys.argv", ["consolidate", str(one / "checkpoints/step=10.ckpt"), str(whole)])
-    consolidate.main()
+    words = [str(one / "checkpoints/step=10.ckpt"), str(whole)]
+    commands.run("consolidate", words)
     with pytest.raises(SystemExit, match="exists already"):
-        consolidate.main()
+        commands.run("consolidate", words)
     for number, checkpoint in enumerate((whole, one / "checkpoints/step=10.ckpt")):
         alone = tmp_path / f"alone{number}"
         main(["validate", "--config", str(small_config(alone)), f"--ckpt_path={checkpoint}"])

@@ -75,8 +75,8 @@ def test_trained_on_packed_documents_it_writes_exports_and_is_scored(
                f"--data.init_args.cache_dir={cache_dir}", "--data.init_args.separate_documents=true"]  # fmt: skip
     run(tmp_path, "fit", "--config", config, *options)
     checkpoint = str(next(tmp_path.glob("runs/*/version_0/checkpoints/last.ckpt")))
-    run(tmp_path, checkpoint, "import", "--max-new-tokens=4", module="mhla_tasks.language.generate")
-    run(tmp_path, checkpoint, "exported", module="mhla_tasks.language.export")
+    run(tmp_path, "generate", checkpoint, "import", "--max_new_tokens=4", module="mhla_tasks")
+    run(tmp_path, "export", checkpoint, "exported", module="mhla_tasks")
     status, said = fork_server().program(
         "import torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"

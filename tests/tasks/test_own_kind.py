@@ -46,7 +46,7 @@ def test_it_classifies_images(folder: Path) -> None:
     run(folder, "fit", "--config", config, *KIND, *SHORT)
     checkpoint = last_checkpoint(folder)
     assert "val/accuracy" in run(folder, "validate", "--ckpt_path", checkpoint, "--allow=toykind")
-    run(folder, checkpoint, "exported", "--allow", "toykind", module="mhla_tasks.classification.export")
+    run(folder, "export", checkpoint, "exported", "--allow", "toykind", module="mhla_tasks")
     status, said = fork_server().program(
         "import toykind\n"
         "from mhla_tasks.classification import VisionTransformer\n"
@@ -65,10 +65,10 @@ def test_it_models_language(folder: Path, cache_dir: Path) -> None:
     run(folder, "fit", "--config", config, *KIND, "--model.init_args.attention.rotary=false", *small, *SHORT)
     checkpoint = last_checkpoint(folder)
     streamed = run(
-        folder, checkpoint, "import", "--allow=toykind", "--max-new-tokens=8", module="mhla_tasks.language.generate"
+        folder, "generate", checkpoint, "import", "--allow=toykind", "--max-new-tokens=8", module="mhla_tasks"
     )
     assert streamed.rpartition("\nimport")[2].strip()
-    run(folder, checkpoint, "exported", "--allow=toykind", module="mhla_tasks.language.export")
+    run(folder, "export", checkpoint, "exported", "--allow=toykind", module="mhla_tasks")
     status, said = fork_server().program(
         "import toykind, torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"

@@ -215,7 +215,7 @@ class ImageShards(ClassImages):
 
 
 class LatentShards(ClassImages):
-    """Latents in WebDataset tar shards, as ``python -m mhla_tasks.diffusion.prepare_latents`` writes them.
+    """Latents in WebDataset tar shards, as ``lightning prepare latents`` writes them.
 
     No VAE is needed in training: a latent is drawn from the stored posterior of the image, or of its mirror image.
 

@@ -1,6 +1,6 @@
 """A trained DiT with its process, sampler and VAE, as a diffusers pipeline.
 
-``DiTPipeline.from_pretrained("exported")`` loads what ``python -m mhla_tasks.diffusion.export`` writes, and
+``DiTPipeline.from_pretrained("exported")`` loads what ``lightning export`` writes, and
 ``pipe(class_labels=[3, 7], seed=0).images`` draws.
 """
 

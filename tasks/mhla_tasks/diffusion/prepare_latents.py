@@ -1,13 +1,4 @@
-"""Encode images into latent shards by a diffusers VAE, once, for training without it.
-
-    python -m mhla_tasks.diffusion.prepare_latents photos/train latents --vae stabilityai/sd-vae-ft-ema --image-size 256
-    torchrun --nproc-per-node 8 -m mhla_tasks.diffusion.prepare_latents 'shards/train-{0000..1023}.tar' latents --vae VAE
-
-The source is a folder that holds one folder of images for each class, or WebDataset shards of NNN.jpg and NNN.cls. Every
-sample keeps means and standard deviations of its latent and of its mirror image's, in float16. A shard gets its name when
-it is complete, so calling again after a stop resumes, with any number of processes: those of torchrun or srun
-share the shards, and each takes the GPU of its local rank.
-"""
+"""Latent shards of images, encoded by a diffusers VAE: what ``lightning prepare latents`` writes."""
 
 from __future__ import annotations
 
@@ -17,14 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from lightning_mhla.data import SampleSource, ShardReader, find_shards
 from lightning_mhla.data.images import LabelledFolder, ShardImages
 from lightning_mhla.data.write import array_bytes, check_manifest, files_digest, fill_shards, shard_ranges
 from lightning_mhla.generative.codecs import LatentCodec
-from lightning_mhla.system.commands import command_parser, short_errors
-from lightning_mhla.system.processes import process_device, process_ranks
 from mhla_tasks.diffusion.sources import FLIPPED, LATENT, SignedImage
 
 SHUFFLE_SEED = 0
@@ -108,40 +96,3 @@ def open_source(name: str, image_size: int, num_classes: int) -> tuple[SampleSou
     shards = find_shards(name)
     source = ShardImages(ShardReader(shards), transform, num_classes)
     return source, files_digest((path, path.name) for path in shards)
-
-
-def main() -> None:
-    """Command line."""
-    parser = command_parser("mhla_tasks.diffusion.prepare_latents", __doc__)
-    parser.add_argument("source", help="folder of class folders, or shards of images")
-    parser.add_argument("target", type=Path, help="folder for the latent shards")
-    parser.add_argument("--vae", required=True, help="folder or hub name of a diffusers AutoencoderKL")
-    parser.add_argument("--image-size", type=int, default=256, help="side of the square that is encoded (default: 256)")
-    parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
-    parser.add_argument("--per-shard", type=int, default=1000, help="latents in a shard (default: 1000)")
-    parser.add_argument("--batch-size", type=int, default=32, help="images encoded at once (default: 32)")
-    parser.add_argument("--num-classes", type=int, default=1000, help="labels of shards lie below it (default: 1000)")
-    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
-    args = parser.parse_args()
-    (rank, world, _), device = process_ranks(), process_device(args.device)
-    with short_errors():
-        source, identity = open_source(args.source, args.image_size, args.num_classes)
-        paths = encode_images(
-            source,
-            identity,
-            args.target,
-            LatentCodec(args.vae),
-            args.prefix,
-            args.per_shard,
-            args.batch_size,
-            device,
-            args.image_size,
-            (rank, world),
-        )
-    mine = len(paths[rank::world])
-    share = f", {mine} of them by process {rank} of {world}" if world > 1 else ""
-    Console(soft_wrap=True).print(f"{len(source)} latents in {len(paths)} shards{share}: {paths[0]} ..")
-
-
-if __name__ == "__main__":
-    main()

@@ -120,12 +120,12 @@ def latent_scale(reader: ShardReader) -> float:
         if not manifest.is_file():
             raise FileNotFoundError(
                 f"{manifest} is missing: it says how the latents are scaled; copy it along with the shards that "
-                "python -m mhla_tasks.diffusion.prepare_latents wrote"
+                "lightning prepare latents wrote"
             )
         content = read_json(manifest)
         if "scale" not in content:
             raise ValueError(
-                f"{manifest} is not of latents: encode the shards first (python -m mhla_tasks.diffusion.prepare_latents), or "
+                f"{manifest} is not of latents: encode the shards first (lightning prepare latents), or "
                 "train on images with ImageShards and --model.init_args.vae"
             )
         scale, samples = content["scale"], content.get("samples")

@@ -240,7 +240,7 @@ class HubText(TextData):
 
 
 class TokenShards(TextData):
-    """Text that ``python -m mhla_tasks.language.prepare`` has turned into tokens, in WebDataset tar shards.
+    """Text that ``lightning prepare text`` has turned into tokens, in WebDataset tar shards.
 
     Args:
         train: shards to train on: DIR/train-{00000..00099}.tar, a glob, URLs, or a list of these.

@@ -1,26 +1,23 @@
-"""Models from checkpoints of training and from exported folders, and the export itself.
+"""Language models from checkpoints of training and from exported folders, and the export itself.
 
-    python -m mhla_tasks.language.export runs/stdlib/version_0/checkpoints/last.ckpt exported
-
-writes a folder that ``AutoModelForCausalLM.from_pretrained("exported", trust_remote_code=True)`` loads wherever
-lightning-mhla is installed: weights in safetensors, configuration, tokenizer, and a module of one line that names the
-model's class. The weights are the moving average where the checkpoint has one.
+An exported folder holds weights in safetensors, configuration, tokenizer, and a module of one line that names the model's
+class: ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` loads it wherever lightning-mhla is installed.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_mhla.training.export import export_module, export_parser
 from lightning_mhla.training.loading import load_module
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.module import LanguageModel
 from mhla_tasks.language.tokenizer import load_tokenizer
+
+OPTIONS = ("tokenizer", "context")
 
 
 def load_checkpoint(path: str | Path, live: bool = False) -> LanguageModel:
@@ -81,26 +78,24 @@ def export(model: LanguageModel, folder: Path) -> None:
             path.replace(folder / path.name)
 
 
-def write(model: LanguageModel, args: argparse.Namespace) -> None:
-    """Model and tokenizer, after the changes that the command line asks for."""
-    if args.tokenizer:
-        model.use_tokenizer(load_tokenizer(args.tokenizer))
-    if args.context:
+def write(model: LanguageModel, folder: Path, tokenizer: str | None = None, context: int | None = None) -> None:
+    """Write model and tokenizer.
+
+    Args:
+        model: what was trained.
+        folder: where they go.
+        tokenizer: folder or name on the hub, in place of the model's own.
+        context: tokens that the model is extended to first.
+
+    Raises:
+        ValueError: for a context where there are no mixing coefficients, and as for :func:`export`.
+    """
+    if tokenizer:
+        model.use_tokenizer(load_tokenizer(tokenizer))
+    if context:
         if not isinstance(model.network, MHLAForCausalLM):
             raise ValueError(
                 f"--context extends mixing coefficients, which a {type(model.network).__name__} has none of"
             )
-        model.network.extend(args.context)
-    export(model, args.folder)
-
-
-def main() -> None:
-    """Command line."""
-    parser = export_parser("mhla_tasks.language.export", __doc__)
-    parser.add_argument("--tokenizer", help="folder or name on the hub, in place of the checkpoint's own")
-    parser.add_argument("--context", type=int, help="extend the model to so many tokens first")
-    export_module(LanguageModel, parser, write)
-
-
-if __name__ == "__main__":
-    main()
+        model.network.extend(context)
+    export(model, folder)

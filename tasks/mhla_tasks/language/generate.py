@@ -1,52 +1,46 @@
-"""Continue a prompt in the terminal, token by token.
-
-    python -m mhla_tasks.language.generate runs/stdlib/version_0/checkpoints/last.ckpt "def main():"
-
-The model is a checkpoint of training, an exported folder or a name on the hub. Without a prompt it is read from the
-terminal, one after the other.
-"""
+"""Prompts continued in the terminal, token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import torch
 from transformers import TextStreamer, set_seed
 
-from lightning_mhla.system.commands import add_allow, command_parser, short_errors
+from lightning_mhla.system.processes import process_device
 from mhla_tasks.language.export import load_model
 from mhla_tasks.language.networks import longest
 from mhla_tasks.language.prompts import GenerationOptions
 
+LONGEST = 256
+"""New tokens where nothing else is asked for."""
 
-def main() -> None:
-    """Command line."""
-    parser = command_parser("mhla_tasks.language.generate", __doc__)
-    default = GenerationOptions()
-    parser.add_argument("model", help="checkpoint, exported folder, or name on the hub")
-    parser.add_argument("prompt", nargs="?", help="what is continued")
-    parser.add_argument("--max-new-tokens", type=int, help="at most (default: 256, or as many as the model reaches to)")
-    parser.add_argument("--temperature", type=float, default=default.temperature, help="0 for the likeliest token")
-    parser.add_argument("--top-k", type=int, default=default.top_k, help="0 for all tokens")
-    parser.add_argument("--top-p", type=float, default=default.top_p)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add_allow(parser)
-    args = parser.parse_args()
-    set_seed(args.seed)
-    with short_errors():
-        model, tokenizer = load_model(args.model)
-        model = model.to(args.device)
-        for prompt in _prompts(args.prompt):
-            tokens = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(args.device)
-            count = args.max_new_tokens
-            if count is None:
-                limit = longest(model)
-                count = 256 if limit is None else max(1, min(256, limit - tokens["input_ids"].shape[1]))
-            options = GenerationOptions(count, args.temperature, args.top_k, args.top_p)
-            model.generate(
-                **tokens, **options.for_generate(), streamer=TextStreamer(tokenizer, skip_special_tokens=True)
-            )
+
+def continue_prompts(
+    path: str, prompt: str | None, count: int | None, sampling: Mapping[str, Any], seed: int, device: str | None
+) -> None:
+    """Print a prompt with its continuation.
+
+    Args:
+        path: checkpoint, exported folder, or name on the hub.
+        prompt: what is continued; None to read prompts from the terminal, one after the other.
+        count: new tokens, at most; None for 256, or as many as the model reaches to.
+        sampling: other options of :class:`GenerationOptions`.
+        seed: of the tokens that are drawn.
+        device: cpu or cuda; None for a GPU if there is one.
+    """
+    set_seed(seed)
+    model, tokenizer = load_model(path)
+    where = process_device(device)
+    model = model.to(where)
+    for given in _prompts(prompt):
+        tokens = tokenizer(given, return_tensors="pt", return_token_type_ids=False).to(where)
+        new = count
+        if new is None:
+            limit = longest(model)
+            new = LONGEST if limit is None else max(1, min(LONGEST, limit - tokens["input_ids"].shape[1]))
+        options = GenerationOptions(new, **sampling)
+        model.generate(**tokens, **options.for_generate(), streamer=TextStreamer(tokenizer, skip_special_tokens=True))
 
 
 def _prompts(given: str | None) -> Iterator[str]:
@@ -60,7 +54,3 @@ def _prompts(given: str | None) -> Iterator[str]:
             return
         if prompt:
             yield prompt
-
-
-if __name__ == "__main__":
-    main()

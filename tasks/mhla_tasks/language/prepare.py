@@ -1,13 +1,4 @@
-"""Turn text into token shards, tokenised once, for training of any length.
-
-    python -m mhla_tasks.language.prepare shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
-    python -m mhla_tasks.language.prepare shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
-
-Sources are text files in UTF-8 (one document each), folders (other files in them are left out), .jsonl and .parquet files
-(one document for each row of --column; rows without a text are left out), or hub:NAME[:CONFIG[:SPLIT]], which is streamed.
-All cores tokenise. A shard gets its name when it is complete: calling again after a stop resumes. The
-tokenizer is kept in the folder's tokenizer/.
-"""
+"""Token shards of text: what ``lightning prepare text`` writes."""
 
 from __future__ import annotations
 
@@ -18,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from lightning_mhla.data import ShardReader
 from lightning_mhla.data.write import array_bytes, check_manifest, fill_shards
-from lightning_mhla.system.commands import command_parser, short_errors
 from mhla_tasks.language.documents import check_text, encode_documents
-from mhla_tasks.language.token_shards import STARTS, TOKENS, ShardRuns
+from mhla_tasks.language.token_shards import STARTS, TOKENS
 from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -156,34 +144,3 @@ def write_token_shards(
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, dtype: Any) -> dict[str, bytes]:
     tokens, starts = encode_documents(texts, tokenizer)
     return {TOKENS: array_bytes(tokens.astype(dtype)), STARTS: array_bytes(starts)}
-
-
-def main() -> None:
-    """Command line."""
-    parser = command_parser("mhla_tasks.language.prepare", __doc__)
-    parser.add_argument("target", type=Path, help="folder for the shards")
-    parser.add_argument(
-        "sources", nargs="+", help="text, .jsonl and .parquet files, folders, hub:NAME[:CONFIG[:SPLIT]]"
-    )
-    parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer, or a model on the hub")
-    parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
-    parser.add_argument("--column", default="text", help="of tables (default: text)")
-    parser.add_argument("--skip", type=int, default=0, help="leave out so many documents at the start (default: 0)")
-    parser.add_argument("--limit", type=int, help="take so many documents at most (default: all)")
-    parser.add_argument(
-        "--run-characters", type=int, default=4_000_000, help="characters of a sample (default: 4000000)"
-    )
-    parser.add_argument("--runs-per-shard", type=int, default=16, help="samples in a shard (default: 16)")
-    args = parser.parse_args()
-    with short_errors():
-        tokenizer = load_tokenizer(args.tokenizer)
-        paths = write_token_shards(
-            args.target, args.sources, tokenizer, args.prefix, args.column, args.run_characters, args.runs_per_shard,
-            args.skip, args.limit,
-        )  # fmt: skip
-    runs = ShardRuns(ShardReader(paths))
-    Console().print(f"{sum(runs.lengths):,} tokens in {len(paths)} shards: {paths[0]} ..")
-
-
-if __name__ == "__main__":
-    main()

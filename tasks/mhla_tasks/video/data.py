@@ -237,7 +237,7 @@ class VideoShards(ClipData):
 
 
 class VideoLatentShards(ClipData):
-    """Latents and encoded captions in shards, as ``python -m mhla_tasks.video.prepare_latents`` writes them.
+    """Latents and encoded captions in shards, as ``lightning prepare clip-latents`` writes them.
 
     Args:
         train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, or a list of these.
@@ -301,6 +301,6 @@ class VideoLatentShards(ClipData):
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} is missing: it is the empty caption, for caption_dropout; copy it along with the shards that "
-                "python -m mhla_tasks.video.prepare_latents wrote, or set caption_dropout to 0"
+                "lightning prepare clip-latents wrote, or set caption_dropout to 0"
             )
         return torch.from_numpy(np.load(path, allow_pickle=False)).float()

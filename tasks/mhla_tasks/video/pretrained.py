@@ -1,7 +1,5 @@
 """Weights to start from: diffusers' Wan, the original one's, a run of this suite, or what the paper's authors published.
 
-    python -m mhla_tasks.video.pretrained Wan_1300M_mhla.pth wan-mhla --block-grid 3 5 10
-
 The authors' Wan-MHLA has the names of the original Wan, which diffusers' own table translates, and for the attention of a
 replaced layer n:
 
@@ -25,7 +23,6 @@ from typing import Any
 
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-from rich.console import Console
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
@@ -34,7 +31,6 @@ from lightning_mhla.checkpoints.pretrained import Pretrained, read_trained
 from lightning_mhla.generative.distillation import Teacher
 from lightning_mhla.generative.reading import read_diffusers, read_safely, read_safetensors, read_weights_file
 from lightning_mhla.swap import KEEP, SAVED, is_swapped
-from lightning_mhla.system.commands import command_parser, short_errors
 from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.video.model import TransformerConfig, build_transformer
 
@@ -98,8 +94,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
     state = {name.removeprefix("network."): tensor for name, tensor in state.items()}
     if any(".lora_A." in name for name in state):
         raise ValueError(
-            f"{path} holds LoRA adapters beside the weights; put them together first: "
-            f"python -m mhla_tasks.video.export {path} FOLDER"
+            f"{path} holds LoRA adapters beside the weights; put them together first: lightning export {path} FOLDER"
         )
     if not any(name.startswith("blocks.0.") for name in state):
         raise ValueError(f"{path} holds no weights of a Wan transformer (no blocks.0)")
@@ -205,28 +200,3 @@ def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> A
     model = build_transformer(shape, attention, ["mhla" if index in mixing else KEEP for index in range(depth)])
     load_weights(model, path)
     return model.eval()
-
-
-def main() -> None:
-    """Command line."""
-    parser = command_parser("mhla_tasks.video.pretrained", __doc__)
-    parser.add_argument("source", help="file with the authors' names")
-    parser.add_argument("folder", type=Path, help="for config.json and safetensors, as load_swapped reads them")
-    parser.add_argument(
-        "--block-grid",
-        type=int,
-        nargs=3,
-        default=PUBLISHED_GRID,
-        metavar=("FRAMES", "ROWS", "COLUMNS"),
-        help="blocks along each axis (default: %(default)s)",
-    )
-    args = parser.parse_args()
-    with short_errors():
-        model = load_published(args.source, tuple(args.block_grid))
-    model.save_pretrained(args.folder)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    Console(soft_wrap=True).print(f"{count:,} parameters written to {args.folder}")
-
-
-if __name__ == "__main__":
-    main()

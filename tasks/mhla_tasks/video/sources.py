@@ -170,7 +170,7 @@ class LatentClips:
             except BrokenSampleError as error:
                 if index + 1 == min(len(reader), TRIED):
                     raise ValueError(
-                        f"{error}; these are no shards of python -m mhla_tasks.video.prepare_latents"
+                        f"{error}; these are no shards of lightning prepare clip-latents"
                     ) from error
 
     def __len__(self) -> int:

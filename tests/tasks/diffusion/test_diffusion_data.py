@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from lightning import Trainer
+from mhla_tasks import commands
 from mhla_tasks.classification.prepare import images_to_shards
-from mhla_tasks.diffusion import ClassToImage, DigitImages, ImageShards, LatentShards, prepare_latents
+from mhla_tasks.diffusion import ClassToImage, DigitImages, ImageShards, LatentShards
 from mhla_tasks.diffusion.data import RequestedSamples, SampleRequest
 from mhla_tasks.diffusion.sampling import SamplingConfig
 from mhla_tasks.diffusion.sources import SignedImage
@@ -43,13 +43,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def encode(folder: Path, *options: str, rank: int = 0, world: int = 1) -> None:
     """The command, as torchrun would start it."""
-    command = ["encode", str(folder / "photos"), str(folder / "latents"), "--vae", str(folder / "vae")]
-    command += ["--image-size", "16", "--per-shard", "4", "--device", "cpu", *options]
+    command = [str(folder / "photos"), str(folder / "latents"), "--vae", str(folder / "vae")]
+    command += ["--image_size", "16", "--per_shard", "4", "--device", "cpu", *options]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", command)
         for name, value in {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}.items():
             patch.setenv(name, str(value))
-        prepare_latents.main()
+        commands.run("prepare latents", command)
 
 
 def data(place: Path, **options: object) -> LatentShards:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from mhla_tasks import cli
+from mhla_tasks import cli, commands
 from mhla_tasks.diffusion import ClassToImage, DigitFeatures, DiT, FeatureNetwork, InceptionFeatures
-from mhla_tasks.diffusion import score as score_command
 from mhla_tasks.diffusion.sampling import SamplingConfig
 from PIL import Image
 from processes import fork_server, run_cli
@@ -74,10 +72,7 @@ def test_metrics_are_those_of_torch_fidelitys_command(
     status, said = fork_server().run(*command, module="torch_fidelity.fidelity")
     assert status == 0, said[-2000:]
     want = json.loads(said[said.index("{\n") : said.rindex("}") + 1])
-    monkeypatch.setattr(
-        sys, "argv", ["score", *folders, "--weights", str(weights), "--json", "--device", "cpu", "--batch-size", "8"]
-    )
-    score_command.main()
+    commands.run("score", [*folders, "--weights", str(weights), "--json", "--device", "cpu", "--batch_size", "8"])
     found = json.loads(capsys.readouterr().out)
     names = {
         "fid": "frechet_inception_distance",
@@ -264,10 +259,7 @@ def test_averaged_weights_are_sampled_and_exported(tmp_path: Path, monkeypatch: 
     want, other = (original(module, labels, list(range(8)), 0, sampling).int() for module in (averaged, live))
     assert (drawn[0].int() - want).abs().max() <= 1
     assert (other - want).abs().max() > 3, "averaged and live weights draw the same: the test shows nothing"
-    from mhla_tasks.diffusion import export
-
-    monkeypatch.setattr(sys, "argv", ["checkpoint", str(path), str(tmp_path / "exported")])
-    export.main()
+    commands.run("export", [str(path), str(tmp_path / "exported")])
     exported = DiT.from_pretrained(tmp_path / "exported", subfolder="transformer")
     for name, tensor in exported.state_dict().items():
         assert torch.equal(tensor, averaged.network.state_dict()[name]), name

@@ -68,9 +68,9 @@ def test_trained_resumed_continued_and_exported(path: str, tmp_path: Path, cache
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]), name
     last = str(next(tmp_path.glob("runs/*/version_0/checkpoints/last.ckpt")))
-    run(tmp_path, last, "import", "--max-new-tokens=4", module="mhla_tasks.language.generate")
-    run(tmp_path, last, "exported", module="mhla_tasks.language.export")
-    run(tmp_path, "exported", "import", "--max-new-tokens=4", module="mhla_tasks.language.generate")
+    run(tmp_path, "generate", last, "import", "--max_new_tokens=4", module="mhla_tasks")
+    run(tmp_path, "export", last, "exported", module="mhla_tasks")
+    run(tmp_path, "generate", "exported", "import", "--max_new_tokens=4", module="mhla_tasks")
     status, said = fork_server().program(
         "import torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"

@@ -115,8 +115,8 @@ def test_prompts_are_continued_in_their_order(stdlib: SimpleNamespace, tmp_path:
 
 
 def test_text_streams_to_the_terminal(stdlib: SimpleNamespace) -> None:
-    options = [str(stdlib.last), "import", "--max-new-tokens", "8"]
-    status, said = fork_server().run(*options, module="mhla_tasks.language.generate")
+    options = ["generate", str(stdlib.last), "import", "--max_new_tokens", "8"]
+    status, said = fork_server().run(*options, module="mhla_tasks")
     assert status == 0
     written = f"\n{said}".rpartition("\nimport")[2]
     assert written.strip()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
 import torch
-from mhla_tasks.video import prepare, prepare_latents
+from mhla_tasks import commands
 from mhla_tasks.video.clips import check_video, read_clip
 from mhla_tasks.video.data import MovingDigits, PromptRequest, VideoLatentShards, VideoShards
 from mhla_tasks.video.digits import NAMES
@@ -68,9 +67,8 @@ def test_the_command_makes_shards_of_a_folder(
     (source / "mute.mp4").write_bytes(videos[0])
     (source / "cut.mp4").write_bytes(in_front(videos[1], tmp_path / "stream.mp4")[:-200])
     (source / "cut.txt").write_text("cut at its end")
-    command = ["shards", str(source), str(tmp_path / "out"), "--per-shard", "3", "--caption-key", "said"]
-    monkeypatch.setattr(sys, "argv", command)
-    prepare.main()
+    command = [str(source), str(tmp_path / "out"), "--per-shard", "3", "--caption-key", "said"]
+    commands.run("prepare clips", command)
     assert "; 2 videos skipped (" in " ".join(capsys.readouterr().out.split())
     assert f"skipped: {source}/mute.mp4 has no .txt or .json beside it" in caplog.text
     assert f"skipped: {source}/cut.mp4: the video is cut off: 200 bytes are missing" in caplog.text
@@ -83,12 +81,10 @@ def test_the_command_makes_shards_of_a_folder(
         str(tmp_path / "out"), str(tmp_path / "out"), **SIZE, batch_size=2, num_workers=0, caption_key="said"
     )
     assert next(iter(data.val_dataloader()))["video"].shape == (2, 3, 5, 16, 24)
-    monkeypatch.setattr(sys, "argv", command[:-2])
     with pytest.raises(SystemExit, match=r"made otherwise \(train-manifest\.json: .*caption_key"):
-        prepare.main()
-    monkeypatch.setattr(sys, "argv", [*command[:2], str(tmp_path / "none"), "--max-skipped", "1"])
-    with pytest.raises(SystemExit, match="error: broken samples: 2, more than --max-skipped 1"):
-        prepare.main()
+        commands.run("prepare clips", command[:-2])
+    with pytest.raises(SystemExit, match="error: broken samples: 2, more than --max_skipped 1"):
+        commands.run("prepare clips", [command[0], str(tmp_path / "none"), "--max_skipped", "1"])
 
 
 def test_trimmed_and_held_videos_are_whole(ramp: bytes, tmp_path: Path) -> None:
@@ -190,7 +186,7 @@ def test_codec_is_the_pipelines(pipeline: Path) -> None:
         ClipCodec(str(pipeline / "none")).encode(clips)
 
 
-def encode_command(monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, pipeline: Path, *options: str) -> None:
+def encode_command(source: Path, target: Path, pipeline: Path, *options: str) -> None:
     sizes = [
         "--frames",
         "5",
@@ -200,14 +196,13 @@ def encode_command(monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, 
         "24",
         "--fps",
         "8",
-        "--text-width",
+        "--text_width",
         "16",
-        "--text-length",
+        "--text_length",
         "6",
     ]
-    arguments = ["encode", str(source), str(target), "--model", str(pipeline), "--per-shard", "2", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", [*arguments, *sizes, *options])
-    prepare_latents.main()
+    arguments = [str(source), str(target), "--model", str(pipeline), "--per_shard", "2", "--device", "cpu"]
+    commands.run("prepare clip-latents", [*arguments, *sizes, *options])
 
 
 @pytest.fixture
@@ -225,7 +220,7 @@ def test_encode_and_train_on_it(
     folder: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "latents"
-    encode_command(monkeypatch, folder, target, pipeline)
+    encode_command(folder, target, pipeline)
     assert "5 videos in 3 shards" in capsys.readouterr().out.replace("\n", " ")
     data = VideoLatentShards(str(target / "train-*.tar"), str(target), text_length=6, batch_size=2, num_workers=0)
     source = data.clips("validate")
@@ -247,7 +242,7 @@ def test_encode_goes_on_where_it_was_stopped(
     folder: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, target = tmp_path / "whole", tmp_path / "latents"
-    encode_command(monkeypatch, folder, whole, pipeline)
+    encode_command(folder, whole, pipeline)
     calls = []
     encode_once = ClipCodec.encode
 
@@ -264,7 +259,7 @@ def test_encode_goes_on_where_it_was_stopped(
     assert sorted(path.name for path in target.glob("*.tar")) == ["train-00000.tar"]
     calls.clear()
     monkeypatch.setattr(ClipCodec, "encode", lambda self, clips: calls.append(1) or encode_once(self, clips))
-    encode_command(monkeypatch, folder, target, pipeline)
+    encode_command(folder, target, pipeline)
     assert len(calls) == 2, "what was done is not done again"
     for path in whole.glob("*.tar"):
         assert path.read_bytes() == (target / path.name).read_bytes()
@@ -274,15 +269,15 @@ def test_encode_refuses_to_mix_and_to_skip_too_much(
     folder: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit, match="broken samples: 1, more than --max-skipped 0"):
-        encode_command(monkeypatch, folder, tmp_path / "few", pipeline, "--max-skipped", "0")
-    encode_command(monkeypatch, folder, tmp_path / "latents", pipeline)
+        encode_command(folder, tmp_path / "few", pipeline, "--max-skipped", "0")
+    encode_command(folder, tmp_path / "latents", pipeline)
     with pytest.raises(SystemExit, match=r"made otherwise \(train-manifest\.json: frames\)"):
-        encode_command(monkeypatch, folder, tmp_path / "latents", pipeline, "--frames", "9")
+        encode_command(folder, tmp_path / "latents", pipeline, "--frames", "9")
     with pytest.raises(SystemExit, match="the VAE wants 1 frame more than a multiple of 4"):
-        encode_command(monkeypatch, folder, tmp_path / "odd", pipeline, "--frames", "6")
+        encode_command(folder, tmp_path / "odd", pipeline, "--frames", "6")
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match=r"is no folder with \.mp4 files in it"):
-        encode_command(monkeypatch, tmp_path / "empty", tmp_path / "none", pipeline)
+        encode_command(tmp_path / "empty", tmp_path / "none", pipeline)
 
 
 def test_encode_shards_by_several_processes(
@@ -292,10 +287,10 @@ def test_encode_shards_by_several_processes(
     for rank in ("0", "1"):
         for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}.items():
             monkeypatch.setenv(name, value)
-        encode_command(monkeypatch, shard, tmp_path / "shared", pipeline)
+        encode_command(shard, tmp_path / "shared", pipeline)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name)
-    encode_command(monkeypatch, shard, tmp_path / "alone", pipeline)
+    encode_command(shard, tmp_path / "alone", pipeline)
     for path in sorted((tmp_path / "alone").glob("*.tar")):
         assert path.read_bytes() == (tmp_path / "shared" / path.name).read_bytes()
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
-from mhla_tasks.video import pretrained
+from mhla_tasks import commands
 from mhla_tasks.video.model import TransformerConfig, build_transformer
 from mhla_tasks.video.pretrained import build_teacher, load_published, load_weights, read_weights
 from torch import Tensor
@@ -200,12 +199,10 @@ def test_published_weights_by_command(
 ) -> None:
     torch.save(published(original, (1,)), tmp_path / "theirs.pth")
     source, target = str(tmp_path / "theirs.pth"), str(tmp_path / "ours")
-    monkeypatch.setattr(sys, "argv", ["convert", source, target, "--block-grid", "2", "2", "3"])
-    pretrained.main()
+    commands.run("import", [source, target, "--block_grid", "2", "2", "3"])
     assert sorted(swapped_layers(load_swapped(target))) == [1]
-    monkeypatch.setattr(sys, "argv", ["convert", source, target])
     with pytest.raises(SystemExit, match=r"has 12 blocks, not the 150 of block_grid \[3, 5, 10\]"):
-        pretrained.main()
+        commands.run("import", [source, target])
     assert "parameters written to" in capsys.readouterr().out
 
 

@@ -17,8 +17,8 @@ import torch
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from lightning import Trainer
-from mhla_tasks import cli
-from mhla_tasks.video import MovingDigits, VideoDiffusion, export, prepare_latents
+from mhla_tasks import cli, commands
+from mhla_tasks.video import MovingDigits, VideoDiffusion
 from mhla_tasks.video.clips import read_clip
 from mhla_tasks.video.sampling import SamplingConfig, latent_shape
 from mhla_tasks.video.strips import write_animation
@@ -138,8 +138,7 @@ def test_train_lora_and_export(
     )
     cli.main(["fit", "--config", str(config), "--trainer.max_steps=2"])
     last = tmp_path / "checkpoints/step=2.ckpt"
-    monkeypatch.setattr(sys, "argv", ["checkpoint", str(last), str(tmp_path / "out")])
-    export.main()
+    commands.run("export", [str(last), str(tmp_path / "out")])
     exported = load_swapped(tmp_path / "out")
     trained = VideoDiffusion.load_from_checkpoint(last, weights_only=True).eval()
     before = torch.load(source, weights_only=True)["state_dict"]
@@ -151,8 +150,7 @@ def test_train_lora_and_export(
             exported(noisy, times, text).sample, trained(noisy, times, text), atol=1e-5, rtol=1e-4
         )
     parts = [str(tmp_path / "base"), "--adapters", str(tmp_path / "adapters")]
-    monkeypatch.setattr(sys, "argv", ["checkpoint", str(last), *parts])
-    export.main()
+    commands.run("export", [str(last), *parts])
     base = load_swapped(tmp_path / "base")
     with torch.no_grad():
         want, alone = exported(noisy, times, text).sample, base(noisy, times, text).sample
@@ -507,10 +505,9 @@ def test_train_on_encoded_clips_and_on_the_fly(pipeline: Path, tmp_path: Path, m
         video_file(clips / f"{number}.mp4", frames=9, height=32, width=32, seed=number)
         (clips / f"{number}.txt").write_text("a seven moving right")
     sizes = {"frames": 9, "height": 32, "width": 32, "fps": 8.0}
-    arguments = ["encode", str(clips), str(tmp_path / "latents"), "--model", str(pipeline), "--text-width", "16"]
+    arguments = [str(clips), str(tmp_path / "latents"), "--model", str(pipeline), "--text_width", "16"]
     arguments += [f"--{name}={value}" for name, value in sizes.items()]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--text-length", "8"])
-    prepare_latents.main()
+    commands.run("prepare clip-latents", [*arguments, "--text_length", "8"])
     import tarfile
 
     with tarfile.open(tmp_path / "clips.tar", "w") as archive:

@@ -18,8 +18,8 @@ import torch
 from lm_eval.__main__ import cli_evaluate
 
 import mhla_tasks.language.evaluation.lm  # noqa: F401  registers the model type
-from lightning_mhla.system.commands import import_own
 from mhla_tasks.language.evaluation.tasks import local_data
+from mhla_tasks.own_modules import import_own
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Shared by the commands beside ``lightning``: ``--help`` from the module's text, short errors, own modules."""
+"""Modules of the user's own, and short errors, for every tool."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-
-def command_parser(module: str, text: str | None) -> argparse.ArgumentParser:
-    """The parser of ``python -m module``, whose description is the text of the module."""
-    return argparse.ArgumentParser(
-        prog=f"python -m {module}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
 
 
 def add_allow(parser: argparse.ArgumentParser) -> None:

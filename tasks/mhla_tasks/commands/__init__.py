@@ -1,0 +1,156 @@
+"""The tools of the command line, beside the commands of Lightning: ``lightning NAME [options]``.
+
+A tool is a function that adds its options to a parser and returns what runs them. Its docstring is its help, the first
+line its summary. The modules here import what they need when they run, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from mhla_tasks.own_modules import short_errors
+
+Run = Callable[[argparse.Namespace], int | None]
+
+LIGHTNING = {
+    "fit": "Train, and validate on the way; --run_dir=FOLDER keeps everything in it and resumes.",
+    "validate": "Evaluate weights on the validation data.",
+    "test": "Evaluate weights on the test data.",
+    "predict": "Write what a model makes: samples, classes, clips, text.",
+}
+"""Lightning's own commands."""
+
+TOOLS: dict[str, dict[str, str]] = {
+    "data": {
+        "prepare images": "prepare:images",
+        "prepare latents": "prepare:latents",
+        "prepare text": "prepare:text",
+        "prepare clips": "prepare:clips",
+        "prepare clip-latents": "prepare:clip_latents",
+    },
+    "models": {
+        "export": "models:export",
+        "import": "models:import_published",
+        "consolidate": "models:consolidate",
+        "generate": "models:generate",
+    },
+    "measuring": {
+        "evaluate": "measuring:evaluate",
+        "score": "measuring:score",
+        "bench": "measuring:bench",
+        "paper": "measuring:paper",
+    },
+    "machine": {
+        "doctor": "machine:doctor",
+        "tune": "machine:tune",
+    },
+}
+"""Places of the tools' functions, by group and name."""
+
+
+def passes_on(function: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]], int | None]:
+    """Mark a tool that takes the words after its name as they are, for a parser of its own."""
+    function.passes_on = True  # type: ignore[attr-defined]
+    return function
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are two lines, and whose options may be written with a dash for every underscore."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and leave with status 2."""
+        sys.stderr.write(f"error: {message}\nhelp: {self.prog} --help\n")
+        sys.exit(2)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: object = None) -> object:  # type: ignore[override]
+        """See ArgumentParser."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_with_underscores(word) for word in words], namespace)
+
+
+def _with_underscores(word: str) -> str:
+    if not word.startswith("--") or word == "--":
+        return word
+    name, equals, value = word[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
+
+
+def tool_named(words: Sequence[str]) -> str | None:
+    """The tool that the first words name, of one word or two."""
+    names = {name for tools in TOOLS.values() for name in tools}
+    return next((name for count in (2, 1) if (name := " ".join(words[:count])) in names), None)
+
+
+def families() -> set[str]:
+    """First words of the tools of two words."""
+    return {name.partition(" ")[0] for tools in TOOLS.values() for name in tools if " " in name}
+
+
+def function_of(name: str) -> Callable[..., object]:
+    """The function of a tool."""
+    (place,) = (tools[name] for tools in TOOLS.values() if name in tools)
+    module, _, function = place.partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), function)
+
+
+def parser_of(name: str) -> tuple[Parser, Run]:
+    """Parser of a tool, and what runs what it parsed."""
+    function = function_of(name)
+    parser = Parser(
+        prog=f"lightning {name}",
+        description=_text(function),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    return parser, function(parser)  # type: ignore[return-value]
+
+
+def run(name: str, words: Sequence[str]) -> int | None:
+    """Run a tool; the exit status.
+
+    Args:
+        name: of the tool.
+        words: after its name.
+    """
+    function = function_of(name)
+    if getattr(function, "passes_on", False):
+        return function(words)  # type: ignore[return-value]
+    parser, do = parser_of(name)
+    asked = parser.parse_args(words)
+    from rich.logging import RichHandler
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
+    with short_errors():
+        return do(asked)
+
+
+def listing(start: str = "") -> str:
+    """All commands and tools by group, or those whose name starts with a word."""
+    groups = {"training": LIGHTNING} if not start else {}
+    for group, tools in TOOLS.items():
+        found = {name: _text(function_of(name)).partition("\n")[0] for name in tools if name.startswith(start)}
+        groups |= {group: found} if found else {}
+    width = max(len(name) for found in groups.values() for name in found)
+    parts = [
+        "\n".join([f"{group}:", *(f"  {name:<{width}}  {summary}" for name, summary in found.items())])
+        for group, found in groups.items()
+    ]
+    return "\n\n".join(parts)
+
+
+def nearest(word: str) -> str:
+    """What a mistyped command may have meant, as a question; empty if nothing is near."""
+    names = [*LIGHTNING, *{name.partition(" ")[0] for tools in TOOLS.values() for name in tools}]
+    found = difflib.get_close_matches(word, names, 1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _text(function: Callable[..., object]) -> str:
+    lines = (function.__doc__ or "").strip().split("\n")
+    return "\n".join(line.removeprefix("    ") for line in lines).replace("``", "`")

@@ -1,0 +1,23 @@
+"""Tools that look at the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mhla_tasks.commands import passes_on
+
+
+@passes_on
+def doctor(words: Sequence[str]) -> int:
+    """Check this machine: versions, devices, the operator, a short fit; --json for programs."""
+    from mhla_tasks.doctor import main
+
+    return main(words)
+
+
+@passes_on
+def tune(words: Sequence[str]) -> int:
+    """Measure which form of the operator is fastest at your shapes, and keep it."""
+    from mhla_tasks.tune import main
+
+    return main(words)

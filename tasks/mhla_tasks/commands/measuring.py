@@ -1,0 +1,110 @@
+"""Tools that measure: models, samples, runs, and the operator."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from mhla_tasks.commands import Run, passes_on
+
+
+@passes_on
+def evaluate(words: Sequence[str]) -> int | None:
+    """Score a language model with lm-evaluation-harness.
+
+        lightning evaluate --model_args pretrained=runs/stdlib --tasks mmlu,arc_easy
+
+    Takes the options of ``lm_eval``, and is ``mhla-lm-eval``.
+    """
+    from mhla_tasks.language.evaluation.script import main
+
+    sys.argv = ["lightning evaluate", *words]
+    main()
+    return None
+
+
+def score(parser: ArgumentParser) -> Run:
+    """FID, sFID, Inception Score, KID, precision and recall of samples that are already there.
+
+        lightning score runs/dit/version_0/samples.npz VIRTUAL_imagenet256_labeled.npz
+        lightning score samples/ photos/ --weights weights-inception-2015-12-05-6726825d.pth
+
+    Samples and reference are a folder of images each, or an .npz: of images (arr_0) as predict writes it, of reference
+    statistics (mu, sigma, mu_s, sigma_s), or of both, as for ADM's evaluator.
+    """
+    parser.add_argument("samples", help="folder of images, or .npz")
+    parser.add_argument("reference", help="folder of images, or .npz")
+    parser.add_argument(
+        "--features",
+        choices=("inception", "digits", "mnist", "random"),
+        default="inception",
+        help="network whose features are compared; random needs no download (default: inception)",
+    )
+    parser.add_argument("--weights", help="file of torch-fidelity's Inception-v3; downloaded if not given")
+    parser.add_argument("--batch_size", type=int, default=64, help="images at once (default: 64)")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.diffusion.score import compare_sets, print_scores
+
+        found = compare_sets(args.samples, args.reference, args.features, args.weights, args.batch_size, args.device)
+        print_scores(found, f"{args.samples} against {args.reference}", args.json)
+
+    return run
+
+
+@passes_on
+def bench(words: Sequence[str]) -> int | None:
+    """Run a benchmark of the repository: attention, generation, models, recurrences and more.
+
+        lightning bench attention --device cpu
+
+    ``lightning bench`` lists them; ``lightning bench NAME --help`` has the options of one. They need a checkout.
+    """
+    package = _benchmarks()
+    if package is None:
+        return 2
+    folder = Path(str(package.__file__)).parent
+    texts = {path.stem: path.read_text() for path in sorted(folder.glob("*.py")) if "def main(" in path.read_text()}
+    if not words or words[0] in ("-h", "--help"):
+        summaries = {name: text.split('"""')[1].partition("\n")[0] for name, text in texts.items()}
+        lines = [f"  {name:<14} {summary}" for name, summary in summaries.items()]
+        sys.stdout.write("\n".join(["usage: lightning bench NAME [options]", "", *lines, ""]))
+        return 0
+    if words[0] not in texts:
+        sys.stderr.write(f"error: no benchmark {words[0]}; there are {', '.join(texts)}\nhelp: lightning bench\n")
+        return 2
+    sys.argv = [f"lightning bench {words[0]}", *words[1:]]
+    import_module(f"benchmarks.{words[0]}").main()
+    return None
+
+
+@passes_on
+def paper(words: Sequence[str]) -> int | None:
+    """Train and score the comparisons of docs/results.md, row by row; resumes.
+
+        lightning paper --only mnist --seeds 0
+
+    ``lightning paper --list`` lists studies and rows. It needs a checkout.
+    """
+    if _benchmarks() is None:
+        return 2
+    sys.argv = ["lightning paper", *words]
+    import_module("benchmarks.paper.__main__").main()
+    return None
+
+
+def _benchmarks() -> ModuleType | None:
+    """The package of benchmarks; None, with a message, where it is not there."""
+    if find_spec("benchmarks") is None or find_spec("benchmarks.paper") is None:
+        sys.stderr.write(
+            "error: the benchmarks are part of the repository, not of the package: clone it, then pip install -e .\n"
+        )
+        return None
+    return import_module("benchmarks")

@@ -1,0 +1,126 @@
+"""Tools for trained models."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from mhla_tasks.commands import Run
+from mhla_tasks.own_modules import add_allow
+
+
+def export(parser: ArgumentParser) -> Run:
+    """Write the trained model of a checkpoint as a folder, for use anywhere.
+
+        lightning export runs/mnist/version_0/checkpoints/last.ckpt exported
+
+    The folder is what the library of its domain loads: a classifier ``VisionTransformer.from_pretrained``, a class-to-image
+    model ``DiTPipeline.from_pretrained`` (network, scheduler and VAE), a video model ``lightning_mhla.load_swapped``, or
+    diffusers' own ``from_pretrained`` where no layer was replaced, a language model
+    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. ``--model.init_args.pretrained=FOLDER`` starts
+    from it. The weights are the moving average where the checkpoint has one; LoRA adapters are added to the weights that
+    they adapt.
+    """
+    parser.add_argument("checkpoint", type=Path, help="file that training wrote, or the folder of a run")
+    parser.add_argument("folder", type=Path, help="where the model goes")
+    parser.add_argument("--live", action="store_true", help="the weights as trained, not their moving average")
+    add_allow(parser)
+    language = parser.add_argument_group("language models")
+    language.add_argument("--tokenizer", help="folder or name on the hub, in place of the checkpoint's own")
+    language.add_argument("--context", type=int, help="extend the model to so many tokens first")
+    video = parser.add_argument_group("video models")
+    video.add_argument("--adapters", type=Path, help="folder for LoRA adapters, instead of adding them to the weights")
+
+    def run(args: Namespace) -> None:
+        from rich.console import Console
+
+        from mhla_tasks.export import write_export
+
+        given = {name: getattr(args, name) for name in ("tokenizer", "context", "adapters")}
+        options = {name: value for name, value in given.items() if value is not None}
+        write_export(args.checkpoint, args.folder, args.live, options)
+        written = sorted(path.name for path in args.folder.iterdir())
+        Console(soft_wrap=True).print(f"{args.folder}: {', '.join(written)}")
+
+    return run
+
+
+def import_published(parser: ArgumentParser) -> Run:
+    """Turn weights that the paper's authors published (Wan2.1-MHLA) into a folder that this suite loads.
+
+        lightning import Wan_1300M_mhla.pth wan-mhla --block_grid 3 5 10
+
+    Writes ``config.json`` and safetensors, which ``lightning_mhla.load_swapped`` and ``--model.init_args.pretrained`` read.
+    """
+    parser.add_argument("source", help="file with the authors' names")
+    parser.add_argument("folder", type=Path, help="where the model goes")
+    parser.add_argument(
+        "--block_grid",
+        type=int,
+        nargs=3,
+        default=(3, 5, 10),
+        metavar=("FRAMES", "ROWS", "COLUMNS"),
+        help="blocks along each axis (default: 3 5 10, as published)",
+    )
+
+    def run(args: Namespace) -> None:
+        from rich.console import Console
+
+        from mhla_tasks.video.pretrained import load_published
+
+        model = load_published(args.source, tuple(args.block_grid))
+        model.save_pretrained(args.folder)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        Console(soft_wrap=True).print(f"{count:,} parameters written to {args.folder}")
+
+    return run
+
+
+def consolidate(parser: ArgumentParser) -> Run:
+    """Make one file of a sharded checkpoint, as training in one process writes it.
+
+        lightning consolidate runs/NAME/checkpoints/recovery/step=00001000.ckpt whole.ckpt
+
+    Training resumes from either; generation, export and evaluation read folders too, with memory for all of them. The folder
+    may come from any number of processes, or be that of a run: then its furthest whole checkpoint is taken.
+    """
+    parser.add_argument("source", type=Path, help="folder of a sharded checkpoint, or of a run")
+    parser.add_argument("target", type=Path, help="file to write")
+
+    def run(args: Namespace) -> None:
+        from rich.console import Console
+
+        from lightning_mhla.checkpoints.io import consolidate
+
+        found = consolidate(args.source, args.target)
+        size = args.target.stat().st_size / 2**20
+        Console(soft_wrap=True).print(f"{args.target}: {size:.1f} MiB, from {found}")
+
+    return run
+
+
+def generate(parser: ArgumentParser) -> Run:
+    """Continue a prompt with a language model, token by token.
+
+        lightning generate runs/stdlib/version_0/checkpoints/last.ckpt "def main():"
+
+    The model is a checkpoint of training, an exported folder or a name on the hub. Without a prompt it is read from the
+    terminal, one after the other.
+    """
+    parser.add_argument("model", help="checkpoint, exported folder, or name on the hub")
+    parser.add_argument("prompt", nargs="?", help="what is continued")
+    parser.add_argument("--max_new_tokens", type=int, help="at most (default: 256, or as many as the model reaches to)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 for the likeliest token (default: 0.8)")
+    parser.add_argument("--top_k", type=int, default=50, help="0 for all tokens (default: 50)")
+    parser.add_argument("--top_p", type=float, default=1.0, help="share of the probability (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the tokens that are drawn (default: 0)")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    add_allow(parser)
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.language.generate import continue_prompts
+
+        sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+        continue_prompts(args.model, args.prompt, args.max_new_tokens, sampling, args.seed, args.device)
+
+    return run

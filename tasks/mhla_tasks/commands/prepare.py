@@ -1,0 +1,222 @@
+"""Tools that turn data into shards."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from mhla_tasks.commands import Run
+
+
+def _shards(parser: ArgumentParser, what: str, per_shard: int) -> None:
+    parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
+    parser.add_argument("--per_shard", type=int, default=per_shard, help=f"{what} in a shard (default: {per_shard})")
+
+
+def _shuffled(parser: ArgumentParser, what: str) -> None:
+    parser.add_argument("--seed", type=int, default=0, help=f"of the order of the {what} (default: 0)")
+    _skipping(parser, what)
+
+
+def _skipping(parser: ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--max_skipped", type=int, default=100, help=f"broken {what} that are skipped before it stops (default: 100)"
+    )
+
+
+def _say(text: str) -> None:
+    from rich.console import Console
+
+    Console(soft_wrap=True, highlight=False).print(text)
+
+
+def images(parser: ArgumentParser) -> Run:
+    """Pack a folder of images, one folder for each class, into WebDataset shards.
+
+        lightning prepare images photos/train shards --prefix train
+
+    The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. Every
+    image is decoded to check it, and copied byte for byte, in an order shuffled by the seed. Images that cannot be decoded,
+    truncated ones for instance, are skipped with a warning each, up to a limit. The command resumes after a stop.
+    """
+    parser.add_argument("source", type=Path, help="folder that holds one folder of images for each class")
+    parser.add_argument("target", type=Path, help="folder for the shards")
+    _shards(parser, "images", 1000)
+    _shuffled(parser, "images")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.data import ShardReader
+        from mhla_tasks.classification.prepare import images_to_shards
+
+        paths, skipped = images_to_shards(
+            args.source, args.target, args.prefix, args.per_shard, args.seed, args.max_skipped
+        )
+        left_out = f"; {skipped} images skipped (to add them once repaired, delete the shards)" if skipped else ""
+        _say(f"{len(ShardReader(paths))} images in {len(paths)} shards: {paths[0]} ..{left_out}")
+
+    return run
+
+
+def latents(parser: ArgumentParser) -> Run:
+    """Encode images into latent shards by a diffusers VAE, once, for training without it.
+
+        lightning prepare latents photos/train latents --vae stabilityai/sd-vae-ft-ema --image_size 256
+        torchrun --nproc-per-node 8 -m mhla_tasks prepare latents 'shards/train-{0000..1023}.tar' latents --vae VAE
+
+    The source is a folder that holds one folder of images for each class, or WebDataset shards of NNN.jpg and NNN.cls. Every
+    sample keeps means and standard deviations of its latent and of its mirror image's, in float16. A shard gets its name
+    when it is complete, so calling again after a stop resumes, with any number of processes: those of torchrun or srun share
+    the shards, and each takes the GPU of its local rank.
+    """
+    parser.add_argument("source", help="folder of class folders, or shards of images")
+    parser.add_argument("target", type=Path, help="folder for the latent shards")
+    parser.add_argument("--vae", required=True, help="folder or hub name of a diffusers AutoencoderKL")
+    parser.add_argument("--image_size", type=int, default=256, help="side of the square that is encoded (default: 256)")
+    _shards(parser, "latents", 1000)
+    parser.add_argument("--batch_size", type=int, default=32, help="images encoded at once (default: 32)")
+    parser.add_argument("--num_classes", type=int, default=1000, help="labels of shards lie below it (default: 1000)")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.generative.codecs import LatentCodec
+        from lightning_mhla.system.processes import process_device, process_ranks
+        from mhla_tasks.diffusion.prepare_latents import encode_images, open_source
+
+        (rank, world, _), device = process_ranks(), process_device(args.device)
+        source, identity = open_source(args.source, args.image_size, args.num_classes)
+        paths = encode_images(
+            source, identity, args.target, LatentCodec(args.vae), args.prefix, args.per_shard, args.batch_size, device,
+            args.image_size, (rank, world),
+        )  # fmt: skip
+        share = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
+        _say(f"{len(source)} latents in {len(paths)} shards{share}: {paths[0]} ..")
+
+    return run
+
+
+def text(parser: ArgumentParser) -> Run:
+    """Tokenise text into shards, once, for training of any length.
+
+        lightning prepare text shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
+        lightning prepare text shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
+
+    Sources are text files in UTF-8 (one document each), folders (other files in them are left out), .jsonl and .parquet
+    files (one document for each row of --column; rows without a text are left out), or hub:NAME[:CONFIG[:SPLIT]], which is
+    streamed. All cores tokenise. A shard gets its name when it is complete: calling again after a stop resumes. The tokenizer
+    is kept in the folder's tokenizer/.
+    """
+    parser.add_argument("target", type=Path, help="folder for the shards")
+    parser.add_argument(
+        "sources", nargs="+", help="text, .jsonl and .parquet files, folders, hub:NAME[:CONFIG[:SPLIT]]"
+    )
+    parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer, or a model on the hub")
+    parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
+    parser.add_argument("--column", default="text", help="of tables (default: text)")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many documents at the start (default: 0)")
+    parser.add_argument("--limit", type=int, help="take so many documents at most (default: all)")
+    parser.add_argument(
+        "--run_characters", type=int, default=4_000_000, help="characters of a sample (default: 4000000)"
+    )
+    parser.add_argument("--runs_per_shard", type=int, default=16, help="samples in a shard (default: 16)")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.data import ShardReader
+        from mhla_tasks.language.prepare import write_token_shards
+        from mhla_tasks.language.token_shards import ShardRuns
+        from mhla_tasks.language.tokenizer import load_tokenizer
+
+        paths = write_token_shards(
+            args.target, args.sources, load_tokenizer(args.tokenizer), args.prefix, args.column, args.run_characters,
+            args.runs_per_shard, args.skip, args.limit,
+        )  # fmt: skip
+        runs = ShardRuns(ShardReader(paths))
+        _say(f"{sum(runs.lengths):,} tokens in {len(paths)} shards: {paths[0]} ..")
+
+    return run
+
+
+def clips(parser: ArgumentParser) -> Run:
+    """Pack a folder of videos with captions into WebDataset shards.
+
+        lightning prepare clips clips/train shards --prefix train
+
+    The source holds NNN.mp4 with NNN.txt, or with NNN.json, beside it, in any folders below. The files are copied byte for
+    byte, in an order shuffled by the seed. Videos that are truncated, cannot be decoded at their beginning or their end, or
+    lack a caption are skipped with a warning each, up to a limit. The command resumes after a stop.
+    """
+    parser.add_argument("source", type=Path, help="folder of videos and captions")
+    parser.add_argument("target", type=Path, help="folder for the shards")
+    _shards(parser, "videos", 100)
+    parser.add_argument(
+        "--caption_key", default="caption", help="entry of NNN.json that is the caption (default: caption)"
+    )
+    _shuffled(parser, "videos")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.data import ShardReader
+        from mhla_tasks.video.prepare import clips_to_shards
+
+        paths, skipped = clips_to_shards(
+            args.source, args.target, args.prefix, args.per_shard, args.seed, args.caption_key, args.max_skipped
+        )
+        left_out = f"; {skipped} videos skipped (to add them once repaired, delete the shards)" if skipped else ""
+        _say(f"{len(ShardReader(paths))} videos in {len(paths)} shards: {paths[0]} ..{left_out}")
+
+    return run
+
+
+def clip_latents(parser: ArgumentParser) -> Run:
+    """Encode clips and captions into latent shards, once, for training without VAE and text encoder.
+
+        lightning prepare clip-latents 'clips/train-{0000..0099}.tar' latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+        torchrun --nproc-per-node 8 -m mhla_tasks prepare clip-latents clips latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+
+    The source is WebDataset shards of NNN.mp4 with NNN.txt (or NNN.json), or a folder of such files. The middle of every
+    video is encoded by Wan's VAE and its caption by UMT5, both in float16. Videos that cannot be read, are too short or lack
+    a caption are skipped, with a warning each, up to a limit. A shard gets its name when it is complete, so calling again
+    after a stop resumes, with any number of processes: those of torchrun or srun share the shards, and each takes the GPU of
+    its local rank.
+    """
+    parser.add_argument("source", help="shards of videos and captions, or a folder of them")
+    parser.add_argument("target", type=Path, help="folder for the latent shards")
+    parser.add_argument(
+        "--model", required=True, help="folder or hub name of a diffusers Wan pipeline: VAE, UMT5, tokenizer"
+    )
+    parser.add_argument("--frames", type=int, default=81, help="of a clip (default: 81)")
+    parser.add_argument("--height", type=int, default=480, help="in pixels (default: 480)")
+    parser.add_argument("--width", type=int, default=800, help="in pixels (default: 800)")
+    parser.add_argument("--fps", type=float, default=16.0, help="frames a second that are taken (default: 16)")
+    parser.add_argument(
+        "--caption_key", default="caption", help="entry of NNN.json that is the caption (default: caption)"
+    )
+    parser.add_argument("--text_length", type=int, default=512, help="tokens of a caption, at most (default: 512)")
+    parser.add_argument(
+        "--text_width", type=int, help="of a token's embedding; an encoder of another width is an error"
+    )
+    _shards(parser, "videos", 100)
+    _skipping(parser, "videos")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.generative.codecs import ClipCodec
+        from lightning_mhla.generative.text import TextConfig, make_encoder
+        from lightning_mhla.system.processes import process_device, process_ranks
+        from mhla_tasks.video.prepare_latents import encode_clips, open_source
+
+        (rank, world, _), device = process_ranks(), process_device(args.device)
+        size = {"frames": args.frames, "height": args.height, "width": args.width}
+        source, digest = open_source(args.source, **size, fps=args.fps, caption_key=args.caption_key)
+        codec = ClipCodec(args.model)
+        codec.latent_size(*size.values())
+        codec.check_size(tuple(size.values()))
+        captions = make_encoder(TextConfig(args.model, args.text_length), args.text_width)
+        kept = {"fps": args.fps, "model": args.model, "caption_key": args.caption_key, "text_length": args.text_length}
+        paths, skipped = encode_clips(
+            source, {"clips": digest, **size, **kept}, args.target, codec, captions, args.prefix, args.per_shard, device,
+            args.max_skipped, (rank, world),
+        )  # fmt: skip
+        share = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
+        left_out = f"; {skipped} videos skipped" if skipped else ""
+        _say(f"{len(source)} videos in {len(paths)} shards{share}: {paths[0]} ..{left_out}")
+
+    return run

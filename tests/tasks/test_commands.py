@@ -1,0 +1,163 @@
+"""The tools beside Lightning's commands: found by name, told in help, parsed as documented, quick to start."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from mhla_tasks import commands, main
+from mhla_tasks.classification import ImageClassifier
+from processes import fork_server
+
+NAMES = [name for tools in commands.TOOLS.values() for name in tools]
+PARSED = [name for name in NAMES if not getattr(commands.function_of(name), "passes_on", False)]
+
+
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
+    """Exit status, and what went to standard output and to standard error."""
+    monkeypatch.setattr(sys, "argv", ["lightning", *words])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    return ended.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
+def test_everything_is_listed_by_group(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = call(monkeypatch, capsys, *words)
+    assert not status
+    for group, tools in {"training": commands.LIGHTNING, **commands.TOOLS}.items():
+        part = out.split(f"\n{group}:\n")[1].split("\n\n")[0]
+        assert re.findall(r"^  ([a-z]+(?: [a-z-]+)?)  ", part, re.MULTILINE) == list(tools)
+        assert all(line.endswith((".", "programs.")) for line in part.split("\n")), "a summary is a sentence"
+    assert max(map(len, out.split("\n"))) <= 128
+
+
+@pytest.mark.parametrize("name", PARSED)
+def test_help_says_what_a_tool_does_and_its_examples_are_right(name: str) -> None:
+    parser, _ = commands.parser_of(name)
+    text = commands.function_of(name).__doc__ or ""
+    said = parser.format_help()
+    assert text.split("\n")[0] in said
+    assert "``" not in said
+    examples = re.findall(rf"^ +(?:lightning|torchrun .* -m mhla_tasks) {name} (.*)$", text, re.MULTILINE)
+    assert examples, "no example"
+    for example in examples:
+        parser.parse_args(shlex.split(example))
+    for action in parser._actions:
+        assert action.help, f"{action.dest} has no help"
+        assert all("-" not in option[2:] for option in action.option_strings), "options are written with underscores"
+
+
+def test_help_imports_no_library() -> None:
+    code = (
+        "import sys; from mhla_tasks import commands; commands.listing()\n"
+        f"for name in {PARSED}: commands.parser_of(name)[0].format_help()\n"
+        "print([name for name in ('torch', 'lightning', 'numpy', 'rich') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fitt"], "fitt is no command; did you mean fit?"),
+        (["genrate"], "genrate is no command; did you mean generate?"),
+        (["xyzzy"], "xyzzy is no command\n"),
+        (["prepare", "picture"], "prepare picture is no tool"),
+        (["prepare", "images", "a", "b", "--per_sharp=3"], "unrecognized arguments: --per_sharp=3"),
+        (["prepare", "images", "a", "b", "--per-shard=x"], "argument --per_shard: invalid int value: 'x'"),
+        (["export", "a"], "the following arguments are required: folder\nhelp: lightning export --help\n"),
+        (["bench", "nothing"], "no benchmark nothing; there are attention, "),
+    ],
+)
+def test_what_is_not_there_is_told(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = call(monkeypatch, capsys, *words)
+    assert status == 2
+    assert message in error
+    assert len(error) < 1000
+
+
+def test_a_family_of_tools_is_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["prepare"], ["prepare", "--help"]):
+        status, out, _ = call(monkeypatch, capsys, *words)
+        assert status == 0
+        assert [line.split("  ")[1] for line in out.splitlines()[1:]] == [n for n in NAMES if n.startswith("prepare")]
+
+
+def test_benchmarks_are_run_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(monkeypatch, capsys, "bench")
+    assert status == 0
+    assert "  generation" in out
+    status, out, _ = call(monkeypatch, capsys, "bench", "generation", "--help")
+    assert status == 0
+    assert "usage: lightning bench generation" in out
+    status, out, _ = call(monkeypatch, capsys, "paper", "--list", "--only", "mqar")
+    assert not status
+    assert "mqar: Associative recall" in out
+
+
+def small(**options: object) -> ImageClassifier:
+    sizes = {"num_classes": 3, "image_size": 8, "channels": 1, "patch_size": 2, "dim": 16, "depth": 1, "heads": 2}
+    return ImageClassifier(attention={"kind": "linear"}, **{**sizes, **options})  # type: ignore[arg-type]
+
+
+def written(module: ImageClassifier, path: Path, **memory: object) -> Path:
+    """A checkpoint as a Trainer in Python writes it."""
+    kept = {"state_dict": module.state_dict(), "hyper_parameters": {**module.hparams, **memory}, "global_step": 1}
+    torch.save({**kept, "pytorch-lightning_version": "2.6.0"}, path)
+    return path
+
+
+def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
+    path = written(small(), tmp_path / "some.ckpt")
+    commands.run("export", [str(path), str(tmp_path / "out")])
+    assert (tmp_path / "out/classes.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "memory", "message"),
+    [
+        (["--context=64"], {}, "--context is no option for .*some.ckpt, which holds the model of ImageClassifier"),
+        ([], {"_class_path": "os.system"}, "was trained with the class os.system: "),
+        ([], {"unheard_of": 1}, "holds no module of classification, diffusion, language, video"),
+    ],
+)
+def test_what_cannot_be_exported_is_told(
+    options: list[str], memory: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    path = written(small(), tmp_path / "some.ckpt", **memory)
+    with pytest.raises(SystemExit, match=message):
+        commands.run("export", [str(path), str(tmp_path / "out"), *options])
+    assert not (tmp_path / "out").exists()
+
+
+def test_python_m_mhla_tasks_is_the_command(tmp_path: Path) -> None:
+    status, said = fork_server().run("export", "absent.ckpt", "out", module="mhla_tasks", folder=tmp_path)
+    assert (status, said) == (1, "error: checkpoint absent.ckpt does not exist\n")
+
+
+def test_shipped_comments_name_tools_that_parse() -> None:
+    """Commands in the comments of configurations."""
+    root = Path(commands.__file__).parents[3]
+    found = 0
+    for path in sorted((root / "configs").rglob("*.yaml")):
+        text = path.read_text()
+        yaml.safe_load(text)
+        comment = re.sub(r" \\\n# +", " ", text)
+        for line in re.findall(r"^#\s+(lightning prepare .*)$", comment, re.MULTILINE):
+            words = shlex.split(line)[1:]
+            name = commands.tool_named(words)
+            assert name, line
+            commands.parser_of(name)[0].parse_args(words[2:])
+            found += 1
+    assert found > 20
