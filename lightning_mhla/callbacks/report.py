@@ -1,26 +1,108 @@
-"""A report at the end of a run: results, and where its files lie."""
+"""A report at the end of a run, printed and kept: results, and where its files lie."""
 
 from __future__ import annotations
 
+import json
+import math
+import platform
 import time
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
+from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import checkpoint_folder, run_folder
+
+RECORD = "run.json"
+"""Name of the record in the folder of a run."""
 
 
 class RunReport(Callback):
-    """Prints the last validation metrics, the training time, and the paths of checkpoint, logs and pictures."""
+    """Prints the last validation metrics, the training time, and the paths of checkpoint, logs and pictures.
+
+    After every validation it also writes ``run.json`` into the folder of the run: validation metrics by step, the best value
+    that a checkpoint was chosen by, steps, seconds (of all starts together), parameters and versions. ``lightning compare``
+    reads it.
+    """
+
+    def __init__(self) -> None:
+        self.points: dict[str, list[tuple[int, float]]] = {}
+        self._before = 0.0
+        self._start = time.monotonic()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget an earlier fit."""
+        if stage == "fit":
+            self.points, self._before = {}, 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._start = time.monotonic()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Metrics and seconds so far."""
+        points = {name: [list(point) for point in points] for name, points in self.points.items()}
+        return {"points": points, "seconds": self._seconds()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Metrics and seconds of the starts before."""
+        self.points = {name: [(p[0], p[1]) for p in points] for name, points in state_dict["points"].items()}
+        self._before = state_dict["seconds"]
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the validation metrics, and write the record."""
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        for name, value in trainer.callback_metrics.items():
+            points = self.points.setdefault(name, []) if name.startswith("val/") else []
+            if not points or points[-1][0] < trainer.global_step:
+                points.append((trainer.global_step, float(value)))
+        self._write(trainer, pl_module, finished=False)
+
+    def _seconds(self) -> float:
+        return self._before + time.monotonic() - self._start
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, finished: bool) -> None:
+        folder = run_folder(trainer)
+        if (
+            not trainer.is_global_zero or folder.resolve() == Path.cwd()
+        ):  # without a logger there is no folder of the run
+            return
+        best: dict[str, Any] = {}
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.monitor in self.points:
+                choose = min if callback.mode == "min" else max
+                step, value = choose(self.points[callback.monitor], key=lambda point: point[1])
+                best = {"metric": callback.monitor, "mode": callback.mode, "value": _number(value), "step": step}
+        parameters = list(pl_module.parameters())
+        record = {
+            "finished": finished,
+            "steps": trainer.global_step,
+            "seconds": round(self._seconds(), 1),
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "trained_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            "processes": trainer.world_size,
+            "best": best,
+            "metrics": {
+                name: [[step, _number(value)] for step, value in points] for name, points in self.points.items()
+            },
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "lightning": version("lightning"),
+            },
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the report on the first process."""
+        """Print the report on the first process, and write the record."""
+        self._write(trainer, pl_module, finished=True)
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
         if not trainer.is_global_zero:
             return
@@ -29,7 +111,7 @@ class RunReport(Callback):
             for name, value in trainer.callback_metrics.items()
             if name.startswith("val/")
         ]
-        lines.append(("training time", f"{time.monotonic() - self._start:.0f} s, {trainer.global_step} steps"))
+        lines.append(("training time", f"{self._seconds():.0f} s, {trainer.global_step} steps"))
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 best, last = callback.best_model_path, callback.last_model_path
@@ -45,6 +127,12 @@ class RunReport(Callback):
         console.rule("result")
         for name, value in lines:
             console.print(f"{name:<18} {value}")
+
+
+def _number(value: Any) -> float | None:
+    """A number that JSON has."""
+    found = float(value)
+    return found if math.isfinite(found) else None
 
 
 def _short(path: str | Path) -> str:

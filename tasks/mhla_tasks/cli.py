@@ -79,7 +79,8 @@ class SuiteCLI(LightningCLI):
             type=str | None,
             default=None,
             help="Folder of the run: logs and checkpoints go there, and fit resumes from the furthest whole checkpoint in it. "
-            "Without --config it takes the configuration that it was started with.",
+            "Without --config it takes the configuration that it was started with. Before fit's --sweep KEY=VALUE,VALUE (one or "
+            "more) it is the folder of several runs, one for each combination of values, which are trained and compared.",
         )
         parser.add_argument(
             "--allow",

@@ -44,6 +44,8 @@ def main() -> None:
     if words[0] not in commands.LIGHTNING and not words[0].startswith("-"):
         sys.stderr.write(f"error: {words[0]} is no command{commands.nearest(words[0])}\nhelp: lightning --help\n")
         sys.exit(2)
+    if words[0] == "fit" and any(word.partition("=")[0] == "--sweep" for word in words):
+        sys.exit(import_module("mhla_tasks.sweep").run(words[1:]))
     with without_collection():
         import_without_compiler()
         main_of_commands = import_module("mhla_tasks.cli").main

@@ -19,7 +19,7 @@ from mhla_tasks.own_modules import short_errors
 Run = Callable[[argparse.Namespace], int | None]
 
 LIGHTNING = {
-    "fit": "Train, and validate on the way; --run_dir=FOLDER keeps everything in it and resumes.",
+    "fit": "Train, and validate on the way; --run_dir=FOLDER resumes, --sweep KEY=VALUE,VALUE trains several runs.",
     "validate": "Evaluate weights on the validation data.",
     "test": "Evaluate weights on the test data.",
     "predict": "Write what a model makes: samples, classes, clips, text.",
@@ -43,6 +43,7 @@ TOOLS: dict[str, dict[str, str]] = {
     "measuring": {
         "evaluate": "measuring:evaluate",
         "score": "measuring:score",
+        "compare": "measuring:compare",
         "bench": "measuring:bench",
         "paper": "measuring:paper",
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -55,6 +56,32 @@ def score(parser: ArgumentParser) -> Run:
 
         found = compare_sets(args.samples, args.reference, args.features, args.weights, args.batch_size, args.device)
         print_scores(found, f"{args.samples} against {args.reference}", args.json)
+
+    return run
+
+
+def compare(parser: ArgumentParser) -> Run:
+    """Lay runs side by side: options that differ, metrics, time, parameters, and curves in one picture.
+
+        lightning compare runs/mnist runs/digits/version_3 --picture compared.png
+
+    Takes all runs in the folders that it is given: those with a ``run.json``, which ``RunReport`` writes. Metrics are those
+    of the last validation; the best one is that by which checkpoints were chosen.
+    """
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
+    parser.add_argument("--picture", type=Path, help="file for the curves (default: no picture)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.compare import as_json, draw, print_table, read_runs
+
+        runs = read_runs(args.runs)
+        if args.json:
+            sys.stdout.write(json.dumps(as_json(runs), indent=1) + "\n")
+        else:
+            print_table(runs)
+        if args.picture:
+            draw(runs, args.picture)
 
     return run
 

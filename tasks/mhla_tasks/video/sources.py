@@ -169,9 +169,7 @@ class LatentClips:
                 break
             except BrokenSampleError as error:
                 if index + 1 == min(len(reader), TRIED):
-                    raise ValueError(
-                        f"{error}; these are no shards of lightning prepare clip-latents"
-                    ) from error
+                    raise ValueError(f"{error}; these are no shards of lightning prepare clip-latents") from error
 
     def __len__(self) -> int:
         """Number of clips."""

@@ -255,7 +255,7 @@ def test_encode_goes_on_where_it_was_stopped(
     with monkeypatch.context() as patch:
         patch.setattr(ClipCodec, "encode", stopping)
         with pytest.raises(KeyboardInterrupt):
-            encode_command(patch, folder, target, pipeline)
+            encode_command(folder, target, pipeline)
     assert sorted(path.name for path in target.glob("*.tar")) == ["train-00000.tar"]
     calls.clear()
     monkeypatch.setattr(ClipCodec, "encode", lambda self, clips: calls.append(1) or encode_once(self, clips))
@@ -268,7 +268,7 @@ def test_encode_goes_on_where_it_was_stopped(
 def test_encode_refuses_to_mix_and_to_skip_too_much(
     folder: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit, match="broken samples: 1, more than --max-skipped 0"):
+    with pytest.raises(SystemExit, match="broken samples: 1, more than --max_skipped 0"):
         encode_command(folder, tmp_path / "few", pipeline, "--max-skipped", "0")
     encode_command(folder, tmp_path / "latents", pipeline)
     with pytest.raises(SystemExit, match=r"made otherwise \(train-manifest\.json: frames\)"):
@@ -298,7 +298,7 @@ def test_encode_shards_by_several_processes(
 def test_wrong_latent_shards(videos: list[bytes], tmp_path: Path) -> None:
     shard = make_shard(tmp_path / "videos.tar", [{"mp4": videos[0], "txt": b"a"}])
     with pytest.raises(
-        ValueError, match=r"has no \.latent\.npy.*these are no shards of python -m mhla_tasks\.video\.prepare_latents"
+        ValueError, match=r"has no \.latent\.npy.*these are no shards of lightning prepare clip-latents"
     ):
         LatentClips(ShardReader([shard]), 6)
 

@@ -1,0 +1,204 @@
+"""Runs side by side: what their configurations differ in, metrics, time and parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+RECORD, CONFIG = "run.json", "config.yaml"
+PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
+"""Keys of a configuration that say where a run is, not what it is."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that was trained.
+
+    Attributes:
+        folder: with ``run.json`` and ``config.yaml``.
+        record: what :class:`lightning_mhla.callbacks.RunReport` wrote.
+        options: values of the configuration by their whole keys.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    options: dict[str, Any]
+
+    def final(self, metric: str) -> float | None:
+        """Last value of a metric."""
+        points = self.record["metrics"].get(metric)
+        return points[-1][1] if points else None
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """All runs in some folders.
+
+    Raises:
+        FileNotFoundError: for a folder without runs.
+        ValueError: for a record that cannot be read.
+    """
+    found: dict[Path, Run] = {}
+    for folder in folders:
+        records = sorted(folder.rglob(RECORD), key=lambda path: [_number_or_word(part) for part in path.parts])
+        if not records:
+            raise FileNotFoundError(
+                f"{folder} holds no {RECORD}; runs write it whose callbacks name lightning_mhla.callbacks.RunReport"
+            )
+        for path in records:
+            found.setdefault(path.parent.resolve(), _read(path))
+    return list(found.values())
+
+
+def _number_or_word(part: str) -> tuple[str, int]:
+    word = part.rstrip("0123456789")
+    return word, int(part[len(word) :] or -1)
+
+
+def _read(path: Path) -> Run:
+    config = path.parent / CONFIG
+    try:
+        record = json.loads(path.read_text())
+        record["metrics"], record["seconds"]
+        options = flat(yaml.safe_load(config.read_text())) if config.exists() else {}
+    except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} or the {CONFIG} beside it cannot be read ({error!r})") from error
+    return Run(path.parent, record, options)
+
+
+def flat(values: Any, before: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with keys joined by dots; lists of classes by the names of these."""
+    if isinstance(values, Mapping) and values:
+        parts = (flat(value, f"{before}.{key}" if before else str(key)) for key, value in values.items())
+        return {key: value for part in parts for key, value in part.items()}
+    if (
+        isinstance(values, list)
+        and values
+        and all(isinstance(value, Mapping) and "class_path" in value for value in values)
+    ):
+        named = {str(value["class_path"]).rpartition(".")[2]: value.get("init_args") for value in values}
+        return {
+            key: value for name, options in named.items() for key, value in flat(options, f"{before}.{name}").items()
+        }
+    return {before: values}
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+    """Keys that some runs have other values for, places left out."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.options))
+    wanted = (key for key in keys if key not in PLACES and not key.startswith("trainer.logger"))
+    return [key for key in wanted if len({json.dumps(run.options.get(key), default=str) for run in runs}) > 1]
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """The last parts of keys, as many as tell them apart."""
+    found = {}
+    for key in keys:
+        parts = key.replace(".init_args", "").split(".")
+        for count in range(1, len(parts) + 1):
+            name = ".".join(parts[-count:])
+            if sum(f".{other.replace('.init_args', '')}".endswith(f".{name}") for other in keys) == 1:
+                break
+        found[key] = name
+    return found
+
+
+def common_metrics(runs: Sequence[Run]) -> list[str]:
+    """Metrics that every run has, those that change first."""
+    first = [name for name in runs[0].record["metrics"] if all(name in run.record["metrics"] for run in runs)]
+    still = {name for name in first if len({run.final(name) for run in runs}) == 1}
+    return [name for name in first if name not in still or len(runs) == 1]
+
+
+def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Header and a row for each run, as text."""
+    names = short_names(differences(runs))
+    metrics = common_metrics(runs)
+    best: dict[str, Any] = next((run.record["best"] for run in runs if run.record["best"]), {})
+    header = [*(names.values() or ["run"]), *metrics]
+    header += [f"best {best['metric']}"] if best else []
+    header += ["steps", "time", "parameters"]
+    rows = []
+    for run in runs:
+        cells = [_text(run.options.get(key)) for key in names] or [str(run.folder)]
+        cells += [_figure(run.final(name)) for name in metrics]
+        cells += [_figure(run.record["best"].get("value"))] if best else []
+        steps = f"{run.record['steps']:,}" + ("" if run.record["finished"] else ", unfinished")
+        rows.append([*cells, steps, _time(run.record["seconds"]), f"{run.record['parameters']:,}"])
+    return header, rows
+
+
+def print_table(runs: Sequence[Run]) -> None:
+    """Print the table, as wide as it needs to be."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    header, rows = table(runs)
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    options = len(short_names(differences(runs))) or 1
+    for index, name in enumerate(header):
+        shown.add_column(name, justify="left" if index < options else "right", overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=max(console.width, 14 * len(header)))
+    console.print(shown)
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """A name for each run, of what it differs in."""
+    names = short_names(differences(runs))
+    return [
+        ", ".join(f"{name}={_text(run.options.get(key))}" for key, name in names.items()) or str(run.folder)
+        for run in runs
+    ]
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Every common metric by step, a curve for each run."""
+    from matplotlib.figure import Figure
+
+    metrics = common_metrics(runs)
+    columns = min(3, len(metrics))
+    rows = -(-len(metrics) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.2 * rows + 0.24 * len(runs)), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axis, metric in zip(axes, metrics, strict=False):
+        for run, label in zip(runs, labels(runs), strict=True):
+            axis.plot(*zip(*run.record["metrics"][metric], strict=True), label=label, marker=".", linewidth=1.2)
+        axis.set(title=metric, xlabel="optimiser step")
+        axis.grid(alpha=0.3)
+    for axis in axes[len(metrics) :]:
+        axis.remove()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """What the table says, as numbers, and the curves."""
+    keys = differences(runs)
+    return [
+        {"folder": str(run.folder), "options": {key: run.options.get(key) for key in keys}, **run.record}
+        for run in runs
+    ]
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

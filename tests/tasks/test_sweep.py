@@ -1,0 +1,234 @@
+"""Several runs from one line, their records, and their comparison."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from mhla_tasks import commands, compare, sweep
+from processes import fork_server
+
+ROOT = Path(__file__).parents[2]
+
+
+def config(folder: Path, **trainer: Any) -> str:
+    """The digits configuration, small, four steps of two epochs."""
+    kept = yaml.safe_load((ROOT / "configs/classification/digits.yaml").read_text())
+    kept["model"]["init_args"] |= {"dim": 16, "depth": 1, "heads": 2}
+    kept["data"]["init_args"] = {"batch_size": 718}
+    best = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val/loss", "save_last": True}}
+    report = {"class_path": "lightning_mhla.callbacks.RunReport"}
+    kept["trainer"] = {
+        "accelerator": "cpu", "max_epochs": 2, "log_every_n_steps": 1, "enable_progress_bar": False,
+        "callbacks": [best, report, {"class_path": "lightning_mhla.callbacks.Recovery"}], **trainer,
+    }  # fmt: skip
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(kept))
+    return str(path)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands that were run, in processes without start-up."""
+    found: list[list[str]] = []
+
+    def wait(command: list[str], environment: dict[str, str]) -> int:
+        assert command[:4] == [sys.executable, "-m", "mhla_tasks", "fit"]
+        found.append(command)
+        status, said = fork_server().run(*command[3:], module="mhla_tasks", folder=Path.cwd(), **environment)
+        sys.stdout.write(said)
+        return status
+
+    monkeypatch.setattr(sweep, "_wait", wait)
+    return found
+
+
+def test_a_sweep_trains_every_combination_once_and_compares(
+    trained: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--config", config(tmp_path), "--sweep", "model.init_args.attention.kind=mhla,linear",
+             "--sweep=seed_everything=0,1", "--run_dir=runs/kinds"]  # fmt: skip
+    assert sweep.run(words) == 0
+    names = [f"kind={kind},seed_everything={seed}" for kind in ("mhla", "linear") for seed in (0, 1)]
+    assert sorted(path.name for path in Path("runs/kinds").iterdir() if path.is_dir()) == sorted(names)
+    out = capsys.readouterr().out
+    table = [line.split() for line in out.splitlines() if re.match(r" [01] +(mhla|linear) ", line)]
+    assert [row[:2] for row in table] == [["0", "mhla"], ["1", "mhla"], ["0", "linear"], ["1", "linear"]]
+    assert Path("runs/kinds/compared.png").stat().st_size > 10_000
+    for name, row in zip(names, table, strict=True):
+        record = json.loads((Path("runs/kinds") / name / "run.json").read_text())
+        assert record["finished"]
+        assert record["steps"] == 4
+        losses = record["metrics"]["val/loss"]
+        assert [step for step, _ in losses] == [2, 4]
+        assert record["best"]["value"] == min(value for _, value in losses)
+        checkpoint = torch.load(Path("runs/kinds") / name / "checkpoints/last.ckpt", weights_only=True)
+        weights = {key: value for key, value in checkpoint["state_dict"].items() if key.startswith("network.")}
+        assert record["parameters"] == sum(value.numel() for value in weights.values())
+        assert f"{losses[-1][1]:.4g}" in row
+    assert len(trained) == 4
+    assert sweep.run(words) == 0
+    assert len(trained) == 4, "what is finished is not trained again"
+    assert sweep.run([*words, "--trainer.max_epochs=3"]) == 0
+    assert len(trained) == 8, "other words are another run, which resumes"
+    record = json.loads((Path("runs/kinds") / names[0] / "run.json").read_text())
+    assert [step for step, _ in record["metrics"]["val/loss"]] == [2, 4, 6]
+
+
+def test_a_run_that_fails_is_named_and_a_wrong_command_ends_the_sweep(
+    trained: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--config", config(tmp_path), "--trainer.max_steps=1", "--run_dir=runs"]
+    assert sweep.run([*words, "--sweep", "model.init_args.nope=1,2"]) == 2
+    assert len(trained) == 1
+    monkeypatch.setattr(sweep, "_wait", lambda command, _: int("=1" in command[-1]))
+    Path("runs/nope=2").mkdir(parents=True)
+    assert sweep.run([*words, "--sweep", "model.init_args.nope=1,2"]) == 1
+    assert "failed: nope=1" in capsys.readouterr().err
+
+
+def test_jobs_are_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted = []
+    monkeypatch.setattr(sweep, "_wait", lambda *call: submitted.append(call) or 0)
+    words = [
+        "--config=a.yaml",
+        "--sweep",
+        "seed_everything=0,1",
+        "--sweep_sbatch",
+        "--nodes=2 train.sbatch",
+        "--run_dir=r",
+    ]
+    assert sweep.run(words) == 0
+    assert submitted == [
+        (["sbatch", f"--job-name=seed_everything={seed}", "--nodes=2", "train.sbatch", "--config=a.yaml", f"--seed_everything={seed}"],
+         {"RUN_DIR": f"r/seed_everything={seed}"})
+        for seed in (0, 1)
+    ]  # fmt: skip
+
+
+def test_a_stopped_sweep_saves_and_resumes(tmp_path: Path) -> None:
+    """SIGTERM to the sweep reaches the run, which saves; the same line goes on."""
+    line = ["fit", "--config", config(tmp_path, max_epochs=100_000), "--sweep", "seed_everything=0", "--run_dir=runs"]
+    said = tmp_path / "said"
+    run = fork_server().start(*line, module="mhla_tasks", output=said, folder=tmp_path)
+    until = time.monotonic() + 200
+    while not list(tmp_path.glob("runs/*/run.json")):
+        assert run.poll() is None, said.read_text()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait() == 75, said.read_text()
+    record = json.loads(next(tmp_path.glob("runs/*/run.json")).read_text())
+    assert not record["finished"]
+    assert record["steps"] > 0
+    assert list(tmp_path.glob("runs/*/checkpoints/recovery/*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("a,b", ["a", "b"]),
+        ("[mhla,softmax],[linear]", ["[mhla,softmax]", "[linear]"]),
+        ("{a: 1, b: [2, 3]},null", ["{a: 1, b: [2, 3]}", "null"]),
+        ("'a,b',c", ["'a,b'", "c"]),
+        ("1e-3", ["1e-3"]),
+    ],
+)
+def test_values_are_split_at_commas_outside_brackets(text: str, values: list[str]) -> None:
+    assert sweep.split_values(text) == values
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sweep"], "--sweep needs a value"),
+        (["--sweep", "seed_everything"], "--sweep seed_everything: write KEY=VALUE,VALUE"),
+        (["--sweep", "a=1,,2"], "--sweep a=1,,2: write KEY=VALUE,VALUE"),
+        (["--sweep=a=1", "--sweep=a=2"], "--sweep a is given twice"),
+    ],
+)
+def test_a_sweep_that_cannot_be_read(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep.run(words) == 2
+    assert f"error: {message}\n" in capsys.readouterr().err
+
+
+def test_names_tell_keys_apart() -> None:
+    chosen = {
+        "model.init_args.attention.kind": "mhla",
+        "model.init_args.optimizer.lr": "1e-3",
+        "data.init_args.lr": "[a, b]",
+    }
+    assert sweep.name_of(chosen) == "kind=mhla,optimizer.lr=1e-3,data.lr=-a,-b-"
+
+
+def record(folder: Path, options: dict[str, Any], **changes: Any) -> None:
+    """A run as RunReport and the command line leave it."""
+    folder.mkdir(parents=True)
+    kept = {"finished": True, "steps": 1200, "seconds": 3725.0, "parameters": 1_000_000, "trained_parameters": 5, "processes": 1,
+            "best": {"metric": "val/loss", "mode": "min", "value": 0.25, "step": 600},
+            "metrics": {"val/loss": [[600, 0.25], [1200, 0.5]], "val/samples": [[600, 10], [1200, 10]]}, "versions": {}}  # fmt: skip
+    (folder / "run.json").write_text(json.dumps({**kept, **changes}))
+    (folder / "config.yaml").write_text(yaml.safe_dump(options))
+
+
+def test_what_differs_is_shown_and_what_does_not_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callbacks = [{"class_path": "a.b.EMA", "init_args": {"decay": 0.9}}]
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "x"}}
+    common = {
+        "model": {"init_args": {"dim": 64, "kind": "mhla"}},
+        "trainer": {"callbacks": callbacks, "logger": logger},
+    }
+    record(tmp_path / "runs/version_9", {**common, "run_dir": "one"})
+    other = json.loads(json.dumps(common))
+    other["model"]["init_args"]["kind"] = "linear"
+    other["trainer"]["callbacks"][0]["init_args"]["decay"] = 0.99
+    other["trainer"]["logger"]["init_args"]["save_dir"] = "y"
+    worse = {"val/loss": [[600, 0.75], [1200, None]], "val/samples": [[1200, 10]]}
+    record(tmp_path / "runs/version_10", other, finished=False, metrics=worse, best={})
+    commands.run("compare", [str(tmp_path / "runs"), "--picture", str(tmp_path / "drawn.png")])
+    header, one, two = (line for line in capsys.readouterr().out.splitlines() if line.strip(" ─"))
+    assert header.split() == ["kind", "decay", "val/loss", "best", "val/loss", "steps", "time", "parameters"]
+    assert one.split() == ["mhla", "0.9", "0.5", "0.25", "1,200", "1", "h", "02", "min", "1,000,000"]
+    assert two.split() == ["linear", "0.99", "1,200,", "unfinished", "1", "h", "02", "min", "1,000,000"]
+    assert (tmp_path / "drawn.png").stat().st_size > 10_000
+    commands.run("compare", [str(tmp_path / "runs"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [row["options"] for row in found] == [
+        {"model.init_args.kind": "mhla", "trainer.callbacks.EMA.decay": 0.9},
+        {"model.init_args.kind": "linear", "trainer.callbacks.EMA.decay": 0.99},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no run.json; runs write it"),
+        ("{", "cannot be read"),
+        ("{}", "cannot be read"),
+        ("[]", "cannot be read"),
+    ],
+)
+def test_folders_without_runs_are_told(content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    with pytest.raises(SystemExit, match=message):
+        commands.run("compare", [str(tmp_path)])
+
+
+def test_one_run_is_named_by_its_folder(tmp_path: Path) -> None:
+    record(tmp_path / "alone", {"a": 1})
+    (run,) = compare.read_runs([tmp_path])
+    header, (row,) = compare.table([run])
+    assert (header[0], row[0]) == ("run", str(tmp_path / "alone"))
+    assert compare.labels([run]) == [str(tmp_path / "alone")]
