@@ -10,10 +10,12 @@ from mhla_kernels.mixing import ExponentialMixing, extend_mixing, resize_mixing
 from mhla_kernels.rotary import rotary_features
 from mhla_kernels.state import MHLAState
 from mhla_kernels.verdicts import agree_on_kernels
+from mhla_kernels.version import __version__
 
 __all__ = [
     "ExponentialMixing",
     "MHLAState",
+    "__version__",
     "agree_on_kernels",
     "attention_matrix",
     "extend_mixing",

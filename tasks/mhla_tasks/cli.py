@@ -79,8 +79,8 @@ class SuiteCLI(LightningCLI):
             type=str | None,
             default=None,
             help="Folder of the run: logs and checkpoints go there, and fit resumes from the furthest whole checkpoint in it. "
-            "Without --config it takes the configuration that it was started with. Before fit's --sweep KEY=VALUE,VALUE (one or "
-            "more) it is the folder of several runs, one for each combination of values, which are trained and compared.",
+            "Without --config it takes the configuration that it was started with. With --sweep KEY=VALUE,VALUE (fit only, one "
+            "or more) it holds several runs, one for each combination of values, which are trained and compared.",
         )
         parser.add_argument(
             "--allow",

@@ -9,8 +9,9 @@ import gc
 import os
 import sys
 from importlib import import_module
+from importlib.metadata import version
 
-from mhla_tasks import commands
+from mhla_tasks import commands, shipped
 from mhla_tasks.late_imports import import_without_compiler, put_off_imports, without_collection
 
 HELP = """\
@@ -22,15 +23,23 @@ Train, evaluate and sample models with MHLA attention.
 {listing}
 
 `lightning COMMAND --help` lists the options of a command or a tool, `lightning fit --model.help CLASS` those of a class.
+`--config mhla://classification/mnist.yaml` names a configuration that the package brings, `--config mhla://` lists them.
 `lightning` and `lightning-mhla` are the same program.
 """
 
 
 def main() -> None:
     """Run the command or the tool that the command line names."""
-    words = sys.argv[1:]
+    try:
+        sys.argv[1:] = words = shipped.resolve(sys.argv[1:])
+    except FileNotFoundError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(HELP.format(listing=commands.listing()))
+        sys.exit(0)
+    if words[0] == "--version":
+        sys.stdout.write(f"lightning-mhla {version('lightning-mhla')}\n")
         sys.exit(0)
     os.environ["MPLBACKEND"] = "agg"  # pictures are written to files; a notebook hands down its own
     put_off_imports()

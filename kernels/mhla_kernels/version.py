@@ -1,0 +1,3 @@
+"""The version, of all packages together."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,103 @@
+"""The wheel holds what users need: packages, types, configurations; the version comes from one place."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import mhla_kernels
+import pytest
+import yaml
+from mhla_tasks import shipped
+
+import lightning_mhla
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True, timeout=120)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_the_wheel_holds_packages_types_and_configurations(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for package in ("mhla_kernels", "lightning_mhla", "mhla_tasks"):
+        assert {f"{package}/__init__.py", f"{package}/py.typed"} <= names
+    configs = {
+        f"mhla_tasks/configs/{path.relative_to(ROOT / 'configs')}" for path in (ROOT / "configs").rglob("*.yaml")
+    }
+    assert configs <= names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "configs/"))]
+
+
+def test_an_installed_wheel_trains_outside_of_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    site, work = tmp_path / "site", tmp_path / "work"
+    zipfile.ZipFile(wheel).extractall(site)
+    work.mkdir()
+    options = [
+        "--trainer.max_epochs=1",
+        "--trainer.limit_train_batches=1",
+        "--trainer.check_val_every_n_epoch=1",
+        "--trainer.limit_val_batches=1",
+        "--trainer.accelerator=cpu",
+        "--model.init_args.depth=1",
+    ]
+    code = "import mhla_tasks.main as m; assert m.__file__.startswith(sys.path[0]), m.__file__; m.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {code}", "fit", "--config", "mhla://classification/digits.yaml", *options],
+        cwd=work, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "val/accuracy" in done.stdout
+    assert list(work.glob("runs/digits/version_0/run.json"))
+
+
+def test_one_version_everywhere(wheel: Path) -> None:
+    number = mhla_kernels.__version__
+    assert lightning_mhla.__version__ == number == version("lightning-mhla")
+    assert f"-{number}-" in wheel.name
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == number
+
+
+def test_configurations_of_the_package_are_found_by_name() -> None:
+    assert "classification/mnist.yaml" in shipped.names()
+    path = str(shipped.folder() / "classification/mnist.yaml")
+    for before in ([], ["--config="]):
+        (word,) = shipped.resolve(["".join([*before, "mhla://classification/mnist.yaml"])])
+        assert word == "".join([*before, path])
+    assert shipped.resolve(["--model.x=mhla://a", "a"]) == ["--model.x=mhla://a", "a"]
+    with pytest.raises(FileNotFoundError, match=r"did you mean mhla://classification/mnist\.yaml"):
+        shipped.resolve(["mhla://classification/mnst.yaml"])
+
+
+def test_the_copyright_line_is_filled_in() -> None:
+    assert re.search(r"^   Copyright 20\d\d [^\[]+$", (ROOT / "LICENSE").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted((ROOT / ".github").rglob("*.yml")), ROOT / ".pre-commit-config.yaml"], ids=lambda path: path.name
+)
+def test_files_of_the_host_can_be_read(path: Path) -> None:
+    assert yaml.safe_load(path.read_text())
