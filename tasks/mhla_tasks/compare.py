@@ -128,7 +128,7 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         cells += [_figure(run.final(name)) for name in metrics]
         cells += [_figure(run.record["best"].get("value"))] if best else []
         steps = f"{run.record['steps']:,}" + ("" if run.record["finished"] else ", unfinished")
-        rows.append([*cells, steps, _time(run.record["seconds"]), f"{run.record['parameters']:,}"])
+        rows.append([*cells, steps, duration(run.record["seconds"]), f"{run.record['parameters']:,}"])
     return header, rows
 
 
@@ -198,7 +198,8 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as hours and minutes, minutes and seconds, or seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.training.loading import accepts, load_module
 from lightning_mhla.training.module import TrainingModule
+from mhla_tasks.card import write_card
 from mhla_tasks.trust import refusal
 
 DOMAINS = {
@@ -19,35 +20,40 @@ DOMAINS = {
     "language": "LanguageModel",
     "video": "VideoDiffusion",
 }
-"""Module classes of the domains; each domain's ``export`` has a function ``write`` and the names of its ``OPTIONS``."""
+"""Module classes of the domains. A domain's ``export`` has ``write``, the names of its ``OPTIONS``, and ``LOADING``."""
 
 
-def write_export(checkpoint: Path, folder: Path, live: bool, options: Mapping[str, Any]) -> None:
-    """Write the model of a checkpoint as the library of its domain loads it.
+def write_export(
+    checkpoint: Path, folder: Path, live: bool, options: Mapping[str, Any], license_name: str | None = None
+) -> None:
+    """Write the model of a checkpoint as the library of its domain loads it, and a model card.
 
     Args:
         checkpoint: file, or folder of a run or of a sharded checkpoint.
         folder: where the model goes.
         live: the weights as trained, where the checkpoint also has their moving average.
         options: of the domain, by name.
+        license_name: of the model, for the card.
 
     Raises:
         FileNotFoundError: when there is no checkpoint.
         ValueError: when it holds no module of a domain, or for options of another domain.
     """
-    module, domain = _load(checkpoint, live)
+    path = resolve_checkpoint(checkpoint)
+    content = read_header(path)
+    module, domain = _load(checkpoint, path, content, live)
     for name in options:
         if name not in domain.OPTIONS:
             raise ValueError(
                 f"--{name} is no option for {checkpoint}, which holds the model of {type(module).__name__}"
             )
     domain.write(module, folder, **options)
+    write_card(module, content, folder, domain.LOADING, license_name)
 
 
-def _load(checkpoint: Path, live: bool) -> tuple[TrainingModule, ModuleType]:
+def _load(checkpoint: Path, path: Path, content: Mapping[str, Any], live: bool) -> tuple[TrainingModule, ModuleType]:
     """The module of a checkpoint, and the ``export`` of its domain."""
-    path = resolve_checkpoint(checkpoint)
-    memory = read_header(path).get("hyper_parameters") or {}
+    memory = content.get("hyper_parameters") or {}
     class_path = str(memory.get("_class_path", ""))
     if class_path:
         if refused := refusal(class_path):

@@ -120,8 +120,19 @@ def written(module: ImageClassifier, path: Path, **memory: object) -> Path:
 
 def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
     path = written(small(), tmp_path / "some.ckpt")
-    commands.run("export", [str(path), str(tmp_path / "out")])
+    commands.run("export", [str(path), str(tmp_path / "out"), "--license=mit"])
     assert (tmp_path / "out/classes.txt").exists()
+    card = (tmp_path / "out/README.md").read_text()
+    _, header, text = card.split("---\n", 2)
+    assert yaml.safe_load(header) == {
+        "library_name": "lightning-mhla",
+        "tags": ["mhla", "linear-attention"],
+        "license": "mit",
+    }
+    assert "A `ImageClassifier` of " in text
+    assert "attention: `linear`.\n" in text
+    assert "The checkpoint holds none" in text
+    assert "  patch_size: 2\n" in text or "\npatch_size: 2\n" in text
 
 
 @pytest.mark.parametrize(

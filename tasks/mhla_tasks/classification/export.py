@@ -8,6 +8,12 @@ from mhla_tasks.classification.module import ImageClassifier
 
 OPTIONS: tuple[str, ...] = ()
 
+LOADING = """\
+from mhla_tasks.classification import VisionTransformer
+
+model = VisionTransformer.from_pretrained("FOLDER")"""
+"""Python that loads an export, FOLDER being its path."""
+
 
 def write(module: ImageClassifier, folder: Path) -> None:
     """Write what ``VisionTransformer.from_pretrained`` loads, and the names of the classes."""

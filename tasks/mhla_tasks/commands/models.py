@@ -18,13 +18,16 @@ def export(parser: ArgumentParser) -> Run:
     model ``DiTPipeline.from_pretrained`` (network, scheduler and VAE), a video model ``lightning_mhla.load_swapped``, or
     diffusers' own ``from_pretrained`` where no layer was replaced, a language model
     ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. ``--model.init_args.pretrained=FOLDER`` starts
-    from it. The weights are the moving average where the checkpoint has one; LoRA adapters are added to the weights that
-    they adapt.
+    from it. Its model card, ``README.md``, has data, configuration, metrics, versions, how to load it, and the licence. The
+    weights are the moving average where the checkpoint has one; LoRA adapters are added to the weights that they adapt.
     """
     parser.add_argument("checkpoint", type=Path, help="file that training wrote, or the folder of a run")
     parser.add_argument("folder", type=Path, help="where the model goes")
     parser.add_argument("--live", action="store_true", help="the weights as trained, not their moving average")
     add_allow(parser)
+    parser.add_argument(
+        "--license", metavar="IDENTIFIER", help="licence of the model, for its card: apache-2.0, mit, ..."
+    )
     language = parser.add_argument_group("language models")
     language.add_argument("--tokenizer", help="folder or name on the hub, in place of the checkpoint's own")
     language.add_argument("--context", type=int, help="extend the model to so many tokens first")
@@ -38,7 +41,7 @@ def export(parser: ArgumentParser) -> Run:
 
         given = {name: getattr(args, name) for name in ("tokenizer", "context", "adapters")}
         options = {name: value for name, value in given.items() if value is not None}
-        write_export(args.checkpoint, args.folder, args.live, options)
+        write_export(args.checkpoint, args.folder, args.live, options, args.license)
         written = sorted(path.name for path in args.folder.iterdir())
         Console(soft_wrap=True).print(f"{args.folder}: {', '.join(written)}")
 

@@ -9,6 +9,13 @@ from mhla_tasks.diffusion.pipeline import DiTPipeline
 
 OPTIONS: tuple[str, ...] = ()
 
+LOADING = """\
+from mhla_tasks.diffusion import DiTPipeline
+
+pipe = DiTPipeline.from_pretrained("FOLDER")
+images = pipe(class_labels=[0, 1], seed=0).images"""
+"""Python that loads an export, FOLDER being its path."""
+
 
 def write(module: ClassToImage, folder: Path) -> None:
     """Write what ``DiTPipeline.from_pretrained`` loads."""

@@ -19,6 +19,13 @@ from mhla_tasks.language.tokenizer import load_tokenizer
 
 OPTIONS = ("tokenizer", "context")
 
+LOADING = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
+"""Python that loads an export, FOLDER being its path."""
+
 
 def load_checkpoint(path: str | Path, live: bool = False) -> LanguageModel:
     """The language model of a checkpoint that training wrote, without running any code from it.

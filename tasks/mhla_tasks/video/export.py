@@ -11,6 +11,15 @@ from mhla_tasks.video.module import VideoDiffusion
 
 OPTIONS = ("adapters",)
 
+LOADING = """\
+from diffusers import WanTransformer3DModel
+from lightning_mhla import load_swapped
+from lightning_mhla.swap import is_swapped
+
+load = load_swapped if is_swapped("FOLDER") else WanTransformer3DModel.from_pretrained
+model = load("FOLDER")"""
+"""Python that loads an export, FOLDER being its path."""
+
 
 def write(module: VideoDiffusion, folder: Path, adapters: Path | None = None) -> None:
     """Write what ``lightning_mhla.load_swapped`` loads.
