@@ -114,13 +114,13 @@ def test_a_stopped_row_resumes_from_its_checkpoint(
 
 
 def test_clips_of_real_digits_are_judged_right() -> None:
-    source = MovingDigitSamples(False, 8, 28, 28, "mnist")
+    source = MovingDigitSamples(False, 8, 12, 12)
     samples = [source[index] for index in range(200)]
     found = video.judge(
         to_frames(torch.stack([each["video"] for each in samples])), [each["caption"] for each in samples]
     )
     assert found["moves_as_said"] == 1
-    assert found["shows_its_digit"] > 0.85
+    assert found["shows_its_digit"] > 0.95
     turned = video.judge(
         to_frames(torch.stack([each["video"].flip(1) for each in samples])), [each["caption"] for each in samples]
     )
