@@ -15,6 +15,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
+from lightning_mhla.callbacks.page import PAGE, write_page
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import checkpoint_folder, run_folder
 
@@ -26,8 +27,8 @@ class RunReport(Callback):
     """Prints the last validation metrics, the training time, and the paths of checkpoint, logs and pictures.
 
     After every validation it also writes ``run.json`` into the folder of the run: validation metrics by step, the best value
-    that a checkpoint was chosen by, steps, seconds (of all starts together), parameters and versions. ``lightning compare``
-    reads it.
+    that a checkpoint was chosen by, steps, seconds (of all starts together), parameters and versions; ``lightning compare``
+    reads it. ``report.html`` beside it is the page of the run: metrics, curves, pictures, samples, how to resume.
     """
 
     def __init__(self) -> None:
@@ -68,10 +69,9 @@ class RunReport(Callback):
         return self._before + time.monotonic() - self._start
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, finished: bool) -> None:
-        folder = run_folder(trainer)
-        if (
-            not trainer.is_global_zero or folder.resolve() == Path.cwd()
-        ):  # without a logger there is no folder of the run
+        folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
+        without_folder = folder.resolve() == Path.cwd()  # there is no logger
+        if not trainer.is_global_zero or without_folder:
             return
         best: dict[str, Any] = {}
         for callback in trainer.checkpoint_callbacks:
@@ -99,6 +99,7 @@ class RunReport(Callback):
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
+        write_page(folder, checkpoints, record)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the report on the first process, and write the record."""
@@ -120,6 +121,8 @@ class RunReport(Callback):
                 kept = {"best checkpoint": best, "last checkpoint": last}
                 lines += [(name, _short(path)) for name, path in kept.items() if path]
         lines.append(("log folder", _short(folder)))
+        if (folder / PAGE).exists():
+            lines.append(("page of the run", _short(folder / PAGE)))
         drawn = sorted(path for path in (folder / "pictures").glob("*") if path.suffix in (".png", ".gif"))
         pictures = [*checkpoints.glob("*.png"), *drawn]
         lines += [("picture", _short(picture)) for picture in pictures]

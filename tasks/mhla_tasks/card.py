@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from mhla_kernels.version import __version__
 
+from lightning_mhla.callbacks.page import duration
 from lightning_mhla.training.module import TrainingModule
-from mhla_tasks.compare import duration
 
 PAPER = "https://arxiv.org/abs/2601.07832"
 

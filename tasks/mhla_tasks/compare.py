@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from lightning_mhla.callbacks.page import duration
+
 RECORD, CONFIG = "run.json", "config.yaml"
 PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
 """Keys of a configuration that say where a run is, not what it is."""
@@ -196,10 +198,3 @@ def _text(value: Any) -> str:
 
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as hours and minutes, minutes and seconds, or seconds."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

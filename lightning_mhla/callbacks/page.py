@@ -1,0 +1,150 @@
+"""The page of a run, ``report.html``: what a person opens first. One file, without anything from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_mhla.system.files import write_whole
+
+PAGE = "report.html"
+TYPES = {".png": "image/png", ".gif": "image/gif"}
+LONGEST = 20_000
+"""Characters of samples that are shown, the last ones."""
+
+STYLE = """
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin-top: 2rem }
+table { border-collapse: collapse } th, td { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid #8884 }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+pre { background: #8882; padding: .8rem; overflow: auto; max-height: 30rem; border-radius: .3rem }
+.curves { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0 } figcaption { font-size: .85rem; opacity: .8 }
+img { max-width: 100%; background: #fff; border-radius: .3rem } svg { background: #8881; border-radius: .3rem }
+.muted { opacity: .7 }
+"""
+
+
+def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> None:
+    """Write the page.
+
+    Args:
+        folder: of the run.
+        checkpoints: folder of its checkpoints.
+        record: what ``run.json`` holds.
+    """
+    state = "finished" if record["finished"] else "not finished"
+    seconds, steps = record["seconds"], record["steps"]
+    speed = f", {steps / seconds:.3g} steps a second over all" if seconds and steps else ""
+    parts = [
+        f"<h1>{html.escape(folder.name)}</h1>",
+        f'<p class="muted">{state}; {steps:,} steps, {duration(seconds)}{speed}; '
+        f"{record['parameters']:,} parameters, {record['trained_parameters']:,} of them trained; {_processes(record)}</p>",
+        _metrics(record),
+        f'<h2>Curves</h2><div class="curves">{"".join(_curve(*each) for each in record["metrics"].items())}</div>',
+        *_pictures(folder, checkpoints),
+        *_samples(folder),
+        f"<h2>Resume</h2>{_resume(folder, checkpoints)}",
+        *_text("Configuration", folder / "config.yaml"),
+        f"<h2>Versions</h2><p>{html.escape(', '.join(f'{name} {value}' for name, value in record['versions'].items()))}</p>",
+    ]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(folder.name)}</title>'
+    body = "\n".join(part for part in parts if part)
+    write_whole(
+        folder / PAGE, f"<!doctype html>\n<html lang=en>{head}<style>{STYLE}</style>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds as hours and minutes, minutes and seconds, or seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _processes(record: Mapping[str, Any]) -> str:
+    return "1 process" if record["processes"] == 1 else f"{record['processes']} processes"
+
+
+def _metrics(record: Mapping[str, Any]) -> str:
+    if not record["metrics"]:
+        return "<p>No validation yet.</p>"
+    best = record["best"]
+    rows = []
+    for name, points in record["metrics"].items():
+        step, value = points[-1]
+        chosen = f"{_figure(best['value'])} at step {best['step']:,}" if best and best["metric"] == name else ""
+        cells = f'<td class="n">{_figure(value)}</td><td class="n">{step:,}</td><td>{chosen}</td>'
+        rows.append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
+    head = '<tr><th>metric<th class="n">last<th class="n">step<th>best</tr>'
+    return f"<h2>Metrics</h2><table>{head}{''.join(rows)}</table>"
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.5g}"
+
+
+def _curve(name: str, points: Sequence[tuple[int, float | None]], width: int = 280, height: int = 150) -> str:
+    """One metric over the steps, as SVG; nothing for one that does not move."""
+    shown = [(step, value) for step, value in points if value is not None]
+    if len({value for _, value in shown}) < 2:
+        return ""
+    (left, right), (low, high) = ((min(axis), max(axis)) for axis in zip(*shown, strict=True))
+    edge = 8
+
+    def place(step: float, value: float) -> str:
+        x = edge + (step - left) / max(right - left, 1) * (width - 2 * edge)
+        return f"{x:.1f},{height - edge - (value - low) / (high - low) * (height - 2 * edge):.1f}"
+
+    line = (
+        f'<polyline fill="none" stroke="#4a7" stroke-width="2" points="{" ".join(place(*point) for point in shown)}"/>'
+    )
+    dots = "".join(
+        f'<circle r="2.5" fill="#4a7" cx="{x}" cy="{y}"><title>step {step:,}: {value:.5g}</title></circle>'
+        for step, value in shown
+        for x, y in [place(step, value).split(",")]
+    )
+    caption = f"{html.escape(name)}: {low:.4g} to {high:.4g}, steps {left:,} to {right:,}"
+    return (
+        f'<figure><svg width="{width}" height="{height}">{line}{dots}</svg><figcaption>{caption}</figcaption></figure>'
+    )
+
+
+def _pictures(folder: Path, checkpoints: Path) -> list[str]:
+    """The last picture of each kind."""
+    last: dict[str, Path] = {}
+    for path in [*sorted(checkpoints.glob("*.png")), *sorted((folder / "pictures").glob("*"))]:
+        if path.suffix in TYPES:
+            last[re.sub(r"step\d+", "", path.name)] = path
+    figures = [
+        f'<figure><img alt="{html.escape(path.stem)}" src="data:{TYPES[path.suffix]};base64,'
+        f'{base64.b64encode(path.read_bytes()).decode()}"><figcaption>{html.escape(path.name)}</figcaption></figure>'
+        for path in last.values()
+    ]
+    return [f"<h2>Pictures</h2>{''.join(figures)}"] if figures else []
+
+
+def _samples(folder: Path) -> list[str]:
+    return [part for path in sorted(folder.glob("samples*.md")) for part in _text("Samples", path, open_=True)]
+
+
+def _text(title: str, path: Path, open_: bool = False) -> list[str]:
+    if not path.exists():
+        return []
+    text = html.escape(path.read_text(errors="replace")[-LONGEST:])
+    inside = f"<summary>{html.escape(path.name)}</summary><pre>{text}</pre>"
+    return [f"<h2>{title}</h2><details{' open' * open_}>{inside}</details>"]
+
+
+def _resume(folder: Path, checkpoints: Path) -> str:
+    """A command, from the folder that the run was started in."""
+    where = str(folder.relative_to(Path.cwd())) if folder.is_relative_to(Path.cwd()) else str(folder)
+    if checkpoints.parent == folder and (folder / "lock").exists():
+        command = f"lightning fit --run_dir {where}"
+    else:
+        command = f"lightning fit --config {where}/config.yaml --ckpt_path {where}"
+    return f"<pre>{html.escape(command)}</pre>"
