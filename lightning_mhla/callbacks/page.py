@@ -37,22 +37,23 @@ def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> No
         checkpoints: folder of its checkpoints.
         record: what ``run.json`` holds.
     """
+    name = html.escape("/".join(folder.parts[-2:]))
     state = "finished" if record["finished"] else "not finished"
     seconds, steps = record["seconds"], record["steps"]
     speed = f", {steps / seconds:.3g} steps a second over all" if seconds and steps else ""
     parts = [
-        f"<h1>{html.escape(folder.name)}</h1>",
+        f"<h1>{name}</h1>",
         f'<p class="muted">{state}; {steps:,} steps, {duration(seconds)}{speed}; '
         f"{record['parameters']:,} parameters, {record['trained_parameters']:,} of them trained; {_processes(record)}</p>",
         _metrics(record),
-        f'<h2>Curves</h2><div class="curves">{"".join(_curve(*each) for each in record["metrics"].items())}</div>',
+        _curves(record) if not (checkpoints / "learning_curves.png").exists() else "",
         *_pictures(folder, checkpoints),
         *_samples(folder),
         f"<h2>Resume</h2>{_resume(folder, checkpoints)}",
         *_text("Configuration", folder / "config.yaml"),
         f"<h2>Versions</h2><p>{html.escape(', '.join(f'{name} {value}' for name, value in record['versions'].items()))}</p>",
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(folder.name)}</title>'
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
     body = "\n".join(part for part in parts if part)
     write_whole(
         folder / PAGE, f"<!doctype html>\n<html lang=en>{head}<style>{STYLE}</style>\n<body>\n{body}\n</body></html>\n"
@@ -86,6 +87,11 @@ def _metrics(record: Mapping[str, Any]) -> str:
 
 def _figure(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.5g}"
+
+
+def _curves(record: Mapping[str, Any]) -> str:
+    drawn = "".join(_curve(*each) for each in record["metrics"].items())
+    return f'<h2>Curves</h2><div class="curves">{drawn}</div>' if drawn else ""
 
 
 def _curve(name: str, points: Sequence[tuple[int, float | None]], width: int = 280, height: int = 150) -> str:

@@ -76,6 +76,7 @@ def test_a_sweep_trains_every_combination_once_and_compares(
         weights = {key: value for key, value in checkpoint["state_dict"].items() if key.startswith("network.")}
         assert record["parameters"] == sum(value.numel() for value in weights.values())
         assert f"{losses[-1][1]:.4g}" in row
+        assert f"{losses[-1][1]:.5g}</td>" in (Path("runs/kinds") / name / "report.html").read_text()
     assert len(trained) == 4
     assert sweep.run(words) == 0
     assert len(trained) == 4, "what is finished is not trained again"
