@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from mhla_tasks import commands, main
+from mhla_tasks import commands, completion, main
 from mhla_tasks.classification import ImageClassifier
 from processes import fork_server
 
@@ -50,7 +50,7 @@ def test_help_says_what_a_tool_does_and_its_examples_are_right(name: str) -> Non
     examples = re.findall(rf"^ +(?:lightning|torchrun .* -m mhla_tasks) {name} (.*)$", text, re.MULTILINE)
     assert examples, "no example"
     for example in examples:
-        parser.parse_args(shlex.split(example))
+        parser.parse_args(shlex.split(example.partition(" >> ")[0]))
     for action in parser._actions:
         assert action.help, f"{action.dest} has no help"
         assert all("-" not in option[2:] for option in action.option_strings), "options are written with underscores"
@@ -172,3 +172,32 @@ def test_shipped_comments_name_tools_that_parse() -> None:
             commands.parser_of(name)[0].parse_args(words[2:])
             found += 1
     assert found > 20
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["exp"], ["export"]),
+        (["pre"], ["predict", "prepare"]),
+        (["prepare", "cl"], ["clips", "clip-latents"]),
+        (["export", "run", "--li"], ["--live", "--license"]),
+        (["fit", "--sw"], ["--sweep", "--sweep_sbatch"]),
+        (["fit", "--config", "mhla://classification/m"], ["mhla://classification/mnist.yaml"]),
+        (["fit", "--config=mhla://classification/m"], ["--config=mhla://classification/mnist.yaml"]),
+        (["xyzzy", "a"], []),
+    ],
+)
+def test_words_are_completed(words: list[str], found: list[str]) -> None:
+    assert completion.complete(words) == found
+
+
+def test_bash_completes(tmp_path: Path) -> None:
+    """In a real shell, by the script that the command prints."""
+    program = Path(sys.executable).with_name("lightning")
+    code = (
+        f'PATH={program.parent}:$PATH; eval "$(lightning completion bash)"\n'
+        'COMP_WORDS=(lightning fit --config mhla://video/mnist_p); COMP_CWORD=3; _lightning_mhla; echo "${COMPREPLY[@]}"\n'
+        'COMP_WORDS=(lightning prepare ima); COMP_CWORD=2; _lightning_mhla; echo "${COMPREPLY[@]}"\n'
+    )
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout == "mhla://video/mnist_pretrain.yaml\nimages\n"

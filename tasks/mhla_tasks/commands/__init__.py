@@ -50,6 +50,7 @@ TOOLS: dict[str, dict[str, str]] = {
     "machine": {
         "doctor": "machine:doctor",
         "tune": "machine:tune",
+        "completion": "machine:completion",
     },
 }
 """Places of the tools' functions, by group and name."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from mhla_tasks.commands import passes_on
+from mhla_tasks.commands import Run, passes_on
 
 
 @passes_on
@@ -21,3 +23,18 @@ def tune(words: Sequence[str]) -> int:
     from mhla_tasks.tune import main
 
     return main(words)
+
+
+def completion(parser: ArgumentParser) -> Run:
+    """Print what a shell needs to complete commands, options and configurations.
+
+    lightning completion bash >> ~/.bashrc
+    """
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.completion import SHELLS
+
+        sys.stdout.write(SHELLS[args.shell])
+
+    return run
