@@ -157,6 +157,11 @@ STUDIES = (
         measure,
         section,
         ("--trainer.max_steps=500", "--trainer.val_check_interval=500"),
+        setting=(
+            "Models of width 128, 4 layers, 4 heads and 2,048 tokens of vocabulary, 500 steps of 8 x 512 tokens of "
+            "the standard library; scored on files that were held out, and on windows of 4,096 tokens of them, dense "
+            "coefficients continued by `extend_mixing`."
+        ),
         printed=PRINTED,
         full=tuple(
             f"configs/language/{name}_340m_fineweb.yaml"

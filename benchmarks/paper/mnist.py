@@ -127,8 +127,36 @@ STUDIES = (
         },
         measure,
         with_picture,
+        setting=(
+            "4,000 digits for training and 1,000 held out, 28 x 28 pixels in patches of 2 x 2; 4 layers of width 64, "
+            "4 heads of 16 features, no convolution stem, 6 epochs. MHLA has 7 x 7 blocks of 4 tokens; the recurrent "
+            "kinds read forward and backward in alternating layers."
+        ),
         printed=PRINTED,
         full=("configs/classification/deit_t_imagenet.yaml", "configs/classification/deit_s_imagenet.yaml"),
+    ),
+    Study(
+        "mnist-rates",
+        "The same at other learning rates",
+        CONFIG,
+        {
+            f"{name}, {rate}": [*KINDS[name], f"--model.init_args.optimizer.lr={rate}"]
+            for name in ("softmax", "linear", "mhla")
+            for rate in ("2e-3", "8e-3")
+        },
+        measure,
+        section,
+        setting="With `lepe`; the rate of the table above is 4e-3 for all.",
+    ),
+    Study(
+        "mnist-long",
+        "The same, trained three times as long",
+        CONFIG,
+        {name: KINDS[name] for name in ("softmax", "linear", "mhla")},
+        measure,
+        section,
+        ("--trainer.max_epochs=18",),
+        setting="With `lepe`.",
     ),
     Study(
         "mnist784",
@@ -138,5 +166,6 @@ STUDIES = (
         measure,
         section,
         ("--model.init_args.patch_size=1", "--trainer.max_epochs=4"),
+        setting="The same model on single pixels, with `lepe`, 4 epochs.",
     ),
 )
