@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> No
         _curves(record) if not (checkpoints / "learning_curves.png").exists() else "",
         *_pictures(folder, checkpoints),
         *_samples(folder),
-        f"<h2>Resume</h2>{_resume(folder, checkpoints)}",
+        _resume(folder, checkpoints),
         *_text("Configuration", folder / "config.yaml"),
         f"<h2>Versions</h2><p>{html.escape(', '.join(f'{name} {value}' for name, value in record['versions'].items()))}</p>",
     ]
@@ -148,9 +149,12 @@ def _text(title: str, path: Path, open_: bool = False) -> list[str]:
 
 def _resume(folder: Path, checkpoints: Path) -> str:
     """A command, from the folder that the run was started in."""
-    where = str(folder.relative_to(Path.cwd())) if folder.is_relative_to(Path.cwd()) else str(folder)
+    where = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     if checkpoints.parent == folder and (folder / "lock").exists():
-        command = f"lightning fit --run_dir {where}"
+        command = f"lightning fit --run_dir {shlex.quote(str(where))}"
+    elif (folder / "config.yaml").exists():
+        config, place = (shlex.quote(str(path)) for path in (where / "config.yaml", where))
+        command = f"lightning fit --config {config} --ckpt_path {place}"
     else:
-        command = f"lightning fit --config {where}/config.yaml --ckpt_path {where}"
-    return f"<pre>{html.escape(command)}</pre>"
+        return ""
+    return f"<h2>Resume</h2><pre>{html.escape(command)}</pre>"

@@ -48,7 +48,7 @@ class RunReport(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Metrics and seconds so far."""
         points = {name: [list(point) for point in points] for name, points in self.points.items()}
-        return {"points": points, "seconds": self._seconds()}
+        return {"points": points, "seconds": self._seconds(), "versions": versions()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Metrics and seconds of the starts before."""
@@ -70,14 +70,16 @@ class RunReport(Callback):
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, finished: bool) -> None:
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
-        without_folder = folder.resolve() == Path.cwd()  # there is no logger
-        if not trainer.is_global_zero or without_folder:
+        own = folder.resolve() != Path.cwd() and (trainer.loggers or (folder / "lock").exists())
+        if not trainer.is_global_zero or not own or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         best: dict[str, Any] = {}
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.monitor in self.points:
+            points = self.points.get(getattr(callback, "monitor", None) or "", [])
+            finite = [point for point in points if math.isfinite(point[1])]
+            if isinstance(callback, ModelCheckpoint) and finite:
                 choose = min if callback.mode == "min" else max
-                step, value = choose(self.points[callback.monitor], key=lambda point: point[1])
+                step, value = choose(finite, key=lambda point: point[1])
                 best = {"metric": callback.monitor, "mode": callback.mode, "value": _number(value), "step": step}
         parameters = list(pl_module.parameters())
         record = {
@@ -91,11 +93,7 @@ class RunReport(Callback):
             "metrics": {
                 name: [[step, _number(value)] for step, value in points] for name, points in self.points.items()
             },
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "lightning": version("lightning"),
-            },
+            "versions": versions(),
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
@@ -130,6 +128,11 @@ class RunReport(Callback):
         console.rule("result")
         for name, value in lines:
             console.print(f"{name:<18} {value}")
+
+
+def versions() -> dict[str, str]:
+    """Of what trains."""
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "lightning": version("lightning")}
 
 
 def _number(value: Any) -> float | None:

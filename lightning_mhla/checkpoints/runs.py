@@ -91,6 +91,18 @@ class RunFolder:
             shutil.rmtree(begun) if begun.is_dir() else begun.unlink()
 
 
+def in_use(path: Path) -> bool:
+    """Whether a process trains in the folder of a run."""
+    try:
+        with (path / "lock").open("r+") as stream:
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def is_first_process() -> bool:
     """Whether this is the first process of a run, before any process group is there."""
     return process_ranks()[0] == 0 and not int(os.environ.get("LOCAL_RANK", "0")) + int(

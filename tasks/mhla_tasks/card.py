@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,28 @@ from lightning_mhla.training.module import TrainingModule
 PAPER = "https://arxiv.org/abs/2601.07832"
 
 
+MARK = "<!-- lightning export "
+
+
+def is_own(text: str) -> bool:
+    """Whether a card is as :func:`write_card` wrote it."""
+    before, mark, digest = text.rpartition(MARK)
+    return bool(mark) and digest.strip() == f"{_digest(before)} -->"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def write_card(
-    module: TrainingModule, content: Mapping[str, Any], folder: Path, loading: str, license_name: str | None
+    module: TrainingModule, content: Mapping[str, Any], path: Path, loading: str, license_name: str | None
 ) -> None:
-    """Write ``README.md``: what the model is, how to load it, data, metrics, configuration, versions, licence.
+    """Write a card: what the model is, how to load it, data, metrics, configuration, versions, licence.
 
     Args:
         module: that was exported.
         content: its checkpoint, without the tensors.
-        folder: of the export.
+        path: of the card, in the folder of the export.
         loading: Python that loads it, with ``FOLDER`` for its path.
         license_name: identifier of the model's licence; None where it is not stated.
     """
@@ -34,19 +48,24 @@ def write_card(
     header = {"library_name": "lightning-mhla", "tags": ["mhla", "linear-attention"]}
     header |= {"license": license_name} if license_name else {}
     parts = [
-        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {folder.name}",
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {path.parent.name}",
         f"A `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory)}.",
-        f"## Loading\n\n```python\n{loading.replace('FOLDER', str(folder.name))}\n```",
+        f"## Loading\n\n```python\n{loading.replace('FOLDER', path.parent.name)}\n```",
         f"## Training data\n\n{_data(content, data)}",
         f"## Metrics\n\n{_metrics(content)}",
         f"## Training\n\n{content.get('global_step', 0):,} optimiser steps, {content.get('epoch', 0) + 1} epochs"
         f"{_spent(content)}. Options of the model and its optimiser:\n\n```yaml\n{_yaml(memory)}```",
         f"## Versions\n\nlightning-mhla {__version__}, Lightning {content.get('pytorch-lightning_version', 'unknown')}"
-        + (f" (training); torch {torch_version}" if (torch_version := _report(content).get("torch")) else "")
+        + (
+            f" (training); torch {torch_version}"
+            if (torch_version := _report(content).get("versions", {}).get("torch"))
+            else ""
+        )
         + ".",
         f"## Licence\n\n{license_name or 'Not stated. Name it with `lightning export --license IDENTIFIER`.'}",
     ]
-    (folder / "README.md").write_text("\n\n".join(parts) + "\n")
+    text = "\n\n".join(parts) + "\n\n"
+    path.write_text(f"{text}{MARK}{_digest(text)} -->\n")
 
 
 def _options(memory: Any) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class ShortErrorParser(LightningArgumentParser):
         text = _printable(shorten(message, read_sources(sys.argv[1:])))
         if denied := re.search(r"Importing '([^']+)' is not allowed", text):
             text = f"{denied[1]}: {refusal(denied[1]) or 'may not be imported'}"
-        program = re.sub(r" \[[^]]*\]", "", self.prog)
+        program = re.sub(r"^\w+\.py ", "lightning ", re.sub(r" \[[^]]*\]", "", self.prog))
         sys.stderr.write(f"error: {text}\nhelp: {program} --help\n")
         sys.exit(2)
 

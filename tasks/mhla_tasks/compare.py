@@ -82,18 +82,23 @@ def flat(values: Any, before: str = "") -> dict[str, Any]:
         and values
         and all(isinstance(value, Mapping) and "class_path" in value for value in values)
     ):
-        named = {str(value["class_path"]).rpartition(".")[2]: value.get("init_args") for value in values}
+        found: dict[str, Any] = {}
+        for value in values:
+            name = str(value["class_path"]).rpartition(".")[2]
+            number = sum(key == name or key.startswith(f"{name}-") for key in found)
+            found[f"{name}-{number + 1}" if number else name] = value.get("init_args")
         return {
-            key: value for name, options in named.items() for key, value in flat(options, f"{before}.{name}").items()
+            key: value for name, options in found.items() for key, value in flat(options, f"{before}.{name}").items()
         }
     return {before: values}
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
     """Keys that some runs have other values for, places left out."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.options))
+    known = [run for run in runs if run.options]
+    keys = list(dict.fromkeys(key for run in known for key in run.options))
     wanted = (key for key in keys if key not in PLACES and not key.startswith("trainer.logger"))
-    return [key for key in wanted if len({json.dumps(run.options.get(key), default=str) for run in runs}) > 1]
+    return [key for key in wanted if len({json.dumps(run.options.get(key), default=str) for run in known}) > 1]
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -110,25 +115,26 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def common_metrics(runs: Sequence[Run]) -> list[str]:
-    """Metrics that every run has, those that change first."""
+    """Metrics that every run has, those that differ first; without the count of samples where it is the same."""
     first = [name for name in runs[0].record["metrics"] if all(name in run.record["metrics"] for run in runs)]
-    still = {name for name in first if len({run.final(name) for run in runs}) == 1}
-    return [name for name in first if name not in still or len(runs) == 1]
+    still = [name for name in first if len({run.final(name) for run in runs}) == 1]
+    return [name for name in first if name not in still] + [name for name in still if name != "val/samples"]
 
 
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Header and a row for each run, as text."""
     names = short_names(differences(runs))
     metrics = common_metrics(runs)
-    best: dict[str, Any] = next((run.record["best"] for run in runs if run.record["best"]), {})
+    best = list(dict.fromkeys(run.record["best"]["metric"] for run in runs if run.record["best"]))
     header = [*(names.values() or ["run"]), *metrics]
-    header += [f"best {best['metric']}"] if best else []
+    header += [f"best {metric}" for metric in best]
     header += ["steps", "time", "parameters"]
     rows = []
     for run in runs:
         cells = [_text(run.options.get(key)) for key in names] or [str(run.folder)]
         cells += [_figure(run.final(name)) for name in metrics]
-        cells += [_figure(run.record["best"].get("value"))] if best else []
+        chosen = run.record["best"]
+        cells += [_figure(chosen["value"] if chosen.get("metric") == metric else None) for metric in best]
         steps = f"{run.record['steps']:,}" + ("" if run.record["finished"] else ", unfinished")
         rows.append([*cells, steps, duration(run.record["seconds"]), f"{run.record['parameters']:,}"])
     return header, rows
@@ -139,6 +145,7 @@ def print_table(runs: Sequence[Run]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     header, rows = table(runs)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -146,7 +153,7 @@ def print_table(runs: Sequence[Run]) -> None:
     for index, name in enumerate(header):
         shown.add_column(name, justify="left" if index < options else "right", overflow="fold")
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*map(Text, row))
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=max(console.width, 14 * len(header)))
@@ -163,10 +170,16 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Every common metric by step, a curve for each run."""
+    """Every common metric by step, a curve for each run.
+
+    Raises:
+        ValueError: when there is none.
+    """
     from matplotlib.figure import Figure
 
     metrics = common_metrics(runs)
+    if not metrics:
+        raise ValueError("the runs have no metric in common, so there is no picture of them")
     columns = min(3, len(metrics))
     rows = -(-len(metrics) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.2 * rows + 0.24 * len(runs)), layout="constrained")

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.training.loading import accepts, load_module
 from lightning_mhla.training.module import TrainingModule
-from mhla_tasks.card import write_card
+from mhla_tasks.card import is_own, write_card
 from mhla_tasks.trust import refusal
 
 DOMAINS = {
@@ -47,8 +47,13 @@ def write_export(
             raise ValueError(
                 f"--{name} is no option for {checkpoint}, which holds the model of {type(module).__name__}"
             )
+    card = folder / "README.md"
+    before = card.read_text() if card.exists() else None
     domain.write(module, folder, **options)
-    write_card(module, content, folder, domain.LOADING, license_name)
+    if before is not None and not is_own(before):  # written, or edited, by hand
+        card.write_text(before)
+        card = folder / "README.new.md"
+    write_card(module, content, card, domain.LOADING, license_name)
 
 
 def _load(checkpoint: Path, path: Path, content: Mapping[str, Any], live: bool) -> tuple[TrainingModule, ModuleType]:
@@ -58,14 +63,26 @@ def _load(checkpoint: Path, path: Path, content: Mapping[str, Any], live: bool) 
     if class_path:
         if refused := refusal(class_path):
             raise ValueError(f"{checkpoint} was trained with the class {class_path[:80]}: {refused}")
-        package, _, name = class_path.rpartition(".")
-        kind = getattr(import_module(package), name)
+        kind = _class(checkpoint, class_path)
         return load_module(kind, path, live), _domain_of(kind)
     for domain, name in DOMAINS.items():  # trained from Python: the checkpoint does not name its class
         kind = getattr(import_module(f"mhla_tasks.{domain}"), name)
         if accepts(kind, memory):
             return load_module(kind, path, live), _domain_of(kind)
     raise ValueError(f"{checkpoint} holds no module of {', '.join(DOMAINS)}")
+
+
+def _class(checkpoint: Path, class_path: str) -> type[TrainingModule]:
+    package, _, name = class_path.rpartition(".")
+    try:
+        kind = getattr(import_module(package), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{checkpoint} was trained with the class {class_path[:80]}, which is not there") from error
+    if not (
+        isinstance(kind, type) and issubclass(kind, TrainingModule)
+    ):  # nothing else is called with what a file says
+        raise ValueError(f"{checkpoint} names {class_path[:80]}, which is no module of training")
+    return kind
 
 
 def _domain_of(kind: type) -> ModuleType:

@@ -11,7 +11,8 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 
-from mhla_tasks import commands, completion, shipped
+from mhla_tasks import commands, shipped
+from mhla_tasks.commands import completion
 from mhla_tasks.late_imports import import_without_compiler, put_off_imports, without_collection
 
 HELP = """\
@@ -31,7 +32,7 @@ Train, evaluate and sample models with MHLA attention.
 def main() -> None:
     """Run the command or the tool that the command line names."""
     if sys.argv[1:2] == [completion.REQUEST]:
-        sys.stdout.write("\n".join(completion.complete(sys.argv[2:])))
+        sys.stdout.write("\n".join(completion.answer(*sys.argv[2:4])))
         sys.exit(0)
     try:
         sys.argv[1:] = words = shipped.resolve(sys.argv[1:])

@@ -10,6 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+allowed: list[str] = []
+"""Names that ``--allow`` of a tool named."""
+
 
 def add_allow(parser: argparse.ArgumentParser) -> None:
     """Let a command import modules of the user's own, such as those of attention kinds."""
@@ -63,7 +66,9 @@ def import_own(names: Iterable[str]) -> None:
 
 class _Import(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        names = [name.strip() for name in values.split(",") if name.strip()]
         try:
-            import_own(name.strip() for name in values.split(",") if name.strip())
+            import_own(names)
+            allowed.extend(names)
         except UnknownModuleError as error:
             raise argparse.ArgumentError(self, str(error)) from None

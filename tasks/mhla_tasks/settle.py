@@ -65,6 +65,8 @@ def settle(options: Any, subcommand: str) -> RunFolder | None:
             logger.init_args.update(Namespace(own))
             if folder.taken and logger.class_path.endswith("CSVLogger"):
                 folder.keep("metrics.csv")  # Lightning deletes the table of an earlier start
+        elif logger.init_args.get("save_dir", path) in (None, "", "."):  # W&B and others write into the working folder
+            logger.init_args["save_dir"] = str(path)
     if folder.has_checkpoints():
         options.ckpt_path = str(path)
     return folder

@@ -7,12 +7,13 @@ its values. Runs go one after the other, or each as a job of SLURM:
       --sweep model.init_args.attention.kind=mhla,linear,softmax --sweep seed_everything=0,1,2
     lightning fit ... --sweep seed_everything=0,1 --sweep_sbatch "--gpus-per-node=8 docker/slurm/train.sbatch"
 
-The same line again resumes: finished runs are passed over, a stopped one continues. At the end all are compared, as by
-``lightning compare``.
+The same line again resumes: finished runs are passed over, a stopped one continues (jobs of SLURM: once they have ended). At
+the end all are compared, as by ``lightning compare``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -25,12 +26,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mhla_tasks.compare import RECORD, draw, print_table, read_runs, short_names
+from lightning_mhla.checkpoints.runs import in_use
+from lightning_mhla.system.files import write_whole
+from mhla_tasks.compare import RECORD, common_metrics, draw, print_table, read_runs, short_names
 
 KEPT = "sweep.json"
 """File in the folder of a run: the words that it was trained with."""
 
-DEFAULT = "runs/sweep"
+DEFAULT, PICTURE = "runs/sweep", "compared.png"
+LONGEST = 150
+"""Characters of a folder's name."""
 
 
 class SweepError(ValueError):
@@ -81,6 +86,9 @@ def read_words(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]], P
         if key in values:
             raise SweepError(f"--sweep {key} is given twice")
         values[key] = split_values(listed)
+    for key, several in values.items():
+        if len(set(several)) < len(several):
+            raise SweepError(f"--sweep {key} has a value twice")
     folder = Path(taken["--run_dir"][-1] if taken["--run_dir"] else DEFAULT)
     return rest, values, folder, shlex.split(taken["--sweep_sbatch"][-1]) if taken["--sweep_sbatch"] else None
 
@@ -91,9 +99,11 @@ def combinations(values: dict[str, list[str]]) -> list[dict[str, str]]:
 
 
 def name_of(chosen: dict[str, str]) -> str:
-    """Name of the folder of a combination."""
+    """Name of the folder of a combination; with a hash where the values themselves are no name."""
     names = short_names(list(chosen))
-    return re.sub(r"[^\w=,.+-]+", "-", ",".join(f"{names[key]}={value}" for key, value in chosen.items()))
+    text = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
+    name = re.sub(r"[^\w=,.+-]+", "-", text)[:LONGEST]
+    return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
 def run(words: Sequence[str]) -> int:
@@ -107,54 +117,89 @@ def run(words: Sequence[str]) -> int:
     except SweepError as error:
         sys.stderr.write(f"error: {error}\nhelp: lightning fit --help\n")
         return 2
+    fit = [sys.executable, "-m", "mhla_tasks", "fit"]
+    if any(word.partition("=")[0] in ("--help", "-h", "--print_config") for word in rest):
+        return _wait([*fit, *rest], {})
     failed, runs = [], combinations(values)
     for number, chosen in enumerate(runs, 1):
         own = folder / name_of(chosen)
         asked = [*rest, *(f"--{key}={value}" for key, value in chosen.items())]
-        if _finished(own, asked):
-            sys.stderr.write(f"[{number}/{len(runs)}] {own}: finished before\n")
+        state = "finished before" if _finished(own, asked) else "in use by another process" if in_use(own) else ""
+        sys.stderr.write(f"[{number}/{len(runs)}] {own}{state and f': {state}'}\n")
+        if state:
             continue
-        sys.stderr.write(f"[{number}/{len(runs)}] {own}\n")
-        if sbatch is not None:
-            status = _wait(["sbatch", f"--job-name={own.name}", *sbatch, *asked], {"RUN_DIR": str(own)})
+        _begin(own, asked)
+        if sbatch is None:
+            status = _wait([*fit, *asked, f"--run_dir={own}"], {})
         else:
-            status = _wait([sys.executable, "-m", "mhla_tasks", "fit", *asked, f"--run_dir={own}"], {})
-            if not status:
-                (own / KEPT).write_text(json.dumps({"words": asked}) + "\n")
+            status = _wait(["sbatch", f"--job-name={own.name}", *sbatch, *asked], {"RUN_DIR": str(own)})
         if status in (2, 75, 130) or status < 0:  # a wrong command, or a stop: the others would end alike
             return abs(status) if status > 0 else 128 - status
         failed += [own.name] if status else []
-    trained = [own for chosen in runs if (own := folder / name_of(chosen)).is_dir() and any(own.rglob(RECORD))]
-    if sbatch is None and trained:
-        found = read_runs(trained)
-        print_table(found)
-        draw(found, folder / "compared.png")
-        sys.stderr.write(f"curves: {folder / 'compared.png'}\n")
+    if sbatch is None:
+        _compare(folder, [folder / name_of(chosen) for chosen in runs])
     if failed:
         sys.stderr.write(f"failed: {', '.join(failed)}\n")
     return int(bool(failed))
 
 
-def _finished(folder: Path, words: list[str]) -> bool:
-    """Whether a run with these words has ended."""
+def _compare(folder: Path, runs: Sequence[Path]) -> None:
+    """Print the table of the runs that have a record, and draw their curves."""
+    trained = [own for own in runs if (own / RECORD).exists()]
+    if without := [own.name for own in runs if own not in trained]:
+        sys.stderr.write(f"without {RECORD}, which RunReport writes where there is a logger: {', '.join(without)}\n")
+    if not trained:
+        return
+    found = read_runs(trained)
+    print_table(found)
+    if common_metrics(found):
+        draw(found, folder / PICTURE)
+        sys.stderr.write(f"curves: {folder / PICTURE}\n")
+
+
+def _kept(words: Sequence[str]) -> dict[str, Any]:
+    """What a run is trained with: words, and hashes of the configurations that they name."""
+    pairs = itertools.pairwise([*words, ""])
+    paths = [word.partition("=")[2] or after for word, after in pairs if word.split("=")[0] == "--config"]
+    files = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths if Path(path).is_file()}
+    return {"words": list(words), "configs": files}
+
+
+def _begin(folder: Path, words: Sequence[str]) -> None:
+    """Note what a run is trained with; a record of another one is not finished any more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / RECORD
+    if record.exists():
+        write_whole(record, json.dumps({**json.loads(record.read_text()), "finished": False}, indent=1) + "\n")
+    write_whole(folder / KEPT, json.dumps(_kept(words)) + "\n")
+
+
+def _finished(folder: Path, words: Sequence[str]) -> bool:
+    """Whether a run with these words and configurations has ended."""
     try:
         record, kept = (json.loads((folder / name).read_text()) for name in (RECORD, KEPT))
     except (OSError, ValueError):
         return False
-    return bool(record.get("finished")) and kept.get("words") == words
+    return bool(record.get("finished")) and kept == _kept(words)
 
 
 def _wait(command: list[str], environment: dict[str, str]) -> int:
-    """Exit status of a command; signals are passed on to it, and it has the time that it needs to save."""
-    child = subprocess.Popen(command, env={**os.environ, **environment})
-
-    def forward(number: int, frame: Any) -> None:
-        child.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child too
+    """Exit status of a command; 130 after Ctrl+C. Signals reach it, and it has the time that it needs to save."""
     try:
-        return child.wait()
+        child = subprocess.Popen(command, env={**os.environ, **environment})
+    except FileNotFoundError:
+        sys.stderr.write(f"error: there is no program {command[0]} here\n")
+        return 2
+    noted: list[int] = []
+    before = {
+        number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in (signal.SIGTERM, signal.SIGUSR1)
+    }
+    before[signal.SIGINT] = signal.signal(
+        signal.SIGINT, lambda n, _: noted.append(n)
+    )  # the terminal sends it to the child too
+    try:
+        status = child.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    return 130 if noted else status

@@ -11,7 +11,7 @@ import yaml
 from jsonargparse import set_parsing_settings
 
 from lightning_mhla.system.untrusted import YAML_CHARACTERS, check_yaml, reason
-from mhla_tasks.own_modules import find_in_working_folder, import_own
+from mhla_tasks.own_modules import allowed, find_in_working_folder, import_own
 from mhla_tasks.sources import Source
 
 PACKAGES = ("lightning", "lightning_mhla", "mhla_kernels", "mhla_tasks", "torchmetrics")
@@ -76,7 +76,8 @@ def refusal(class_path: str) -> str | None:
     """Why a class may not be imported, with the way out; None if it may."""
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", class_path) or len(class_path) > 500:
         return "is no name of a class"
-    if "." not in class_path or any(class_path == name or class_path.startswith(f"{name}.") for name in _allowed):
+    known = [*_allowed, *allowed]
+    if "." not in class_path or any(class_path == name or class_path.startswith(f"{name}.") for name in known):
         return None
     package = class_path.split(".")[0]
     if close := get_close_matches(package, PACKAGES, 1, 0.8):

@@ -59,7 +59,7 @@ def test_the_page_shows_all_of_a_run_in_one_file(tmp_path: Path, monkeypatch: py
     assert reader.tags.count("svg") == 1, "a metric that does not move has no curve"
     assert reader.tags.count("circle") == 2, "a value that is not finite has no point"
     for words in ("not finished; 1,200 steps, 1 min 01 s, 19.5 steps a second over all", "0.25 at step 600", "2 processes",
-                  "lightning fit --run_dir runs/&lt;script&gt;", "&amp; more", "torch 2.15"):  # fmt: skip
+                  "lightning fit --run_dir &#x27;runs/&lt;script&gt;&#x27;", "&amp; more", "torch 2.15"):  # fmt: skip
         assert words in text, words
 
 
@@ -75,6 +75,10 @@ def test_a_run_that_has_nothing_yet_has_a_page(tmp_path: Path) -> None:
     write_page(tmp_path, tmp_path / "checkpoints", record(metrics={}, best={}, steps=0, seconds=0.0, processes=1))
     text = (tmp_path / "report.html").read_text()
     assert "No validation yet." in text
+    assert "Resume" not in text, "there is no configuration to resume with"
+    (tmp_path / "config.yaml").touch()
+    write_page(tmp_path, tmp_path / "checkpoints", record())
+    text = (tmp_path / "report.html").read_text()
     assert f"lightning fit --config {tmp_path}/config.yaml --ckpt_path {tmp_path}" in text
     write_page(tmp_path, tmp_path / "checkpoints", record(metrics={"val/loss": [[1, None]]}, best={}))
     assert "not finite" in (tmp_path / "report.html").read_text()

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from mhla_tasks import commands, completion, main
+from mhla_tasks import commands, main
 from mhla_tasks.classification import ImageClassifier
+from mhla_tasks.commands import completion
 from processes import fork_server
 
 NAMES = [name for tools in commands.TOOLS.values() for name in tools]
@@ -132,6 +133,12 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
     assert "A `ImageClassifier` of " in text
     assert "attention: `linear`.\n" in text
     assert "The checkpoint holds none" in text
+    commands.run("export", [str(path), str(tmp_path / "out")])
+    assert "Not stated" in (tmp_path / "out/README.md").read_text(), "our own card is written anew"
+    (tmp_path / "out/README.md").write_text("Mine.")
+    commands.run("export", [str(path), str(tmp_path / "out")])
+    assert (tmp_path / "out/README.md").read_text() == "Mine."
+    assert "Not stated" in (tmp_path / "out/README.new.md").read_text()
     assert "  patch_size: 2\n" in text or "\npatch_size: 2\n" in text
 
 
@@ -140,6 +147,10 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
     [
         (["--context=64"], {}, "--context is no option for .*some.ckpt, which holds the model of ImageClassifier"),
         ([], {"_class_path": "os.system"}, "was trained with the class os.system: "),
+        ([], {"_class_path": "mhla_tasks.classification.Gone"}, "mhla_tasks.classification.Gone, which is not there"),
+        ([], {"_class_path": "mhla_tasks.gone.Gone"}, "mhla_tasks.gone.Gone, which is not there"),
+        ([], {"_class_path": "lightning.fabric.utilities.cloud_io._load"}, "_load, which is no module of training"),
+        ([], {"_class_path": "lightning.pytorch.LightningModule"}, "LightningModule, which is no module of training"),
         ([], {"unheard_of": 1}, "holds no module of classification, diffusion, language, video"),
     ],
 )
@@ -194,10 +205,15 @@ def test_words_are_completed(words: list[str], found: list[str]) -> None:
 def test_bash_completes(tmp_path: Path) -> None:
     """In a real shell, by the script that the command prints."""
     program = Path(sys.executable).with_name("lightning")
-    code = (
-        f'PATH={program.parent}:$PATH; eval "$(lightning completion bash)"\n'
-        'COMP_WORDS=(lightning fit --config mhla://video/mnist_p); COMP_CWORD=3; _lightning_mhla; echo "${COMPREPLY[@]}"\n'
-        'COMP_WORDS=(lightning prepare ima); COMP_CWORD=2; _lightning_mhla; echo "${COMPREPLY[@]}"\n'
+    lines = [
+        "lightning fit --config mhla://video/mnist_p",
+        "lightning fit --config=mhla://video/mnist_p",
+        "lightning prepare ima",
+    ]
+    asked = "".join(
+        f'COMP_LINE="{line}"; COMP_POINT={len(line)}; _lightning_mhla; echo "${{COMPREPLY[@]}}"\n' for line in lines
     )
+    code = f'PATH={program.parent}:$PATH; before=$COMP_WORDBREAKS; eval "$(lightning completion bash)"\n{asked}'
+    code += '[ "$before" = "$COMP_WORDBREAKS" ] && echo kept\n'
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout == "mhla://video/mnist_pretrain.yaml\nimages\n"
+    assert done.stdout.splitlines() == ["//video/mnist_pretrain.yaml", "//video/mnist_pretrain.yaml", "images", "kept"]

@@ -136,6 +136,48 @@ def test_a_stopped_sweep_saves_and_resumes(tmp_path: Path) -> None:
     assert list(tmp_path.glob("runs/*/checkpoints/recovery/*.ckpt"))
 
 
+def test_ctrl_c_ends_the_sweep_and_not_its_run_alone(tmp_path: Path) -> None:
+    """The terminal sends it to both; the run ends with status 1, as Lightning does."""
+    line = ["fit", "--config", config(tmp_path, max_epochs=100_000), "--sweep", "seed_everything=0,1", "--run_dir=runs"]
+    said = tmp_path / "said"
+    run = fork_server().start(*line, module="mhla_tasks", output=said, folder=tmp_path)
+    until = time.monotonic() + 200
+    while not list(tmp_path.glob("runs/*/run.json")):
+        assert run.poll() is None, said.read_text()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait() == 130, said.read_text()
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.is_dir()] == ["seed_everything=0"]
+
+
+def test_help_is_that_of_fit_and_an_edited_configuration_is_another_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(sweep, "_wait", lambda command, _: asked.append(command) or 0)
+    assert sweep.run(["--sweep=a=1,2", "--print_config"]) == 0
+    assert asked == [[sys.executable, "-m", "mhla_tasks", "fit", "--print_config"]]
+    Path("a.yaml").write_text("x: 1\n")
+    words = ["--config=a.yaml", "--sweep=a=1", "--run_dir=r"]
+    record(Path("r/a=1"), {})
+    assert sweep.run(words) == 0
+    assert len(asked) == 2, "trained by other words before"
+    done = json.loads(Path("r/a=1/run.json").read_text())
+    assert not done["finished"], "the record of the other run would count as this one's"
+    Path("r/a=1/run.json").write_text(json.dumps({**done, "finished": True}))
+    assert sweep.run(words) == 0
+    assert len(asked) == 2
+    Path("a.yaml").write_text("x: 2\n")
+    assert sweep.run(words) == 0
+    assert len(asked) == 3
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert sweep.run(["--sweep=a=1", "--sweep_sbatch=x.sbatch", "--run_dir=other"]) == 2
+    assert "there is no program sbatch here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "values"),
     [
@@ -157,6 +199,7 @@ def test_values_are_split_at_commas_outside_brackets(text: str, values: list[str
         (["--sweep", "seed_everything"], "--sweep seed_everything: write KEY=VALUE,VALUE"),
         (["--sweep", "a=1,,2"], "--sweep a=1,,2: write KEY=VALUE,VALUE"),
         (["--sweep=a=1", "--sweep=a=2"], "--sweep a is given twice"),
+        (["--sweep=a=1,2,1"], "--sweep a has a value twice"),
     ],
 )
 def test_a_sweep_that_cannot_be_read(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +213,10 @@ def test_names_tell_keys_apart() -> None:
         "model.init_args.optimizer.lr": "1e-3",
         "data.init_args.lr": "[a, b]",
     }
-    assert sweep.name_of(chosen) == "kind=mhla,optimizer.lr=1e-3,data.lr=-a,-b-"
+    name = sweep.name_of(chosen)
+    assert re.fullmatch(r"kind=mhla,optimizer\.lr=1e-3,data\.lr=-a,-b--[0-9a-f]{6}", name)
+    assert name != sweep.name_of({**chosen, "data.init_args.lr": "(a, b)"}), "two runs would share a folder"
+    assert len(sweep.name_of({"a": "x" * 300})) < 200
 
 
 def record(folder: Path, options: dict[str, Any], **changes: Any) -> None:
@@ -225,6 +271,26 @@ def test_folders_without_runs_are_told(content: str | None, message: str, tmp_pa
         (tmp_path / "run.json").write_text(content)
     with pytest.raises(SystemExit, match=message):
         commands.run("compare", [str(tmp_path)])
+
+
+def test_runs_that_end_alike_and_odd_values_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callbacks = [{"class_path": "a.Metrics", "init_args": {"n": 1}}, {"class_path": "a.Metrics", "init_args": {"n": 2}}]
+    for name, value in (("one", "[/data]"), ("two", [True, False])):
+        record(tmp_path / name, {"model": {"x": value}, "trainer": {"callbacks": callbacks}})
+    record(tmp_path / "three", {}, best={"metric": "val/accuracy", "mode": "max", "value": 0.9, "step": 1})
+    (tmp_path / "three/config.yaml").unlink()
+    commands.run("compare", [str(tmp_path)])
+    header, one, three, two = (line for line in capsys.readouterr().out.splitlines() if line.strip(" ─"))
+    assert header.split()[:6] == ["x", "val/loss", "best", "val/loss", "best", "val/accuracy"]
+    assert one.split()[:3] == ["[/data]", "0.5", "0.25"]
+    assert three.split()[:2] == ["0.5", "0.9"], "chosen by another metric"
+    assert two.split()[:4] == ["[true,", "false]", "0.5", "0.25"]
+    assert compare.flat({"trainer": {"callbacks": callbacks}}) == {
+        "trainer.callbacks.Metrics.n": 1, "trainer.callbacks.Metrics-2.n": 2
+    }  # fmt: skip
+    record(tmp_path / "other/none", {}, metrics={})
+    with pytest.raises(SystemExit, match="no metric in common"):
+        commands.run("compare", [str(tmp_path), "--picture", str(tmp_path / "x.png")])
 
 
 def test_one_run_is_named_by_its_folder(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def completion(parser: ArgumentParser) -> Run:
     parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
 
     def run(args: Namespace) -> None:
-        from mhla_tasks.completion import SHELLS
+        from mhla_tasks.commands.completion import SHELLS
 
         sys.stdout.write(SHELLS[args.shell])
 

@@ -12,10 +12,9 @@ REQUEST = "--complete"
 SCRIPT = """\
 _lightning_mhla() {
     local IFS=$'\\n'
-    COMPREPLY=($(lightning --complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
-    [[ ${COMPREPLY[0]} == *= || ${COMPREPLY[0]} == */ ]] && compopt -o nospace 2>/dev/null
+    COMPREPLY=($(lightning --complete "$COMP_WORDBREAKS" "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+    [[ ${COMPREPLY[0]} == *= ]] && compopt -o nospace 2>/dev/null
 }
-COMP_WORDBREAKS=${COMP_WORDBREAKS//[:=]/}
 complete -o default -F _lightning_mhla lightning lightning-mhla
 """
 SHELLS = {"bash": SCRIPT, "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{SCRIPT}"}
@@ -26,6 +25,19 @@ OPTIONS = {
     "validate": ("--config", "--ckpt_path=", "--run_dir=", "--allow=", "--print_config", "--help"),
 }  # fmt: skip
 OPTIONS |= dict.fromkeys(("test", "predict"), OPTIONS["validate"])
+
+
+def answer(breaks: str, line: str) -> list[str]:
+    """What a shell puts in place of the last part of a line, which begins after the last of its word breaks.
+
+    Args:
+        breaks: characters at which the shell breaks words.
+        line: up to the cursor.
+    """
+    words = line.split(" ")[1:]
+    last = words[-1] if words else ""
+    kept = max((last.rfind(letter) + 1 for letter in breaks), default=0)
+    return [word[kept:] for word in complete([*(word for word in words[:-1] if word), last])]
 
 
 def complete(words: Sequence[str]) -> list[str]:
