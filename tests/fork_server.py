@@ -174,6 +174,7 @@ def _child(asked: dict[str, Any]) -> None:
     for number in (1, 2):
         os.dup2(stream, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
     os.chdir(asked["folder"])
     os.environ.update(asked["environment"])
     sys.path[:0] = [os.environ["PATH_OF_TESTS"]] if "PATH_OF_TESTS" in os.environ else []

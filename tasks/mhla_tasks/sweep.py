@@ -194,9 +194,8 @@ def _wait(command: list[str], environment: dict[str, str]) -> int:
     before = {
         number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in (signal.SIGTERM, signal.SIGUSR1)
     }
-    before[signal.SIGINT] = signal.signal(
-        signal.SIGINT, lambda n, _: noted.append(n)
-    )  # the terminal sends it to the child too
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is in the background; a terminal sends it to both
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda n, _: noted.append(n))
     try:
         status = child.wait()
     finally:
