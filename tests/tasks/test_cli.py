@@ -166,7 +166,6 @@ def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, pat
             kinds = {module.config.kind for module in model.modules() if isinstance(module, Attention)}
             own = {
                 "digits_pretrain": set(),
-                "mnist_pretrain": set(),
                 "mqar": {"gated_conv", "mhla"},
                 "needle": {"gated_conv", "mhla"},
             }  # layer_kinds

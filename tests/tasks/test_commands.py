@@ -206,8 +206,8 @@ def test_bash_completes(tmp_path: Path) -> None:
     """In a real shell, by the script that the command prints."""
     program = Path(sys.executable).with_name("lightning")
     lines = [
-        "lightning fit --config mhla://video/mnist_p",
-        "lightning fit --config=mhla://video/mnist_p",
+        "lightning fit --config mhla://video/digits_p",
+        "lightning fit --config=mhla://video/digits_p",
         "lightning prepare ima",
     ]
     asked = "".join(
@@ -216,4 +216,9 @@ def test_bash_completes(tmp_path: Path) -> None:
     code = f'PATH={program.parent}:$PATH; before=$COMP_WORDBREAKS; eval "$(lightning completion bash)"\n{asked}'
     code += '[ "$before" = "$COMP_WORDBREAKS" ] && echo kept\n'
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.splitlines() == ["//video/mnist_pretrain.yaml", "//video/mnist_pretrain.yaml", "images", "kept"]
+    assert done.stdout.splitlines() == [
+        "//video/digits_pretrain.yaml",
+        "//video/digits_pretrain.yaml",
+        "images",
+        "kept",
+    ]
