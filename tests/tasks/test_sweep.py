@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from fork_server import Child
 from mhla_tasks import commands, compare, sweep
 from processes import fork_server
 
@@ -118,18 +119,31 @@ def test_jobs_are_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]  # fmt: skip
 
 
-def test_a_stopped_sweep_saves_and_resumes(tmp_path: Path) -> None:
-    """SIGTERM to the sweep reaches the run, which saves; the same line goes on."""
-    line = ["fit", "--config", config(tmp_path, max_epochs=100_000), "--sweep", "seed_everything=0", "--run_dir=runs"]
-    said = tmp_path / "said"
-    run = fork_server().start(*line, module="mhla_tasks", output=said, folder=tmp_path)
+def begun(folder: Path, seeds: str) -> Child:
+    """A sweep whose first run, which does not end, has validated."""
+    line = [
+        "fit",
+        "--config",
+        config(folder, max_epochs=100_000),
+        "--sweep",
+        f"seed_everything={seeds}",
+        "--run_dir=runs",
+    ]
+    said = folder / "said"
+    run = fork_server().start(*line, module="mhla_tasks", output=said, folder=folder)
     until = time.monotonic() + 200
-    while not list(tmp_path.glob("runs/*/run.json")):
+    while not list(folder.glob("runs/*/run.json")):
         assert run.poll() is None, said.read_text()
         assert time.monotonic() < until
         time.sleep(0.05)
+    return run
+
+
+def test_a_stopped_sweep_saves_and_resumes(tmp_path: Path) -> None:
+    """SIGTERM to the sweep reaches the run, which saves; the same line goes on."""
+    run = begun(tmp_path, "0")
     os.kill(run.pid, signal.SIGTERM)
-    assert run.wait() == 75, said.read_text()
+    assert run.wait() == 75, (tmp_path / "said").read_text()
     record = json.loads(next(tmp_path.glob("runs/*/run.json")).read_text())
     assert not record["finished"]
     assert record["steps"] > 0
@@ -138,16 +152,9 @@ def test_a_stopped_sweep_saves_and_resumes(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_the_sweep_and_not_its_run_alone(tmp_path: Path) -> None:
     """The terminal sends it to both; the run ends with status 1, as Lightning does."""
-    line = ["fit", "--config", config(tmp_path, max_epochs=100_000), "--sweep", "seed_everything=0,1", "--run_dir=runs"]
-    said = tmp_path / "said"
-    run = fork_server().start(*line, module="mhla_tasks", output=said, folder=tmp_path)
-    until = time.monotonic() + 200
-    while not list(tmp_path.glob("runs/*/run.json")):
-        assert run.poll() is None, said.read_text()
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    run = begun(tmp_path, "0,1")
     os.killpg(run.pid, signal.SIGINT)
-    assert run.wait() == 130, said.read_text()
+    assert run.wait() == 130, (tmp_path / "said").read_text()
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.is_dir()] == ["seed_everything=0"]
 
 
