@@ -139,7 +139,7 @@ VARIANTS = {
     "mhla, 16 blocks, normalised": [*SIXTEEN, *attention(normalize=True)],
     "mhla, 16 blocks, coefficients ten times as fast": [*SIXTEEN, "--model.init_args.optimizer.mixing_lr_scale=10"],
 }
-"""What is put in place of the pretrained model's attention; the last four ask what holds 16 blocks back."""
+"""Replacements of the pretrained model's attention; the last four look for the reason that 16 blocks fall behind."""
 
 PRINTED = """\
 | Wan2.1-1.3B fine-tuned, 31,500 tokens | VBench quality | semantic | total | latency, s |

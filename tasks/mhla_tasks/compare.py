@@ -197,7 +197,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """What the table says, as numbers, and the curves."""
+    """The table as numbers, and the curves."""
     keys = differences(runs)
     return [
         {"folder": str(run.folder), "options": {key: run.options.get(key) for key in keys}, **run.record}

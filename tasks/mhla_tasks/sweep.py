@@ -158,7 +158,7 @@ def _compare(folder: Path, runs: Sequence[Path]) -> None:
 
 
 def _kept(words: Sequence[str]) -> dict[str, Any]:
-    """What a run is trained with: words, and hashes of the configurations that they name."""
+    """The words of a run, and hashes of the configurations that they name."""
     pairs = itertools.pairwise([*words, ""])
     paths = [word.partition("=")[2] or after for word, after in pairs if word.split("=")[0] == "--config"]
     files = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths if Path(path).is_file()}

@@ -147,7 +147,7 @@ def listing(start: str = "") -> str:
 
 
 def nearest(word: str) -> str:
-    """What a mistyped command may have meant, as a question; empty if nothing is near."""
+    """A suggestion for a mistyped command; empty if no command is similar."""
     names = [*LIGHTNING, *{name.partition(" ")[0] for tools in TOOLS.values() for name in tools}]
     found = difflib.get_close_matches(word, names, 1)
     return f"; did you mean {found[0]}?" if found else ""

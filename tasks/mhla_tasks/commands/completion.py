@@ -28,7 +28,7 @@ OPTIONS |= dict.fromkeys(("test", "predict"), OPTIONS["validate"])
 
 
 def answer(breaks: str, line: str) -> list[str]:
-    """What a shell puts in place of the last part of a line, which begins after the last of its word breaks.
+    """Candidates for the last part of a line, which begins after its last word break.
 
     Args:
         breaks: characters at which the shell breaks words.
@@ -41,7 +41,7 @@ def answer(breaks: str, line: str) -> list[str]:
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """What the last word may become.
+    """Candidates for the last word.
 
     Args:
         words: after the command, the last one as far as it is typed.
