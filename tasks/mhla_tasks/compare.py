@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from lightning_mhla.callbacks.page import duration
+from lightning_mhla.callbacks.report import RECORD
 
-RECORD, CONFIG = "run.json", "config.yaml"
+CONFIG = "config.yaml"
 PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
 """Keys of a configuration that say where a run is, not what it is."""
 

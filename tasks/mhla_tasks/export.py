@@ -78,9 +78,8 @@ def _class(checkpoint: Path, class_path: str) -> type[TrainingModule]:
         kind = getattr(import_module(package), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{checkpoint} was trained with the class {class_path[:80]}, which is not there") from error
-    if not (
-        isinstance(kind, type) and issubclass(kind, TrainingModule)
-    ):  # nothing else is called with what a file says
+    own = isinstance(kind, type) and issubclass(kind, TrainingModule)
+    if not own:  # nothing else is called with what a file says
         raise ValueError(f"{checkpoint} names {class_path[:80]}, which is no module of training")
     return kind
 

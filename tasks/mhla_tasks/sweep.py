@@ -26,9 +26,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.checkpoints.runs import in_use
 from lightning_mhla.system.files import write_whole
-from mhla_tasks.compare import RECORD, common_metrics, draw, print_table, read_runs, short_names
+from mhla_tasks.compare import common_metrics, draw, print_table, read_runs, short_names
 
 KEPT = "sweep.json"
 """File in the folder of a run: the words that it was trained with."""
