@@ -57,14 +57,14 @@ class Part:
 def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
     """The parts by name, what is known soonest first."""
     to = ("--out", str(out))
-    doctor = ("-m", "mhla_tasks.main", "doctor", "--json")
+    doctor = ("-m", "mhla_tasks", "doctor", "--json")
     if not gpu:
         small = ("--device", "cpu", "--seconds", "0")
         shape = ("--shape", "1,2,64,16,8,8", "--seconds", "0", "--dry-run")
         return {
             "doctor": Part((*doctor, "--only", "versions", "devices"), 3, "doctor.json"),
             "native": Part(("-m", "benchmarks.native", *to), 5),
-            "tune": Part(("-m", "mhla_tasks.main", "tune", *shape), 3, "tune.txt"),
+            "tune": Part(("-m", "mhla_tasks", "tune", *shape), 3, "tune.txt"),
             "attention": Part(("-m", "benchmarks.attention", *small, "--longest", "64", *to), 5),
             "short blocks": Part(
                 ("-m", "benchmarks.short_blocks", *small, "--tokens", "64", "--runs", "1", *to), 5
@@ -93,7 +93,7 @@ def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
         for shape in MODELS
     ]
     words = [word for shape in shapes for word in ("--shape", shape)]
-    found["tune"] = Part(("-m", "mhla_tasks.main", "tune", "--seconds", "0.5", *words), 8, "tune.txt")
+    found["tune"] = Part(("-m", "mhla_tasks", "tune", "--seconds", "0.5", *words), 8, "tune.txt")
     peers = () if authors is None else ("--authors", str(authors.resolve()))
     found["attention"] = Part(("-m", "benchmarks.attention", "--seconds", "0.2", *peers, *to), 10)
     found["short blocks"] = Part(("-m", "benchmarks.short_blocks", "--runs", "3", "--seconds", "0.1", *to), 5)

@@ -64,7 +64,3 @@ def main() -> None:
         main_of_commands = import_module("mhla_tasks.cli").main
     gc.freeze()  # what was imported stays, and need not be searched; before any model is made, and before Triton is imported
     main_of_commands()
-
-
-if __name__ == "__main__":
-    main()

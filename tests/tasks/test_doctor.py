@@ -24,7 +24,7 @@ def run(capsys: pytest.CaptureFixture[str], *parts: str) -> tuple[int, list[dict
 
 def test_this_machine(tmp_path: Path) -> None:
     """By the command line, whole: JSON and nothing else on standard output, all parts, status 0."""
-    status, said = fork_server().run("doctor", "--json", module="mhla_tasks.main", folder=tmp_path)
+    status, said = fork_server().run("doctor", "--json", module="mhla_tasks", folder=tmp_path)
     assert status == 0, said[-4000:]
     found = json.loads(said)
     assert list(dict.fromkeys(one["part"] for one in found["findings"])) == list(doctor.PARTS)

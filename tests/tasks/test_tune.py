@@ -99,9 +99,7 @@ def test_the_shapes_of_a_run(tmp_path: Path) -> None:
         "--seconds",
         "0",
     ]
-    status, said = fork_server().run(
-        *words, module="mhla_tasks.main", folder=tmp_path, MHLA_CACHE=str(tmp_path / "cache")
-    )
+    status, said = fork_server().run(*words, module="mhla_tasks", folder=tmp_path, MHLA_CACHE=str(tmp_path / "cache"))
     assert status == 0, said[-4000:]
     assert "torch float32 12x64/16 16x16 DenseMixing normalize" in said
     assert {path.name for path in tmp_path.iterdir()} == {"own.yaml", "cache"}

@@ -53,7 +53,7 @@ def fit() -> Iterator[Finding]:
         return
     with tempfile.TemporaryDirectory() as folder:
         logger = f"--trainer.logger={{class_path: CSVLogger, init_args: {{save_dir: {folder}, name: '', version: ''}}}}"
-        command = [sys.executable, "-m", "mhla_tasks.main", "fit", *OPTIONS, logger]
+        command = [sys.executable, "-m", "mhla_tasks", "fit", *OPTIONS, logger]
         start = time.perf_counter()
         try:
             done = subprocess.run(
