@@ -1,8 +1,10 @@
-# Everything runs in .venv, made here on the first call.
+# Everything runs in .venv, made here on the first call: with the versions of constraints.txt, or, where they are not to be had,
+# with the newest ones.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test check fuzz hosts mutate lint resources gpu clean
+.PHONY: help demo test check fuzz hosts mutate lint docs constraints resources gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -10,12 +12,12 @@ help:  ## list the targets
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/demo-installed: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[classification]'
+.venv/demo-installed: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -c constraints.txt -e '.[classification]' || $(PIP) -e '.[classification]'
 	@touch $@
 
-.venv/test-installed: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[all,test]'
+.venv/test-installed: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -c constraints.txt -e '.[all,test]' || $(PIP) -e '.[all,test]'
 	@touch $@
 
 demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, say where the results are
@@ -41,6 +43,16 @@ lint: .venv/test-installed  ## ruff, mypy, and the import contract
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: .venv/test-installed  ## build the documentation into site/, strictly and without network; open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+constraints: .venv/test-installed  ## install the newest versions, run all tests, record the versions if they pass
+	$(PIP) --upgrade --upgrade-strategy eager -e '.[all,test]'
+	$(MAKE) lint test
+	$(BIN)/python tests/constraints.py > constraints.new
+	mv constraints.new constraints.txt
+	@touch .venv/demo-installed .venv/test-installed
 
 resources: .venv/test-installed  ## compile all Triton kernels ahead of time, print registers, spills and shared memory
 	$(BIN)/lightning bench resources

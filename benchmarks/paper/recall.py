@@ -29,7 +29,7 @@ KINDS: dict[str, list[str]] = {
         "--model.init_args.key_width=32",
     ],
 }
-WIDTHS = (32, 64)
+WIDTHS = (16, 32)
 
 
 @torch.no_grad()

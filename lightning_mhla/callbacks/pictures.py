@@ -115,7 +115,7 @@ class AttentionPictures(Callback):
         mask = args[1] if len(args) > 1 else kwargs.get("key_mask")
         given = {name: kwargs[name] for name in ("rotary", "projections") if layer.qkv is None}
         weights = layer.attention_matrix(x, None if mask is None else mask[self.sample : self.sample + 1], **given)[0]
-        if layer.block_ordered:
+        if layer.block_ordered and not layer.layout.is_raster:
             inverse = layer.layout.inverse.to(weights.device)
             weights = weights.index_select(1, inverse).index_select(2, inverse)
         self._layout = layer.layout

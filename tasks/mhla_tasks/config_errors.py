@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from mhla_tasks.own_modules import name_the_extra
 from mhla_tasks.signatures import Signature, imported_signature, written_signature
 from mhla_tasks.sources import Source
 
@@ -172,7 +173,7 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
     if "required: " in text and ".model" in text:
         return "no model is given; name a configuration: --config FILE, for example configs/classification/digits.yaml"
     given = re.search(r"Given value: (.*)", message)
-    text = text.replace(". Got value: ", ", got ")
+    text = name_the_extra(text.replace(". Got value: ", ", got "))
     if len(keys) == 1 and given and ", got " not in text and len(given[1]) < 60:
         text += f", got {given[1]}"
     if not keys:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,13 +26,33 @@ def add_allow(parser: argparse.ArgumentParser) -> None:
     )
 
 
+EXTRAS = {
+    "accelerate": "language", "av": "video", "datasets": "language", "diffusers": "diffusion", "lm_eval": "language",
+    "mlxtend": "classification", "peft": "video", "sklearn": "classification", "tokenizers": "language",
+    "torch_fidelity": "diffusion", "transformers": "language",
+}  # fmt: skip
+"""Extras that install packages, by the packages' import names."""
+
+
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """End a command with the message of an error that a check raised, and status 1."""
+    """End a command with the message of an error that a check raised, and status 1; all of it if the user asks."""
     try:
         yield
-    except (OSError, ValueError) as error:  # a broken sample is a ValueError
-        sys.exit(f"error: {error}")
+    except (OSError, ValueError, ModuleNotFoundError) as error:  # a broken sample is a ValueError
+        text = name_the_extra(str(error))
+        unknown = isinstance(error, ModuleNotFoundError) and text == str(error)
+        if unknown or os.environ.get("LIGHTNING_MHLA_TRACEBACK"):
+            raise
+        sys.exit(f"error: {text}")
+
+
+def name_the_extra(message: str) -> str:
+    """A message with the command that installs the package that Python says is missing."""
+    found = re.search(r"No module named '(\w+)", message)
+    if found is None or found[1] not in EXTRAS:
+        return message
+    return f"{message}: pip install 'lightning-mhla[{EXTRAS[found[1]]}]'"
 
 
 class UnknownModuleError(ValueError):

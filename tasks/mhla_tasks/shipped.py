@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def names() -> list[str]:
 
 
 def resolve(words: Sequence[str]) -> list[str]:
-    """A command line with the paths of the configurations that it names by ``mhla://``.
+    """A command line with the paths of the configurations that it names by ``mhla://``; without a name, lists them and ends.
 
     Raises:
         FileNotFoundError: for one that is not there.
@@ -30,7 +31,11 @@ def resolve(words: Sequence[str]) -> list[str]:
     for word in words:
         before, prefix, name = word.partition(PREFIX)
         if prefix and before in ("", "--config=", "-c="):
-            if name not in (known := names()):
+            known = names()
+            if not name:
+                sys.stdout.write("".join(f"{PREFIX}{each}\n" for each in known))
+                sys.exit(0)
+            if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; there are {', '.join(known)}"
                 raise FileNotFoundError(f"{word} is no configuration of the package{hint}")

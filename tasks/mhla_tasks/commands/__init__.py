@@ -122,7 +122,8 @@ def run(name: str, words: Sequence[str]) -> int | None:
     """
     function = function_of(name)
     if getattr(function, "passes_on", False):
-        return function(words)  # type: ignore[return-value]
+        with short_errors():
+            return function(words)  # type: ignore[return-value]
     parser, do = parser_of(name)
     asked = parser.parse_args(words)
     from rich.logging import RichHandler

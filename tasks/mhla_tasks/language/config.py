@@ -26,7 +26,7 @@ class MHLAConfig(PreTrainedConfig):
     Names that transformers' tools look for (``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``,
     ``num_key_value_heads``, ``intermediate_size``, ``max_position_embeddings``) are read and written too.
 
-    Args:
+    Attributes:
         vocab_size: tokens of the vocabulary.
         dim: width of the model.
         depth: layers.

@@ -1,0 +1,32 @@
+"""What the site shows beside its pages: the help of every command, and docstrings without marks of another format."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+os.environ["COLUMNS"] = "100"  # argparse breaks lines there
+
+from mhla_tasks.commands import TOOLS, function_of, parser_of
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Append the help of every tool to ``commands.md``."""
+    if page.file.src_uri != "commands.md":
+        return markdown
+    parts = [markdown]
+    for group, tools in TOOLS.items():
+        parts.append(f"## {group.capitalize()}")
+        for name in tools:
+            function = function_of(name)
+            passes_on = getattr(function, "passes_on", False)
+            text = (function.__doc__ or "") if passes_on else parser_of(name)[0].format_help()
+            parts.append(f"### {name}\n\n```text\n{text.strip()}\n```")
+    return "\n\n".join(parts)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Drop the roles of reStructuredText (``:class:``) before code, and the path before a name (``~``)."""
+    html = re.sub(r":(?:class|meth|func|mod|data|attr):(?=<code)", "", html)
+    return re.sub(r"(<code[^>]*>)~[\w.]*?(\w+</code>)", r"\1\2", html)

@@ -1,0 +1,236 @@
+"""README and documentation: every command and every code block works, the site builds, what they name exists.
+
+A page is worked through from top to bottom in one folder, as a reader does it: blocks with a title become files, Python
+blocks are programs of their own, commands run one after the other. Configurations are the shipped ones in small.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from fork_server import ForkServer
+from mhla_tasks import commands
+from small import save_clips, save_images, save_models, save_task_data, save_texts, shrunk
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+LOCAL = {
+    "stabilityai/sd-vae-ft-ema": "vae",
+    "TinyLlama/TinyLlama_v1.1": "tokenizer",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "wan",
+}
+"""Models of the hub, and what stands for them here."""
+SMALLER = {
+    "--image_size 256": "--image_size 16",
+    "kind=mhla,linear,softmax": "kind=mhla,linear",
+    "seed_everything=0,1": "seed_everything=0",
+}
+ENDINGS = {
+    "prepare clip-latents": "--frames 5 --height 32 --width 48 --fps 8 --text_length 16",
+    "fit --config mhla://c": "--trainer.limit_train_batches=2 --trainer.limit_val_batches=1",
+    "mhla-lm-eval": "--data_dir DATA --limit 1",
+    "llama.yaml": "--trainer.max_steps=4 --trainer.limit_val_batches=1",
+}
+"""What makes commands smaller that no configuration makes small."""
+PARSED = ("--trainer.devices=2", "docs/guides/migration.md")
+"""Commands that are parsed: those of several processes, and those of a page on full sizes."""
+OTHERS = (r"python3 -m venv", r"\. \.venv/bin/activate", r"pip install", r"lightning$")
+"""Commands that no test runs."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page."""
+
+    language: str
+    title: str
+    code: str
+
+    def commands(self) -> list[str]:
+        """Commands of a shell, without comments."""
+        lines = self.code.replace("\\\n", " ").splitlines()
+        return [line for line in (re.sub(r"(^|\s+)#\s.*$", "", line).strip() for line in lines) if line]
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(*(part or "" for part in match)) for match in FENCE.findall(page.read_text())]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages assume that a reader has."""
+    home = tmp_path_factory.mktemp("home")
+    save_images(home / "photos", ("cat", "dog", "fox"), {"train": 8, "val": 4})
+    (home / "images").symlink_to(home / "photos")
+    for folder in ("photos/new", "samples"):
+        shutil.copytree(home / "photos/val/cat", home / folder)
+    save_models(home)
+    for folder in ("texts", "texts-held-out"):
+        save_texts(home / folder)
+    (home / "more.jsonl").write_text('{"text": "The old town."}\n')
+    (home / "prompts.txt").write_text("The old river\nThe town\n")
+    (home / "story.txt").write_text((ROOT / "docs/operator.md").read_text())
+    for folder in ("videos", "videos-held-out"):
+        save_clips(home / folder, 4)
+    save_task_data(home / "DATA")
+    for path in (ROOT / "configs").rglob("*.yaml"):
+        small = home / path.relative_to(ROOT)
+        small.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent.name == "trainer":
+            shutil.copy(path, small)
+            continue
+        if path.parent.name == "eval":
+            overlay = yaml.safe_load(path.read_text())
+            overlay["trainer"]["callbacks+"][0]["init_args"] |= {"limit": 1, "data_dir": "DATA", "tasks": ["piqa"]}
+            small.write_text(yaml.safe_dump(overlay))
+            continue
+        small.write_text(yaml.safe_dump(shrunk(path, Path())))
+    return home
+
+
+def in_small(command: str) -> str:
+    for long, short in {**LOCAL, **SMALLER}.items():
+        command = command.replace(long, short)
+    return " ".join([command, *(options for part, options in ENDINGS.items() if part in command)])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
+def test_a_page_works_from_top_to_bottom(
+    page: Path, home: Path, server: ForkServer, cache_home: Path, tmp_path: Path
+) -> None:
+    for path in home.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    shown = {"XDG_CACHE_HOME": str(cache_home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tmp_path)}
+    for block in blocks(page):
+        if block.title:
+            (tmp_path / block.title).write_text(block.code)
+        if block.language == "python":
+            ast.parse(block.code)
+            if not block.title or "/" in block.title:
+                ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+                several = ranks if "torchrun" in block.code else {}
+                status, said = server.program(block.code, folder=tmp_path, **shown, **several)
+                assert status == 0, f"{block.code}\n{said[-3000:]}"
+        elif block.language == "yaml":
+            list(yaml.safe_load_all(block.code))
+        elif block.language == "sh":
+            for command in block.commands():
+                run(command, page, server, tmp_path, shown)
+        else:
+            assert block.language == "text", f"a block of {block.language}"
+
+
+def run(command: str, page: Path, server: ForkServer, folder: Path, environment: dict[str, str]) -> None:
+    """Run a command of a page in small; or check it, where it cannot run here."""
+    if target := re.match(r"make (\w+)", command):
+        assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"no {target[0]}"
+        return
+    if any(re.match(pattern, command) for pattern in OTHERS):
+        return
+    if command.startswith("sbatch"):
+        named = re.findall(r"[\w./-]+\.(?:sbatch|yaml)", command)
+        assert named
+        assert all((ROOT / path).exists() for path in named), command
+        return
+    program, *words = shlex.split(in_small(command))
+    modules = {"lightning": "mhla_tasks", "mhla-lm-eval": "mhla_tasks.language.evaluation.script"}
+    if words[0] == "import":
+        parser, _ = commands.parser_of("import")
+        parser.parse_args(words[1:])
+        return
+    if any(part in command or part == name(page) for part in PARSED):
+        words.append("--print_config")
+    status, said = server.run(*words, module=modules[program], folder=folder, **environment)
+    assert status == 0, f"{command}\n{said[-4000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_everything_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    for path in re.findall(r"\]\((?!http|#)([^)#\s]+)[^)]*\)", text):
+        assert (page.parent / path).exists(), f"{path} does not exist"
+    theirs = FENCE.sub("", text) if "migration" in page.name else text
+    for path in re.findall(r"\b(?:configs|benchmarks|tests|docker)/[\w/.-]*\w\.\w+", theirs):
+        assert (ROOT / path).exists(), f"{path} does not exist"
+    for target in re.findall(r"`make (\w+)", text):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"make {target} does not exist"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_of_ours() -> None:
+    """The fixed words between two values in capitals."""
+    texts = []
+    for path in [file for floor in ("kernels", "lightning_mhla", "tasks") for file in (ROOT / floor).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                texts.append(
+                    "".join(
+                        str(getattr(part, "value", "")) if isinstance(part, ast.Constant) else "\0"
+                        for part in node.values
+                    )
+                )
+    everything = "\n".join(texts)
+    messages = re.findall(r"^\*\*`(.*?)`\*\*:", (ROOT / "docs/guides/troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(messages) > 40
+    for message in messages:
+        parts = [part.strip(" '=") for part in re.split(r"\b[A-Z]+(?:_[A-Z]+)*\b(?=[^a-z]|$)", message)]
+        assert max(parts, key=len) in everything, message
+
+
+def test_every_key_of_the_migration_page_exists(home: Path, server: ForkServer, tmp_path: Path) -> None:
+    """With a value each, in one command for each domain: an unknown key is an error."""
+    text = (ROOT / "docs/guides/migration.md").read_text()
+    keys = {
+        key
+        for cell in re.findall(r"^\|[^|]*\|([^|]*)\|", text, re.MULTILINE)
+        for key in re.findall(r"--((?:model|data)\.init_args\.[\w.]+)", cell)
+    }
+    assert len(keys) > 40
+    helps = {
+        "model": ("classification.ImageClassifier", "diffusion.ClassToImage", "language.LanguageModel", "video.VideoDiffusion"),
+        "data": ("classification.ImageNetShards", "diffusion.ImageShards", "language.TokenShards", "video.VideoShards"),
+    }  # fmt: skip
+    known: set[str] = set()
+    for part, classes in helps.items():
+        for each in classes:
+            status, said = server.run(
+                "fit", f"--{part}.help", f"mhla_tasks.{each}", module="mhla_tasks", folder=tmp_path
+            )
+            assert status == 0, said[-2000:]
+            known |= {f"{part}.init_args.{key}" for key in re.findall(rf"--(?:{part}\.init_args\.)?([\w.]+)", said)}
+    assert keys <= known, keys - known
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Strictly: a broken link, an unknown name or a page that no menu shows is an error; without network."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **offline}, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert str(page.relative_to(ROOT / "docs").with_suffix(".html")) in pages
+    commands_page = (tmp_path / "site/commands.html").read_text()
+    assert all(f">{tool}<" in commands_page for tools in commands.TOOLS.values() for tool in tools)
+    assert ":class:" not in (tmp_path / "site/api/attention.html").read_text()
