@@ -44,7 +44,7 @@ lint: .venv/test-installed  ## ruff, mypy, and the import contract
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: .venv/test-installed  ## build the documentation into site/, strictly and without network; open site/index.html
+docs: .venv/test-installed  ## build the documentation into site/, strictly and without network; then: python3 -m http.server -d site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 constraints: .venv/test-installed  ## install the newest versions, run all tests, record the versions if they pass

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_mhla.attention.config import KINDS, AttentionConfig, register_kind, report_unused
 from lightning_mhla.attention.inputs import UNHANDLED, AttentionInputs, Projections
@@ -145,8 +146,9 @@ class Attention(LayoutTables):
             if self.lepe is not None:
                 self.lepe.fit(self._inner(layout), device)
 
+    @override
     def tables(self) -> dict[str, Tensor]:
-        """See :class:`LayoutTables`; from the order in which tokens come to that of the operator, and back."""
+        """Return the permutations from the order of the tokens to that of the operator, and back."""
         there, back = self.layout.order, self.layout.inverse
         return {"order": back, "inverse": there} if self.scans else {"order": there, "inverse": back}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig
@@ -55,19 +56,20 @@ class GatedConvolution(Attention, kind="gated_conv"):
             raise ValueError("gated_conv gates values by queries, and needs projections of its own")
         self.conv = ShortConvolution(heads * self.value_width, self.options.conv, bias=True)
 
+    @override
     def projected_heads(self) -> tuple[int, int, int]:
-        """See :meth:`Attention.projected_heads`: no keys."""
+        """Return no heads for keys."""
         return self.heads, 0, self.heads
 
+    @override
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """See :meth:`Attention.attend`."""
         positions = None if inputs.cu_seqlens is None else sequence_positions(inputs.x, inputs.cu_seqlens)
         return self._gated(inputs, None, positions)
 
+    @override
     def continue_from(
         self, inputs: AttentionInputs, state: RecurrentState | None, counts: Sequence[int]
     ) -> tuple[Tensor, RecurrentState]:
-        """See :meth:`Attention.continue_from`."""
         last = None if state is None else state.last
         before = (0,) * len(counts) if state is None else state.lengths
         after = RecurrentState(
@@ -77,16 +79,17 @@ class GatedConvolution(Attention, kind="gated_conv"):
         )
         return self._gated(inputs, last, None), after
 
+    @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """See :meth:`Attention.weights`; of the convolution alone, averaged over the features of a head."""
+        """Return the weights of the convolution alone, averaged over the features of a head."""
         tokens, taps = inputs.x.shape[1], self.options.conv
         back = torch.arange(tokens, device=inputs.x.device)[:, None] - torch.arange(tokens, device=inputs.x.device)
         each = self.conv.weight.flip(0).unflatten(-1, (self.heads, -1)).mean(-1).T  # [H, taps], own token first
         seen = torch.where((back >= 0) & (back < taps), each[:, back.clamp(0, taps - 1)], 0)
         return seen.expand(len(inputs.x), -1, -1, -1)
 
+    @override
     def operator_flops(self, tokens: int) -> float:
-        """See :meth:`Attention.operator_flops`."""
         return 2.0 * tokens * self.conv.weight.numel()
 
     def _gated(self, inputs: AttentionInputs, last: Tensor | None, positions: Tensor | None) -> Tensor:

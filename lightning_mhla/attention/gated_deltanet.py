@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_mhla.attention.config import AttentionConfig
 from lightning_mhla.attention.head_decay import HeadDecay
@@ -31,20 +32,20 @@ class GatedDeltaNet(RecurrentAttention, kind="gated_deltanet"):
         self.decay = HeadDecay(dim, heads, 0.0)
         self.beta = nn.Linear(dim, heads, bias=False)
 
+    @override
     def reset_gates(self) -> None:
-        """See :meth:`RecurrentAttention.reset_gates`."""
         self.decay.reset_parameters()
         for layer in (self.decay.proj, self.beta):
             nn.init.trunc_normal_(layer.weight, std=0.02)
 
+    @override
     def operands(self, inputs: AttentionInputs) -> Operands:
-        """See :meth:`RecurrentAttention.operands`."""
         q, k = (_of_length_one(x) for x in (inputs.q, inputs.k))
         _, decay = self.decay(inputs.x)
         return Operands(q, k, inputs.v, {"beta": self.beta(inputs.x).sigmoid(), "log_decay": decay})
 
+    @override
     def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
-        """See :meth:`RecurrentAttention.recur`."""
         q, k, v, gates = operands
         return gated_delta_rule(q, k, v, gates["beta"], gates["log_decay"], **options)
 

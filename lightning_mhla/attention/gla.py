@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_mhla.attention.config import AttentionConfig
 from lightning_mhla.attention.inputs import AttentionInputs
@@ -51,18 +52,18 @@ class GatedLinearAttention(RecurrentAttention, kind="gla"):
         self.reduce = nn.Linear(dim, rank, bias=False)
         self.decay = nn.Linear(rank, heads * self.key_width)
 
+    @override
     def reset_gates(self) -> None:
-        """See :meth:`RecurrentAttention.reset_gates`."""
         for layer in (self.reduce, self.decay):
             nn.init.trunc_normal_(layer.weight, std=0.02)
         nn.init.zeros_(self.decay.bias)
 
+    @override
     def operands(self, inputs: AttentionInputs) -> Operands:
-        """See :meth:`RecurrentAttention.operands`."""
         decay = F.logsigmoid(self.decay(self.reduce(inputs.x)).float()) / self.options.decay_divisor
         return Operands(inputs.q, inputs.k, inputs.v, {"log_decay": decay.unflatten(-1, (self.heads, self.key_width))})
 
+    @override
     def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
-        """See :meth:`RecurrentAttention.recur`."""
         q, k, v, gates = operands
         return gated_linear_attention(q, k, v, gates["log_decay"], **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_mhla.attention.layout import BlockLayout, LayoutTables
 
@@ -29,13 +30,13 @@ class LocalPositionalEncoding(LayoutTables):
         self.fit(layout)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """See :meth:`Attention.fit`."""
+        """Use the permutations of another layout."""
         self.layout = layout
         for name, values in self.tables().items():
             setattr(self, name, values.to(device))
 
+    @override
     def tables(self) -> dict[str, Tensor]:
-        """See :class:`LayoutTables`."""
         prefix = self.layout.prefix_tokens
         return {"to_grid": self.layout.inverse[prefix:], "from_grid": self.layout.order[prefix:] - prefix}
 

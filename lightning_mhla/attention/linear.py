@@ -7,6 +7,7 @@ from typing import Any
 from mhla_kernels import ExponentialMixing
 from mhla_kernels.mixing import MixingLike
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mhla.attention.config import MIXING_OPTIONS
 from lightning_mhla.attention.summaries import SummaryAttention
@@ -20,13 +21,14 @@ class LinearAttention(SummaryAttention, kind="linear"):
 
     unused = MIXING_OPTIONS
 
+    @override
     def coefficients(self, q: Tensor) -> tuple[MixingLike, dict[str, Any]]:
-        """See :meth:`SummaryAttention.coefficients`; causal: blocks of equal weight, for a cost linear in the tokens."""
+        """Return coefficients of 1; causal attention uses blocks of equal weight, for a cost linear in the tokens."""
         if self.causal:
             ones = q.new_ones(1)
             return ExponentialMixing(ones, ones - 1), {"block_size": CHUNK}
         return q.new_ones(1, 1), {"block_size": q.shape[1]}
 
+    @override
     def operator_flops(self, tokens: int) -> float:
-        """See :meth:`Attention.operator_flops`."""
         return self.summary_flops(tokens, CHUNK if self.causal else None, 0.0)

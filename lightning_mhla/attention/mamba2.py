@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_mhla.attention.config import AttentionConfig
 from lightning_mhla.attention.head_decay import HeadDecay, HeadScale
@@ -57,8 +58,9 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
         self.through = HeadScale(heads)
         self.norm = nn.RMSNorm(heads * self.value_width, NORM_EPS)
 
+    @override
     def projected_heads(self) -> tuple[int, int, int]:
-        """See :meth:`Attention.projected_heads`; another module's projections have their own."""
+        """Return ``groups`` heads for B and C; another module's projections have their own."""
         if not self.projects:
             return super().projected_heads()
         fewer = self.key_value_heads if self.key_value_heads < self.heads else 1
@@ -67,25 +69,26 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
             raise ValueError(f"groups={groups} must divide the {self.heads} heads")
         return groups, groups, self.heads
 
+    @override
     def reset_gates(self) -> None:
-        """See :meth:`RecurrentAttention.reset_gates`."""
         self.decay.reset_parameters()
         nn.init.trunc_normal_(self.decay.proj.weight, std=0.02)
         self.through.reset_parameters()
 
+    @override
     def operands(self, inputs: AttentionInputs) -> Operands:
-        """See :meth:`RecurrentAttention.operands`."""
         steps, decay = self.decay(inputs.x)
         return Operands(inputs.q, inputs.k, inputs.v, {"log_decay": decay, "step": steps})
 
+    @override
     def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
-        """See :meth:`RecurrentAttention.recur`."""
         q, k, v, gates = operands
         v = v * gates["step"][..., None].to(v.dtype)
         return state_space_dual(q, k, v, gates["log_decay"], scale=1.0, **options)
 
+    @override
     def skip(self, out: Tensor, operands: Operands) -> Tensor:
-        """See :meth:`RecurrentAttention.skip`: D x."""
+        """Add D x."""
         return out + self.through.weight.to(out.dtype)[:, None] * operands.v
 
     def _around(self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:

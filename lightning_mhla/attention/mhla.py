@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from mhla_kernels.mixing import MixingLike
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mhla.attention.config import AttentionConfig
 from lightning_mhla.attention.layout import BlockLayout
@@ -52,14 +53,16 @@ class MHLA(SummaryAttention, kind="mhla"):
         else:
             self.mixing = DenseCoefficients(layout, **options)
 
+    @override
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """See :meth:`Attention.fit`; coefficients are those of :meth:`MixingCoefficients.forward` for the layout's blocks."""
+        """Use coefficients for the layout's blocks, from :meth:`MixingCoefficients.forward`."""
         super().fit(layout, device)
         self.blocks = layout.operator_blocks
 
     @property
+    @override
     def max_tokens(self) -> int | None:
-        """See :attr:`Attention.max_tokens`: dense coefficients end with their blocks."""
+        """Return the tokens that dense coefficients cover."""
         if not self.causal:
             return self.layout.num_tokens
         return (
@@ -68,17 +71,20 @@ class MHLA(SummaryAttention, kind="mhla"):
             else None
         )
 
+    @override
     def extend(self, tokens: int) -> None:
-        """See :meth:`Attention.extend`; dense coefficients are continued by :func:`mhla_kernels.extend_mixing`."""
+        """Continue dense coefficients by :func:`mhla_kernels.extend_mixing`."""
         super().extend(tokens)
         self.mixing.extend(self.layout.num_blocks)
 
+    @override
     def coefficients(self, q: Tensor) -> tuple[MixingLike, dict[str, Any]]:
-        """See :meth:`SummaryAttention.coefficients`: the learned ones."""
+        """Return the learned coefficients."""
         return self.mixing(None if self.causal else self.layout.block_grid), self.blocks
 
+    @override
     def operator_flops(self, tokens: int) -> float:
-        """See :meth:`Attention.operator_flops`; of the chunked form."""
+        """Count the operations of the chunked form."""
         size = self.layout.num_tokens / self.layout.num_blocks
         blocks = tokens / size
         if isinstance(self.mixing, ExponentialCoefficients):

@@ -10,6 +10,7 @@ import torch
 from mhla_kernels import ExponentialMixing, extend_mixing, resize_mixing
 from mhla_kernels.mixing import MixingLike
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_mhla.attention.layout import BlockLayout
 
@@ -139,16 +140,16 @@ class DenseCoefficients(MixingCoefficients):
         self.grid, self.prefix_tokens, self.causal = layout.block_grid, layout.prefix_tokens, causal
 
     @torch.no_grad()
+    @override
     def reset_parameters(self) -> None:
-        """See :meth:`MixingCoefficients.reset_parameters`."""
         self.weight.copy_(self._start)
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> Tensor:
         """``[M, M]`` or ``[H, M, M]``; see :func:`mhla_kernels.resize_mixing` for other blocks than those learned."""
         return self.weight if block_grid in (None, self.grid) else self._resized(block_grid)
 
+    @override
     def resize(self, block_grid: tuple[int, ...]) -> None:
-        """See :class:`MixingCoefficients`."""
         self._start = self._resized(block_grid).detach()
         self.weight = nn.Parameter(self._start.clone(), self.weight.requires_grad)
         self.grid = tuple(block_grid)
@@ -160,8 +161,9 @@ class DenseCoefficients(MixingCoefficients):
             )
         return resize_mixing(self.weight, self.grid, block_grid)
 
+    @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """See :meth:`MixingCoefficients.carried`; causal ones by :func:`mhla_kernels.extend_mixing`, or cut."""
+        """Carry causal coefficients over by :func:`mhla_kernels.extend_mixing`, or cut them."""
         if values.dim() not in (2, 3) or values.shape[-1] != values.shape[-2] or self.prefix_tokens:
             return None
         blocks = math.prod(self.grid)
@@ -179,13 +181,13 @@ class DenseCoefficients(MixingCoefficients):
             resized = resize_mixing(values, old, self.grid)
         return _for_heads(resized, self.weight)
 
+    @override
     def matrix(self) -> Tensor:
-        """See :class:`MixingCoefficients`."""
         return self.weight
 
     @torch.no_grad()
+    @override
     def clip_(self) -> None:
-        """See :class:`MixingCoefficients`."""
         self.weight.clamp_(LOWER, UPPER)
 
     def extend(self, blocks: int) -> None:
@@ -247,27 +249,29 @@ class ExponentialCoefficients(MixingCoefficients):
         self.decay = nn.Parameter(rate.to(device, copy=True), requires_grad=trainable)
 
     @torch.no_grad()
+    @override
     def reset_parameters(self) -> None:
-        """See :meth:`MixingCoefficients.reset_parameters`."""
         for name, values in self._start.items():
             getattr(self, name).copy_(values)
 
+    @override
     def forward(self, block_grid: tuple[int, ...] | None = None) -> ExponentialMixing:
-        """See :class:`mhla_kernels.ExponentialMixing`; over other blocks, decays stay the same over a whole axis."""
+        """Build the mixing; over other blocks, decays stay the same over a whole axis."""
         if self.grid is None or block_grid in (None, self.grid):
             return ExponentialMixing(self.amplitude, self.decay, self.grid)
         assert block_grid is not None
         return ExponentialMixing(self.amplitude, self._rescaled(block_grid), block_grid)
 
+    @override
     def resize(self, block_grid: tuple[int, ...]) -> None:
-        """See :class:`MixingCoefficients`."""
         with torch.no_grad():
             self.decay.copy_(self._rescaled(block_grid))
         self.grid = None if self.grid is None else tuple(block_grid)
         self.blocks = math.prod(block_grid)
 
+    @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """See :meth:`MixingCoefficients.carried`; decays stay the same over a whole axis."""
+        """Carry the decays to other blocks: they stay the same over a whole axis."""
         own = self.amplitude if name == "amplitude" else self.decay
         axes = own.dim() - self.amplitude.dim()
         if values.shape[values.dim() - 1 - axes] != own.shape[own.dim() - 1 - axes]:
@@ -283,18 +287,19 @@ class ExponentialCoefficients(MixingCoefficients):
         scale = self.decay.new_tensor([before / after for before, after in zip(old, block_grid, strict=True)])
         return self.decay * (scale[0] if self.grid is None else scale)
 
+    @override
     def matrix(self) -> Tensor:
-        """See :class:`MixingCoefficients`."""
         return self().dense(self.blocks)
 
     @torch.no_grad()
+    @override
     def clip_(self) -> None:
-        """See :class:`MixingCoefficients`."""
         self.amplitude.clamp_(LOWER, UPPER)
         self.decay.clamp_(LOWER, LARGEST_DECAY)
 
+    @override
     def extend(self, blocks: int) -> None:
-        """See :class:`MixingCoefficients`; only the size of :meth:`matrix` changes."""
+        """Change the size of :meth:`matrix`, and nothing else."""
         self.blocks = blocks
 
 

@@ -10,6 +10,7 @@ import torch
 from mhla_kernels.backend import Backend
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig
@@ -139,8 +140,8 @@ class RecurrentAttention(Attention):
         self.conv = ShortConvolution(sum(self.sections), taps, self.conv_bias) if taps else None
 
     @classmethod
+    @override
     def options_at(cls, options: dict[str, Any] | None, layer: int) -> dict[str, Any] | None:
-        """See :meth:`Attention.options_at`."""
         if options is None or options["direction"] != "alternate":
             return options
         return {**options, "direction": "backward" if layer % 2 else "forward"}
@@ -158,12 +159,13 @@ class RecurrentAttention(Attention):
         """
         raise NotImplementedError
 
+    @override
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """See :meth:`Attention.attend`."""
         return self._in_directions(inputs, None)
 
+    @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """See :meth:`Attention.weights`; of the values after the short convolution, where there is one."""
+        """Return the weights of the values after the short convolution, where there is one."""
         batch, tokens = inputs.x.shape[:2]
         units = torch.eye(tokens, dtype=inputs.x.dtype, device=inputs.x.device)[None, :, None]
         return self._in_directions(inputs, units.expand(batch, tokens, self.heads, tokens)).transpose(1, 2)
@@ -196,10 +198,10 @@ class RecurrentAttention(Attention):
         """Outputs with what passes the recurrence by."""
         return out
 
+    @override
     def continue_from(
         self, inputs: AttentionInputs, state: RecurrentState | None, counts: Sequence[int]
     ) -> tuple[Tensor, RecurrentState]:
-        """See :meth:`Attention.continue_from`."""
         batch, tokens = inputs.x.shape[:2]
         real = None
         if any(count < tokens for count in counts):
@@ -234,8 +236,9 @@ class RecurrentAttention(Attention):
         return Operands(q, k, v, gates).hide(real)
 
     @torch.no_grad()
+    @override
     def open_gate(self) -> None:
-        """See :meth:`Attention.open_gate`; the short convolution passes its inputs on, and decays start alike everywhere."""
+        """Start open: the short convolution passes its inputs on, and decays are alike everywhere."""
         super().open_gate()
         if self.conv is not None:
             self.conv.pass_through()
@@ -246,8 +249,9 @@ class RecurrentAttention(Attention):
     def reset_gates(self) -> None:
         """Draw the parameters of the kind's decays anew."""
 
+    @override
     def operator_flops(self, tokens: int) -> float:
-        """See :meth:`Attention.operator_flops`; of the chunked form."""
+        """Count the operations of the chunked form."""
         directions = 2 if not self.causal and self.options.direction == "both" else 1
         chunk = chunk_tokens(max(self.key_width, self.value_width))
         each = 2 * self.key_width * self.value_width + (chunk + 1) / 2 * (self.key_width + self.value_width)

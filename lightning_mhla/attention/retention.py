@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.recurrent import Operands, RecurrentAttention
@@ -22,13 +23,14 @@ class Retention(RecurrentAttention, kind="retention"):
 
     unused = tuple(name for name in RecurrentAttention.unused if name != "rotary")
 
+    @override
     def operands(self, inputs: AttentionInputs) -> Operands:
-        """See :meth:`RecurrentAttention.operands`; constant rates, as gates, so that padding does not decay the state."""
+        """Return constant rates as gates, so that padding does not decay the state."""
         head = torch.arange(self.heads, device=inputs.x.device)
         rates = torch.log1p(-(2.0 ** (-5 - head)))
         return Operands(inputs.q, inputs.k, inputs.v, {"log_decay": rates.expand(*inputs.x.shape[:2], -1)})
 
+    @override
     def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
-        """See :meth:`RecurrentAttention.recur`."""
         q, k, v, gates = operands
         return state_space_dual(q, k, v, gates["log_decay"], **options)

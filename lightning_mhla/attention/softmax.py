@@ -11,6 +11,7 @@ import torch
 from mhla_kernels.sequence_parallel import gather_shares
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.config import MIXING_OPTIONS
@@ -70,8 +71,9 @@ class SoftmaxAttention(Attention, kind="softmax"):
     uses_linear_options = False
     repeats_heads = False
 
+    @override
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """See :meth:`Attention.attend`; packed sequences are attended to one by one (``cu_seqlens`` is read back)."""
+        """Attend; packed sequences are processed one by one (``cu_seqlens`` is read back)."""
         q, k = _turned(inputs)
         v, key_mask, cu_seqlens = inputs.v, inputs.key_mask, inputs.cu_seqlens
         if inputs.share is not None:
@@ -96,10 +98,10 @@ class SoftmaxAttention(Attention, kind="softmax"):
 
         return self._scaled(q, k, v, attn_mask=causal_lower_right(q.shape[1], share.end))
 
+    @override
     def continue_from(
         self, inputs: AttentionInputs, state: KeyValueState | None, counts: Sequence[int]
     ) -> tuple[Tensor, KeyValueState]:
-        """See :meth:`Attention.continue_from`."""
         (q, k), v = _turned(inputs), inputs.v
         batch, tokens = q.shape[:2]
         if state is None:
@@ -116,8 +118,8 @@ class SoftmaxAttention(Attention, kind="softmax"):
         visible = position <= last[..., None]
         return self._scaled(q, keys, values, attn_mask=visible[:, None]), state
 
+    @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """See :meth:`Attention.weights`."""
         (q, k), key_mask = _turned(inputs), inputs.key_mask
         k = k.repeat_interleave(self.heads // self.key_value_heads, 2)
         q, k = q.float().transpose(1, 2), k.float().transpose(1, 2)
@@ -129,8 +131,9 @@ class SoftmaxAttention(Attention, kind="softmax"):
             scores = scores.masked_fill(~mask, -torch.inf)
         return hide_rows(scores.softmax(-1).transpose(1, 2), key_mask).transpose(1, 2)
 
+    @override
     def operator_flops(self, tokens: int) -> float:
-        """See :meth:`Attention.operator_flops`; causal: half the square."""
+        """Count the square of the tokens, half of it if causal."""
         pairs = tokens * (tokens + 1) / 2 if self.causal else tokens**2
         return 2.0 * self.heads * pairs * (self.key_width + self.value_width)
 

@@ -9,6 +9,7 @@ from mhla_kernels import MHLAState, attention_matrix, mhla_attention, mhla_prefi
 from mhla_kernels.mixing import MixingLike
 from mhla_kernels.sequence_parallel import mhla_sequence_parallel
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.features import apply_features
@@ -24,8 +25,9 @@ class SummaryAttention(Attention):
         """Coefficients for the operator, and its blocks by name, for mapped queries ``[B, N, H, Dk]``."""
         raise NotImplementedError
 
+    @override
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """See :meth:`Attention.attend`; processes that share a sequence exchange summaries."""
+        """Apply the operator; processes that share a sequence exchange summaries."""
         q, k, mixing, options = self._operands(inputs)
         share = inputs.share
         if share is None:
@@ -37,15 +39,15 @@ class SummaryAttention(Attention):
             q, k, inputs.v, mixing, group=share.group, tokens=share.tokens, causal=True, **options
         )
 
+    @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """See :meth:`Attention.weights`."""
         q, k, mixing, options = self._operands(inputs)
         return attention_matrix(q, k, mixing, causal=self.causal, key_mask=inputs.key_mask, **options)
 
+    @override
     def continue_from(
         self, inputs: AttentionInputs, state: MHLAState | None, counts: Sequence[int]
     ) -> tuple[Tensor, MHLAState]:
-        """See :meth:`Attention.continue_from`."""
         (q, k, mixing, options), v = self._operands(inputs), inputs.v
         if state is not None and q.shape[1] == 1 and all(counts):
             out, state = mhla_step(q[:, 0], k[:, 0], v[:, 0], mixing, state, donate_state=True, **options)

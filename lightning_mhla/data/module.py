@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning import LightningDataModule, Trainer
+from typing_extensions import override
 
 from lightning_mhla.data.loader import Progress, ResumableLoader
 from lightning_mhla.data.shards import ShardReader, find_shards
@@ -96,8 +97,8 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         self._order: dict[str, Any] = {}
         self._train_loader: ResumableLoader | None = None
 
+    @override
     def prepare_data(self) -> None:
-        """See :meth:`ShardSets.prepare`."""
         if isinstance(self.shards, ShardSets):
             self.shards.prepare(self.trainer)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 WORD_BYTES = 8
 """Of a word's hash, which seeds its vector."""
@@ -73,8 +74,8 @@ class CaptionEncoder:
 class WordVectors(CaptionEncoder):
     """A standard normal vector for each word, drawn from its hash: any vocabulary, the same on every machine."""
 
+    @override
     def tokens(self, caption: str, device: torch.device) -> Tensor:
-        """See :meth:`CaptionEncoder.tokens`."""
         words = caption.lower().split()[: self.config.length]
         seeds = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:WORD_BYTES], "big") for word in words]
         vectors = [np.random.default_rng(seed).standard_normal(self.width, dtype=np.float32) for seed in seeds]
@@ -89,8 +90,9 @@ class UMT5Text(CaptionEncoder):
         self._parts: tuple[Any, Any] | None = None
 
     @torch.no_grad()
+    @override
     def tokens(self, caption: str, device: torch.device) -> Tensor:
-        """See :meth:`CaptionEncoder.tokens`; text is cleaned as diffusers' Wan pipeline does."""
+        """Clean the text as diffusers' Wan pipeline does, then tokenise it."""
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         tokenizer, model = self._load(device)
@@ -100,8 +102,8 @@ class UMT5Text(CaptionEncoder):
         with torch.autocast(device.type, enabled=False):
             return model(words.input_ids, words.attention_mask).last_hidden_state[0].float()
 
+    @override
     def rest(self) -> None:
-        """See :meth:`CaptionEncoder.rest`."""
         if self._parts is not None:
             self._parts[1].cpu()
 

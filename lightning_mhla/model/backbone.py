@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from lightning_mhla.attention import AttentionConfig, layout_for
 from lightning_mhla.attention.layout import LayoutTables
@@ -184,8 +185,8 @@ class Backbone(LayoutTables):
         size = self.layout.operator_blocks["block_size"] if in_blocks else SHARED_BLOCK
         return SequenceShare(group, tokens, int(size))
 
+    @override
     def tables(self) -> dict[str, Tensor]:
-        """See :class:`LayoutTables`."""
         return {"order": self.layout.order, "inverse": self.layout.inverse}
 
     @property

@@ -15,6 +15,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
 from lightning_mhla.attention.mixing import MixingCoefficients
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
@@ -218,20 +219,20 @@ class TrainingModule(LoggedApart, LightningModule):
             for change in take_over(optimizers, schedules, self._asked, self.trainer.global_step):
                 log.info("resumed with another optimiser: %s", change)
 
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """See :func:`check_batch`."""
         check_batch(batch, self.train_batch, "training")
 
+    @override
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """See :func:`check_batch`."""
         check_batch(batch, self.evaluation_batch, "validation")
 
+    @override
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """See :func:`check_batch`."""
         check_batch(batch, self.evaluation_batch, "test")
 
+    @override
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """See :func:`check_batch`."""
         check_batch(batch, self.predict_batch, "prediction")
 
     def _layer_names(self) -> Iterable[Iterable[str]]:

@@ -22,6 +22,7 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from rich.logging import RichHandler
+from typing_extensions import override
 
 from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.data import BrokenSampleError
@@ -64,8 +65,9 @@ class ShortErrorParser(LightningArgumentParser):
 class SuiteCLI(LightningCLI):
     """LightningCLI with short errors, run folders, and checkpoints that never override what the user asks for."""
 
+    @override
     def __init__(self, *, args: ArgsType = None, **options: Any) -> None:
-        """See LightningCLI; the options of commands that are not asked for are not looked up."""
+        """Parse and run; options of commands that nobody asked for are not looked up."""
         words = list(args) if isinstance(args, Sequence) else sys.argv[1:]
         every = LightningCLI.subcommands()
         chosen = {name: every[name] for name in words[:1] if name in every} or every
@@ -151,8 +153,9 @@ class SuiteCLI(LightningCLI):
         if options.trainer.logger is False:
             leave_out_monitors(options.trainer)
 
+    @override
     def instantiate_trainer(self, **options: Any) -> Trainer:
-        """See LightningCLI; with a progress bar that knows runs without a number of epochs."""
+        """Build the trainer with a progress bar that knows runs without a number of epochs."""
         given = self._get(self.config_init, "trainer")
         callbacks = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
         bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]

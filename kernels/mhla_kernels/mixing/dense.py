@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from mhla_kernels.mixing.base import Mixing
 
@@ -25,21 +26,21 @@ class DenseMixing(Mixing):
         return "dense mixing"
 
     @property
+    @override
     def heads(self) -> int | None:
-        """See :attr:`Mixing.heads`."""
         return len(self.mixing) if self.mixing.dim() == 3 else None
 
+    @override
     def of_heads(self, heads: slice) -> Self:
-        """See :meth:`Mixing.of_heads`."""
         return self._of_first_axis(heads)
 
     @property
+    @override
     def blocks(self) -> int:
-        """See :attr:`Mixing.blocks`."""
         return self.mixing.shape[-1]
 
+    @override
     def check(self, heads: int, causal: bool) -> None:
-        """See :meth:`Mixing.check`."""
         matrix = self.mixing
         if not matrix.is_floating_point():
             raise TypeError(f"mixing is {matrix.dtype}; it must be floating point, best float32")

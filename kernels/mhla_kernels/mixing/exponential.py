@@ -18,6 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from mhla_kernels.finite import finite_
 from mhla_kernels.mixing.base import BlockShares, Mixing, Rows, as_it_is
@@ -76,17 +77,17 @@ class ExponentialMixing(Mixing):
     def __str__(self) -> str:
         return f"exponential mixing of {self.terms} terms"
 
+    @override
     def of_heads(self, heads: slice) -> Self:
-        """See :meth:`Mixing.of_heads`."""
         return self._of_first_axis(heads)
 
     @property
+    @override
     def blocks(self) -> int | None:
-        """See :attr:`Mixing.blocks`."""
         return None if self.grid is None else prod(self.grid)
 
+    @override
     def check(self, heads: int, causal: bool) -> None:
-        """See :meth:`Mixing.check`."""
         super().check(heads, causal)
         if causal and self.grid is not None:
             raise ValueError(f"causal attention is over a sequence; give ExponentialMixing without grid={self.grid}")
@@ -114,8 +115,8 @@ class ExponentialMixing(Mixing):
         assert exponent is not None
         return (self.amplitude[..., None, None] * (-exponent).exp()).sum(-3)
 
+    @override
     def matrix(self, blocks: int) -> Tensor:
-        """See :meth:`Mixing.matrix`."""
         return self.dense(blocks if self.grid is None else None)
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
@@ -126,8 +127,9 @@ class ExponentialMixing(Mixing):
         """Amplitude and decay with an axis of heads, of length 1 where they are shared."""
         return (self.amplitude, self.decay) if self.heads else (self.amplitude[None], self.decay[None])
 
+    @override
     def mix(self, summary: Tensor, causal: bool) -> Tensor:
-        """See :meth:`Mixing.mix`; the cost is O(M R W) (times a group or the length of an axis), never O(M^2 W)."""
+        """The cost is O(M R W) (times a group or the length of an axis), never O(M^2 W)."""
         amplitude, decay = self._per_head()
         if causal:
             return earlier(summary, amplitude, decay)
@@ -139,14 +141,15 @@ class ExponentialMixing(Mixing):
             return torch.einsum("hib,nhbw->nhiw", self.dense().expand(summary.shape[1], -1, -1), summary)
         return _separable(summary, amplitude, decay, self.grid)
 
+    @override
     def span_terms(self, causal: bool) -> int | None:
-        """See :meth:`Mixing.span_terms`: R in each direction; over a grid, blocks in a row are no neighbours."""
+        """Return R terms for each direction; none over a grid, where blocks in a row are no neighbours."""
         if self.grid is not None:
             return None
         return self.terms if causal else 2 * self.terms
 
+    @override
     def span(self, blocks: int, causal: bool) -> Span:
-        """See :meth:`Mixing.span`."""
         return make_span(*self._per_head(), blocks, causal)
 
     @property
@@ -154,35 +157,38 @@ class ExponentialMixing(Mixing):
         """R: a sum for each term stands for all finished blocks."""
         return self.terms
 
+    @override
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """See :meth:`Mixing.make_room`; running sums are always copied."""
+        """Return the state as it is: running sums are always copied."""
         return finished.clone()
 
+    @override
     def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor) -> None:
-        """See :meth:`Mixing.append`."""
         count = summary.shape[2]
         decay = self.decay.reshape(1, -1, self.terms, 1)
         age = torch.arange(count - 1, -1, -1, device=finished.device, dtype=finished.dtype)
         finished[rows] = (-decay * count).exp() * as_it_is(finished[rows]) + (-decay * age).exp() @ summary
 
+    @override
     def read(self, finished: Tensor, block: int) -> Tensor:
-        """See :meth:`Mixing.read`."""
         weights = (self.amplitude * (-self.decay).exp()).reshape(1, -1, 1, self.terms)
         return (weights @ finished).squeeze(2)
 
+    @override
     def mix_after(self, finished: Tensor, summary: Tensor, first: int) -> Tensor:
-        """See :meth:`Mixing.mix_after`."""
         age = torch.arange(1, summary.shape[2] + 1, device=summary.device, dtype=summary.dtype)
         decay, amplitude = (x.reshape(1, -1, 1, self.terms) for x in (self.decay, self.amplitude))
         return self.mix(summary, causal=True) + (amplitude * (-decay * age[:, None]).exp()) @ finished
 
     @property
+    @override
     def boundary_sums(self) -> int | None:
-        """See :attr:`Mixing.boundary_sums`; over a grid summaries are exchanged."""
+        """Return the sums that processes exchange; None over a grid, where they exchange summaries."""
         return self.terms if self.grid is None else None
 
+    @override
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
-        """See :meth:`Mixing.mix_share`: own blocks by running sums, other processes by a sum for each term and side."""
+        """Mix own blocks by running sums, and those of other processes by one sum for each term and side."""
         if self.grid is not None:
             return super().mix_share(summary, causal, shares, every)
         flat = summary.flatten(3)
@@ -205,14 +211,16 @@ class ExponentialMixing(Mixing):
             mixed = mixed + reading @ _faded(gathered[..., terms:, :], decay, from_right)
         return mixed.view(summary.shape)
 
+    @override
     def fused(self, blocks: int, causal: bool, form: str) -> tuple[str, list[Tensor]]:
-        """See :meth:`Mixing.fused`: running sums in the causal chunked form, else the matrix."""
+        """Use running sums in the causal chunked form, and the matrix elsewhere."""
         if not causal or form != "chunked":
             return super().fused(blocks, causal, form)
         return "exponential", [x.contiguous() for x in self._per_head()]
 
+    @override
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
-        """See :meth:`Mixing.work`; the fused kernels apply the matrix unless causal."""
+        """Count running sums; the fused kernels apply the matrix unless causal."""
         if fused and not causal:
             return blocks
         both_ways = 1 if causal or self.grid is not None else 3  # two passes, and one for turning and adding them

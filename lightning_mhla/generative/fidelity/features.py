@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_mhla.data.digits import LOADERS, Name
 from lightning_mhla.data.sampling import kept_random_state
@@ -112,8 +113,9 @@ class InceptionFeatures(FeatureNetwork):
                 ) from error
         return path
 
+    @override
     def extract(self, network: nn.Module, images: Tensor) -> Features:
-        """See :meth:`FeatureNetwork.extract`; grey images become RGB."""
+        """Extract features; grey images become RGB."""
         kept: list[Tensor] = []
         branch: Any = network.get_submodule("Mixed_6d.branch1x1")
         hook = branch.register_forward_hook(lambda module, args, out: kept.append(out[:, :7]))
@@ -168,12 +170,13 @@ class DigitFeatures(FeatureNetwork):
     def __init__(self, seed: int = 0, epochs: int = 30) -> None:
         self.seed, self.epochs = seed, epochs
 
+    @override
     def network(self) -> nn.Module:
-        """See :meth:`FeatureNetwork.network`; trained once in a process."""
+        """Return the classifier, trained once in a process."""
         return _train_on_digits(self.digits, self.side, self.seed, self.epochs)
 
+    @override
     def extract(self, network: nn.Module, images: Tensor) -> Features:
-        """See :meth:`FeatureNetwork.extract`."""
         size = (self.side, self.side)
         if images.shape[-2:] != size:
             name = type(self).__name__
@@ -211,12 +214,13 @@ class RandomFeatures(FeatureNetwork):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
+    @override
     def network(self) -> nn.Module:
-        """See :meth:`FeatureNetwork.network`."""
         return _random_network(self.seed)
 
+    @override
     def extract(self, network: nn.Module, images: Tensor) -> Features:
-        """See :meth:`FeatureNetwork.extract`; grey images count as coloured ones."""
+        """Extract features; grey images become RGB."""
         x = images.expand(-1, 3, -1, -1).float() / 127.5 - 1
         channels = network(x).flatten(2)
         return Features(torch.cat([channels.mean(-1), channels.std(-1, correction=0)], 1), None, None)

@@ -10,6 +10,7 @@ import torch
 from PIL import ImageOps
 from torch import Tensor
 from torchvision.transforms import v2
+from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples, Name
@@ -44,8 +45,8 @@ class Digits(ResumableDataModule):
         self.save_hyperparameters(ignore=["predict_dir"])
         self.augment, self.predict_dir = augment, predict_dir
 
+    @override
     def source(self, stage: str) -> SampleSource:
-        """See :meth:`ResumableDataModule.source`."""
         if stage == "predict":
             return FolderImages(_predict_folder(self.predict_dir), partial(_shrink_digit, side=self.side), mode="L")
         shift = v2.RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1))
@@ -142,8 +143,8 @@ class ImageNetShards(ResumableDataModule):
         self.augment = as_dataclass(AugmentConfig, augment)
         self.predict_dir = predict_dir
 
+    @override
     def source(self, stage: str) -> SampleSource:
-        """See :meth:`ResumableDataModule.source`."""
         if stage == "predict":
             return FolderImages(_predict_folder(self.predict_dir), self._transform(train=False))
         return labelled_images(self.shards, stage, self._transform(train=stage == "train"), self.num_classes)

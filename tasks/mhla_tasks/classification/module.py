@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
+from typing_extensions import override
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
@@ -147,8 +148,8 @@ class ImageClassifier(TrainingModule):
 
         self._pretrained = pretrained
 
+    @override
     def layers(self) -> list[nn.Module]:
-        """See :meth:`TrainingModule.layers`."""
         return list(self.network.backbone.blocks)
 
     def configure_model(self) -> None:
@@ -159,12 +160,13 @@ class ImageClassifier(TrainingModule):
             self._pretrained = None
         super().configure_model()
 
+    @override
     def prediction_callbacks(self) -> list[Callback]:
-        """See :meth:`TrainingModule.prediction_callbacks`."""
         return [PredictionTable()]
 
+    @override
     def setup(self, stage: str) -> None:
-        """See :meth:`TrainingModule.setup`; names of the classes are the data's, unless they are given."""
+        """Take the names of the classes from the data, unless they are given."""
         super().setup(stage)
         names = getattr(self.trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
         if stage == "fit" and self.hparams["class_names"] is None and names and len(names) == self.num_classes:
@@ -174,8 +176,9 @@ class ImageClassifier(TrainingModule):
         """Keep the names of the classes."""
         checkpoint["class_names"] = self.class_names
 
+    @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """See :meth:`TrainingModule.on_load_checkpoint`; also take the names of the classes back."""
+        """Restore the names of the classes, too."""
         super().on_load_checkpoint(checkpoint)
         names = checkpoint.get("class_names")
         if self.hparams["class_names"] is None and isinstance(names, list) and len(names) == self.num_classes:

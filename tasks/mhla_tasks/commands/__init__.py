@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from typing_extensions import override
+
 from mhla_tasks.own_modules import short_errors
 
 Run = Callable[[argparse.Namespace], int | None]
@@ -70,8 +72,8 @@ class Parser(argparse.ArgumentParser):
         sys.stderr.write(f"error: {message}\nhelp: {self.prog} --help\n")
         sys.exit(2)
 
+    @override
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: object = None) -> object:  # type: ignore[override]
-        """See ArgumentParser."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args([_with_underscores(word) for word in words], namespace)
 

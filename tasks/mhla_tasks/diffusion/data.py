@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples, Name
@@ -129,12 +130,12 @@ class DigitImages(ClassImages):
         super().__init__(batch_size, 10, samples, num_workers, seed)
         self.save_hyperparameters(ignore=["samples"])
 
+    @override
     def source(self, stage: str) -> SampleSource:
-        """See :meth:`ResumableDataModule.source`."""
         return self.requested() if stage == "predict" else self.real_images(stage)
 
+    @override
     def real_images(self, part: str) -> SampleSource:
-        """See :meth:`ClassImages.real_images`."""
         return DigitSamples(part == "train", _to_signed, self.digits)
 
 
@@ -198,15 +199,15 @@ class ImageShards(ClassImages):
             raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
         self.image_size, self.flip, self.channels = image_size, flip, channels
 
+    @override
     def source(self, stage: str) -> SampleSource:
-        """See :meth:`ResumableDataModule.source`."""
         if stage == "predict":
             return self.requested()
         flip = self.flip if stage == "train" else 0.0
         return self._images(stage, flip)
 
+    @override
     def real_images(self, part: str) -> SampleSource:
-        """See :meth:`ClassImages.real_images`."""
         return self._images(part, 0.0)
 
     def _images(self, stage: str, flip: float) -> SampleSource:
@@ -254,8 +255,8 @@ class LatentShards(ClassImages):
         self.save_hyperparameters(ignore=["samples"])
         self.sample_size, self.flip = sample_size, flip
 
+    @override
     def source(self, stage: str) -> SampleSource:
-        """See :meth:`ResumableDataModule.source`."""
         if stage == "predict":
             return self.requested()
         flip = self.flip if stage == "train" else 0.0

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning import Callback
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.generative.codecs import LatentCodec
@@ -117,8 +118,8 @@ class ClassToImage(GenerativeModule):
         self._pretrained = pretrained
         self.codec = None if vae is None else LatentCodec(vae)
 
+    @override
     def layers(self) -> list[nn.Module]:
-        """See :meth:`GenerativeModule.layers`."""
         return list(self.network.backbone.blocks)
 
     def configure_model(self) -> None:
@@ -128,8 +129,8 @@ class ClassToImage(GenerativeModule):
             self._pretrained = None
         super().configure_model()
 
+    @override
     def prediction_callbacks(self) -> list[Callback]:
-        """See :meth:`GenerativeModule.prediction_callbacks`."""
         return [SampleWriter(self.output)]
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
@@ -162,17 +163,17 @@ class ClassToImage(GenerativeModule):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """See :class:`lightning_mhla.generative.drawing.ImageGenerator`."""
+        """Channels, height and width of drawn images."""
         side = self.network.sample_size
         return (self.network.channels, side, side) if self.codec is None else (3, 64, 64)
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: SamplingConfig | None) -> Tensor:
-        """See :class:`lightning_mhla.generative.drawing.ImageGenerator`; sample i is of class i modulo their number."""
+        """Draw sample i of class i modulo the number of classes."""
         labels = torch.tensor(indices, device=self.device) % self.num_conditions
         return self.draw(labels, indices, seed, sampling or self.sampling)
 
     def describe_sampling(self, sampling: SamplingConfig | None) -> dict[str, Any]:
-        """See :class:`lightning_mhla.generative.drawing.ImageGenerator`."""
+        """Sampler, steps and guidance, as evaluations record them."""
         used = sampling or self.sampling
         sampler = used.sampler or self.process.samplers[0]
         return {"sampler": sampler, "sampling_steps": used.steps, "guidance": used.guidance}
@@ -192,12 +193,12 @@ class ClassToImage(GenerativeModule):
         if self.codec is not None:
             self.codec.model(torch.device("cpu"))
 
+    @override
     def on_predict_start(self) -> None:
-        """See :meth:`check_drawable`."""
         self.check_drawable()
 
+    @override
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """See :meth:`GenerativeModule.sample_losses`."""
         clean = self._clean(batch, generators)
         times = torch.cat([self.process.draw_times(1, generator, torch.device("cpu")) for generator in generators])
         noise = sample_noise(clean, generators)

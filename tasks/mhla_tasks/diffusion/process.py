@@ -18,6 +18,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
 )
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mhla.generative.flow import TIMESTEPS, FlowTimes, draw_flow_times, flow_point
 from mhla_tasks.diffusion.model import DiT
@@ -129,12 +130,14 @@ class DenoisingProcess(NoiseProcess):
         posterior[0] = posterior[1]  # 0 otherwise, without a logarithm
         self.before, self.posterior = before.float(), posterior.log().float()
 
+    @override
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        """See :meth:`NoiseProcess.draw_times`; integers 0 to 999."""
+        """Draw integers 0 to 999."""
         return torch.randint(0, TIMESTEPS, (count,), generator=generator, device=device)
 
+    @override
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """See :meth:`NoiseProcess.losses`: squared error of the noise, plus the variational bound for the variance.
+        """Return the squared error of the noise, plus the variational bound for the variance.
 
         The bound trains the variance alone, as the mean in it is detached, and is not weighted (DiT's code).
         """
@@ -180,8 +183,9 @@ class DenoisingProcess(NoiseProcess):
         """Values of tables at ``times``, ``[B, 1, 1, 1]`` on their device."""
         return [table.to(times.device)[times][:, None, None, None] for table in tables]
 
+    @override
     def scheduler(self, sampler: Sampler) -> Any:
-        """See :meth:`NoiseProcess.scheduler`; ddpm spreads timesteps over all 1,000, as DiT's code does.
+        """Build the scheduler; ``ddpm`` spreads timesteps over all 1,000, as DiT's code does.
 
         ddim wants them equally far apart, down to the last step (``trailing``): diffusers' takes one stride for all.
         """
@@ -199,18 +203,21 @@ class FlowProcess(NoiseProcess):
 
     samplers = ("euler", "dpm-solver++")
 
+    @override
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        """See :meth:`NoiseProcess.draw_times`; 0 is data, 1000 noise."""
+        """Draw times from 0, data, to 1000, noise."""
         return draw_flow_times(self.config.times, self.config.shift, count, generator, device)
 
+    @override
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """See :meth:`NoiseProcess.losses`: squared error of the velocity."""
+        """Return the squared error of the velocity."""
         noisy, velocity = flow_point(clean, noise, times)
         out = network(noisy, times, labels).float()
         return (out - velocity).square().flatten(1).mean(1)
 
+    @override
     def scheduler(self, sampler: Sampler) -> Any:
-        """See :meth:`NoiseProcess.scheduler`; dpm-solver++ rounds the times that the network sees to integers."""
+        """Build the scheduler; ``dpm-solver++`` rounds the times that the network sees to integers."""
         self.check_sampler(sampler)
         if sampler == "euler":
             return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=self.config.shift)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
+from typing_extensions import override
 
 from lightning_mhla import AttentionConfig
 
@@ -79,8 +80,9 @@ class MHLAConfig(PreTrainedConfig):
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Nothing: what :meth:`save_pretrained` writes names these classes, and their source is not copied."""
 
+    @override
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **options: Any) -> None:
-        """See transformers; also written is a module that names the model's classes, which the auto classes look for."""
+        """Also write a module that names the model's classes, which transformers' auto classes look for."""
         self.auto_map = {"AutoConfig": f"{REMOTE}.MHLAConfig", "AutoModelForCausalLM": f"{REMOTE}.MHLAForCausalLM"}
         folder = Path(save_directory)
         if not folder.is_file():  # else transformers says so

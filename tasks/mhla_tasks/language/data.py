@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.loader import samples_each
@@ -44,8 +45,8 @@ class TextData(ResumableDataModule):
         """The tokenizer of the text."""
         raise NotImplementedError
 
+    @override
     def source(self, stage: str) -> SampleSource:
-        """See :meth:`ResumableDataModule.source`."""
         if stage == "predict":
             if self.prompts is None:
                 raise ValueError("predict needs prompts: --data.init_args.prompts=FILE")
@@ -101,12 +102,12 @@ class PythonSource(TextData):
         load_stdlib(self.vocab_size, self.cache)
 
     @property
+    @override
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """See :class:`TextData`."""
         return load_stdlib(self.vocab_size, self.cache).tokenizer
 
+    @override
     def windows(self, stage: str) -> TokenWindows:
-        """See :class:`TextData`."""
         text = load_stdlib(self.vocab_size, self.cache)
         runs = ArrayRuns(text.tokens[stage], text.starts[stage], "the standard library")
         return TokenWindows(runs, self.context, token_bytes(text.tokenizer), self.separate_documents)
@@ -164,12 +165,13 @@ class HubText(TextData):
         self._stream: StreamLoader | None = None
 
     @cached_property
+    @override
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """See :class:`TextData`."""
         return load_tokenizer(self.tokenizer_name)
 
+    @override
     def windows(self, stage: str) -> TokenWindows:
-        """See :class:`TextData`: the documents at the start."""
+        """Return windows of the documents at the start."""
         rows = self._open().take(self.val_documents)
         texts = [check_text(row[self.column], "the data set") for row in rows if row[self.column] is not None]
         if not texts:
@@ -287,8 +289,8 @@ class TokenShards(TextData):
         self.tokenizer_name = tokenizer
 
     @cached_property
+    @override
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """See :class:`TextData`."""
         return load_tokenizer(self.tokenizer_name or self._beside())
 
     def _beside(self) -> Path:
@@ -300,7 +302,7 @@ class TokenShards(TextData):
             )
         return folder
 
+    @override
     def windows(self, stage: str) -> TokenWindows:
-        """See :class:`TextData`."""
         table = token_bytes(self.tokenizer)
         return TokenWindows(ShardRuns(self.shards.reader(stage)), self.context, table, self.separate_documents)

@@ -12,6 +12,7 @@ from lightning import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.attention import attention_per_layer
@@ -142,8 +143,8 @@ class LanguageModel(TrainingModule):
         self._tokenizer_files: dict[str, str] = {}
         self.sums = nn.ModuleDict({"val": TextSums(), "test": TextSums()})
 
+    @override
     def layers(self) -> list[nn.Module]:
-        """See :meth:`TrainingModule.layers`."""
         return repeated_layers(self.network)
 
     def configure_model(self) -> None:
@@ -155,8 +156,8 @@ class LanguageModel(TrainingModule):
             self._pretrained = None
         super().configure_model()
 
+    @override
     def prediction_callbacks(self) -> list[Callback]:
-        """See :meth:`TrainingModule.prediction_callbacks`."""
         return [ContinuationFile()]
 
     def setup(self, stage: str) -> None:
@@ -302,8 +303,9 @@ class LanguageModel(TrainingModule):
         if self._tokenizer_files:
             checkpoint["tokenizer"] = self._tokenizer_files
 
+    @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """See :meth:`TrainingModule.on_load_checkpoint`; also take the tokenizer back.
+        """Restore the tokenizer, too.
 
         Raises:
             ValueError: when the data was encoded by another tokenizer.

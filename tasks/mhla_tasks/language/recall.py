@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource
 from lightning_mhla.system.hyperparameters import keep_plain
@@ -62,8 +63,8 @@ class QuestionData(ResumableDataModule):
         """Samples of ``"train"``, ``"validate"`` or ``"test"``."""
         raise NotImplementedError
 
+    @override
     def source(self, stage: str) -> SampleSource:
-        """See :meth:`ResumableDataModule.source`."""
         if stage == "predict":
             raise ValueError(f"{type(self).__name__} has no prompts to predict from; use validate or test")
         return self.questions(stage)
@@ -123,8 +124,8 @@ class AssociativeRecall(QuestionData):
         self.pairs = sorted({part.pairs for part in parts["val"]})
         self.groups = [f"pairs{pairs}" for pairs in self.pairs]
 
+    @override
     def questions(self, stage: str) -> SampleSource:
-        """See :class:`QuestionData`."""
         return _RecallSamples(self, stage)
 
 
@@ -207,8 +208,8 @@ class Needle(QuestionData):
         sizes = [tokens * length for length in lengths]
         self.groups = [f"tokens{size}_depth{depth}" for size in sizes for depth in range(self.DEPTHS)]
 
+    @override
     def questions(self, stage: str) -> SampleSource:
-        """See :class:`QuestionData`."""
         return _NeedleSamples(self, stage)
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import Name
@@ -110,8 +111,8 @@ class ClipData(ResumableDataModule):
         """The samples of ``"train"``, ``"validate"`` or ``"test"``."""
         raise NotImplementedError
 
+    @override
     def source(self, stage: str) -> SampleSource:
-        """See :meth:`ResumableDataModule.source`."""
         return RequestedClips(self.prompts, self.known_prompts) if stage == "predict" else self.clips(stage)
 
 
@@ -145,8 +146,8 @@ class MovingDigits(ClipData):
         self.known_prompts = every_caption()
         self.size = (frames, height, width)
 
+    @override
     def clips(self, stage: str) -> SampleSource:
-        """See :meth:`ClipData.clips`."""
         return MovingDigitSamples(stage == "train", *self.size, self.digits)
 
 
@@ -230,8 +231,8 @@ class VideoShards(ClipData):
         self.size, self.fps, self.caption_key = (frames, height, width), fps, caption_key
         self.shards: ShardSets = ShardSets(train, val, cache_dir)
 
+    @override
     def clips(self, stage: str) -> SampleSource:
-        """See :meth:`ClipData.clips`."""
         reader = self.shards.reader(stage)
         return ShardClips(reader, *self.size, fps=self.fps, caption_key=self.caption_key, anywhere=stage == "train")
 
@@ -287,8 +288,8 @@ class VideoLatentShards(ClipData):
             self._text_length = length if isinstance(length, int) and length > 0 else 512
         return self._text_length
 
+    @override
     def clips(self, stage: str) -> SampleSource:
-        """See :meth:`ClipData.clips`."""
         return LatentClips(self.shards.reader(stage), self.text_length)
 
     def empty_caption(self) -> Tensor | None:

@@ -9,6 +9,7 @@ import torch
 from lightning import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.weights import shards_weights
@@ -111,8 +112,8 @@ class VideoDiffusion(GenerativeModule):
         self._teacher: Teacher | None = None
         self._empty: Tensor | None = None
 
+    @override
     def layers(self) -> list[nn.Module]:
-        """See :meth:`GenerativeModule.layers`."""
         return list(self.network.blocks)
 
     def configure_model(self) -> None:
@@ -122,8 +123,8 @@ class VideoDiffusion(GenerativeModule):
         self._started = True
         super().configure_model()
 
+    @override
     def prediction_callbacks(self) -> list[Callback]:
-        """See :meth:`GenerativeModule.prediction_callbacks`."""
         return [self._writer]
 
     def on_fit_start(self) -> None:
@@ -303,8 +304,9 @@ class VideoDiffusion(GenerativeModule):
                 self._empty[0, : len(tokens)] = tokens[: data.text_length]
         return self._empty.to(self.device)
 
+    @override
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """See :meth:`GenerativeModule.sample_losses`; the plain loss."""
+        """Return the plain loss."""
         cpu = torch.device("cpu")
         clean, text = self.clean(batch), self.encode_captions(batch)
         times = torch.cat(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
 from lightning_mhla.data.shards import beside_shard
@@ -107,12 +108,12 @@ class ShardClips(CaptionedClips):
         self.reader = reader
         self.shard_sizes = reader.shard_sizes
 
+    @override
     def describe(self, index: int) -> str:
-        """See :meth:`CaptionedClips.describe`."""
         return self.reader.describe(index)
 
+    @override
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
-        """See :meth:`CaptionedClips.member`."""
         extension = self.reader.extension(index, wanted)
         return extension, self.reader.read(index, extension)
 
@@ -131,12 +132,12 @@ class ClipFolder(CaptionedClips):
             raise FileNotFoundError(f"{folder} is no folder with .{VIDEO} files in it")
         self.shard_sizes = [len(self.paths)]
 
+    @override
     def describe(self, index: int) -> str:
-        """See :meth:`CaptionedClips.describe`."""
         return str(self.paths[index])
 
+    @override
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
-        """See :meth:`CaptionedClips.member`."""
         paths = {name: self.paths[index].with_suffix(f".{name}") for name in wanted}
         for name, path in paths.items():
             if path.is_file():

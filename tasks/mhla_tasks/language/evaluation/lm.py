@@ -95,11 +95,11 @@ class MHLALM(HFLM):
             torch.distributed.barrier()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """See lm-eval."""
+        """Answer the requests; lm-evaluation-harness documents them."""
         return self._counted(requests, super().loglikelihood(requests, disable_tqdm=disable_tqdm))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """See lm-eval."""
+        """Answer the requests; lm-evaluation-harness documents them."""
         return self._counted(requests, super().generate_until(requests, disable_tqdm=disable_tqdm))
 
     def tok_batch_encode(
