@@ -49,7 +49,7 @@ def mhla_attention(
 
     Args:
         q: ``[B, N, H, Dk]``; with ``normalize`` nonnegative after the feature map.
-        k: ``[B, N, Hkv, Dk]``; likewise. With fewer heads than q, a divisor of H, every key and value head serves
+        k: ``[B, N, Hkv, Dk]``; with ``normalize`` nonnegative as q. Hkv divides H: every key and value head serves
             ``H / Hkv`` neighbouring query heads.
         v: ``[B, N, Hkv, Dv]``.
         mixing: coefficients m, ``[M, M]`` for all heads or ``[H, M, M]``; row i says how query block i weighs the

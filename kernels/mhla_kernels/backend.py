@@ -65,7 +65,7 @@ def is_native(q: Tensor) -> bool:
 
 
 def _doubt(q: Tensor) -> str | None:
-    """Why kernels are not chosen unasked, or None; one warning."""
+    """The reason not to choose kernels by default, or None; one warning."""
     if not q.is_cuda:
         return None
     return _distrust(_capability(q.device.index or 0)[0], _triton_version())

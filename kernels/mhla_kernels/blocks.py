@@ -42,7 +42,7 @@ def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table
 
     Kept for each stream, so that it was written before whatever reads it. While a CUDA graph is captured, which starts when the
     device has done all before, the table of any stream is taken, and stays as long as the process, since the graph reads its
-    memory. While torch traces, it is made anew.
+    memory. While torch traces, it is rebuilt.
     """
     if not is_real(device):
         return make(device, *sizes)

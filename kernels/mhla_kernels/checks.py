@@ -103,7 +103,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES:
             raise TypeError(
-                f"{name} is {x.dtype}; use float32 or bfloat16 (float16 is refused: sums over a block overflow)"
+                f"{name} is {x.dtype}; use float32 or bfloat16 (float16 is not supported: sums over a block overflow)"
             )
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, N, H, D]")

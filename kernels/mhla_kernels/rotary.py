@@ -25,7 +25,7 @@ def rotary_features(
     Args:
         x: ``[B, N, H, D]``, D even; any strides.
         cos: cosine of the angles, ``[N, D / 2]``, or ``[B, N, D / 2]`` where rows are at different positions. No gradient.
-        sin: likewise.
+        sin: sine, of the same shape.
         feature_map: ``"relu"``: ``relu(x) + 1e-6``, or ``"identity"``.
         interleaved: whether features 2i and 2i + 1 are a pair (as in RoFormer), instead of i and i + D / 2.
         backend: as for :func:`mhla_kernels.mhla_attention`.

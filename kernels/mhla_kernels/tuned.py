@@ -97,7 +97,7 @@ def tuned_launch(device: str, kernel: str, shipped: Launch) -> Launch:
 
 
 def keep_launches(device: str, launches: dict[str, Launch]) -> Path:
-    """Add measured launches to those that are kept; the file. Kernels that are launched otherwise are tried anew."""
+    """Add measured launches to those that are kept; the file. Kernels that are launched otherwise are tried again."""
     path = launches_path(device)
     _launches.cache_clear()
     _write(

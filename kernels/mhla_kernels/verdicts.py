@@ -290,7 +290,7 @@ def _ended_trials(kind: str, folder: Path) -> list[Path]:
 
 
 def forget_kept(device: str) -> None:
-    """Remove all verdicts that are kept for a device: every kind of kernel is tried anew at its next use."""
+    """Remove all verdicts that are kept for a device: every kind of kernel is tried again at its next use."""
     with suppress(OSError):
         for path in folder_of(device).iterdir():
             path.unlink(missing_ok=True)

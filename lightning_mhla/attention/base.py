@@ -53,9 +53,9 @@ class Attention(LayoutTables):
     Options: ClassVar[type | None] = None
     """Dataclass of the kind's own options."""
     handles: ClassVar[tuple[str, ...]] = ()
-    """Optional inputs that :meth:`attend` looks at, names of :data:`UNHANDLED`; others are errors."""
+    """Optional inputs that :meth:`attend` uses, names of :data:`UNHANDLED`; others are errors."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Options of :class:`AttentionConfig` that the kind does not look at."""
+    """Options of :class:`AttentionConfig` that the kind does not use."""
     uses_blocks: ClassVar[bool] = False
     """Whether the layout needs ``block_grid`` or ``block_size``."""
     causal_only: ClassVar[bool] = False
@@ -103,7 +103,7 @@ class Attention(LayoutTables):
         if causal and (len(layout.grid) != 1 or layout.prefix_tokens):
             raise ValueError(f"causal attention needs a 1-D grid without prefix tokens, not {layout}")
         if causal and config.lepe:
-            raise ValueError("lepe looks at later tokens too; leave it out of causal attention")
+            raise ValueError("lepe sees later tokens too; leave it out of causal attention")
         report_unused(config, [name for name in self.unused if projections or name != "rotary"])
         self.config, self.causal, self.block_ordered = config, causal, block_ordered
         self.projects = projections

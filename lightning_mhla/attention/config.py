@@ -33,7 +33,7 @@ OWN_KIND_HINT = (
 MIXING_OPTIONS = (
     "block_grid", "block_size", "mixing", "mixing_terms", "mixing_init", "mixing_per_head", "mixing_trainable"
 )  # fmt: skip
-"""Options of :class:`AttentionConfig` that only mhla looks at."""
+"""Options of :class:`AttentionConfig` that only mhla uses."""
 
 
 @dataclass

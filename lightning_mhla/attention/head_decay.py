@@ -29,7 +29,7 @@ class HeadDecay(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw rates and steps anew; the projection is drawn by itself."""
+        """Draw new rates and steps; the projection is drawn by itself."""
         rates = torch.empty_like(self.rate).uniform_(self.least_rate, 16)
         self.rate.copy_(rates.clamp(min=1e-3).log())
         steps = torch.empty_like(self.bias).uniform_(1, 3).neg().mul(torch.log(torch.tensor(10.0))).exp()

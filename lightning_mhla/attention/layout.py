@@ -145,7 +145,7 @@ class BlockLayout:
 
 
 class LayoutTables(nn.Module):
-    """A module whose buffers follow from its layout: made anew wherever they would be left without values.
+    """A module whose buffers follow from its layout: rebuilt wherever they would be left without values.
 
     ``to_empty`` and FSDP2 give memory without content to what was on the meta device, and no checkpoint holds tables.
     """

@@ -30,7 +30,7 @@ def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
     """Locality-biased start: ``1 - dist(i, j) / max_k dist(i, k)``, rows summing to 1 (MHLA paper, section 3).
 
     Distances are Euclidean, between block centres on the block grid. Causal: ``1 - dist / M`` on the lower triangle, so
-    that no visible block starts at zero. A block of prefix tokens is near to every block, and looks at all alike.
+    that no visible block starts at zero. A block of prefix tokens is near to every block, and weighs all alike.
 
     Returns:
         ``[M, M]`` float32.
@@ -71,7 +71,7 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Start anew: for a module that was made on the meta device and has memory without content."""
+        """Draw new values: for a module that was made on the meta device and has memory without content."""
         raise NotImplementedError
 
     def resize(self, block_grid: tuple[int, ...]) -> None:

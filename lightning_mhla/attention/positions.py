@@ -15,7 +15,7 @@ class Rotary(NamedTuple):
 
     Attributes:
         cos: cosine, ``[N, D / 2]`` or ``[B, N, D / 2]``.
-        sin: likewise.
+        sin: sine, of the same shape.
         interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
     """
 

@@ -247,7 +247,7 @@ class RecurrentAttention(Attention):
             self.reset_gates()
 
     def reset_gates(self) -> None:
-        """Draw the parameters of the kind's decays anew."""
+        """Draw new parameters for the kind's decays."""
 
     @override
     def operator_flops(self, tokens: int) -> float:

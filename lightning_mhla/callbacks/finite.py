@@ -30,7 +30,7 @@ class FiniteWatch(Callback):
 
     Args:
         action: ``stop`` the run, or ``skip`` the optimiser step: weights and optimiser stay as they are, the data and the
-            learning rate go on.
+            learning rate continue.
         max_skipped: steps that are skipped in all before the run stops.
     """
 

@@ -1,7 +1,7 @@
 """Weights to start from: those of a run, a checkpoint or an exported folder, fitted to a model of other sizes.
 
-Positions and mixing coefficients are carried to the new grid, heads of another size start anew, and a report says what was
-taken, resized, made anew and left. Optimiser, averages and progress are not read: that is what a resume does.
+Positions and mixing coefficients are carried to the new grid, heads of another size start from new values, and a report
+lists what was taken, resized, newly initialised and left. Optimiser, averages and progress are not read; a resume reads them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Report:
     left: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        words = {"taken": "taken", "resized": "resized", "anew": "made anew", "left": "left"}
+        words = {"taken": "taken", "resized": "resized", "anew": "newly initialised", "left": "left"}
         return "; ".join(f"{len(names)} {words[key]}{_some(names, key)}" for key, names in vars(self).items())
 
 
@@ -122,7 +122,7 @@ def adopt(
         network: changed in place.
         source: weights and options of the other.
         path: for messages.
-        heads: how names begin that start anew where their size differs (classes, vocabulary).
+        heads: prefixes of names that start from new values where their size differs (classes, vocabulary).
         positions: names of learned positions ``[1, side * side, dim]`` of a square grid.
 
     Raises:

@@ -49,7 +49,7 @@ class _SeededSamples(Dataset):
 
 
 class _Batches(Sampler[list[Ticket]]):
-    """The batches that the next pass over the loader yields; set anew before each pass."""
+    """The batches that the next pass over the loader yields; set before each pass."""
 
     def __init__(self) -> None:
         self.pending: Iterator[list[Ticket]] = iter(())

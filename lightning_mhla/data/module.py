@@ -19,8 +19,8 @@ class ShardSets:
     """The training and validation shards of a data module.
 
     Args:
-        train: where they are, see :func:`find_shards`.
-        val: likewise; tests read them too.
+        train: paths, see :func:`find_shards`.
+        val: for validation and tests, in the same forms.
         cache_dir: folder for downloaded shards and for member tables of read-only folders; None for the user's cache.
     """
 

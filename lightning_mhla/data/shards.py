@@ -32,10 +32,10 @@ from lightning_mhla.system.untrusted import BROKEN, parse_array, reason
 log = logging.getLogger(__name__)
 
 SCHEMES = ("http", "https", "s3", "gs", "hf")
-"""Remote locations that shards may come from; everything else but a plain path is refused, ``pipe:`` above all."""
+"""Remote locations that shards may come from; everything else but a plain path is rejected, ``pipe:`` above all."""
 
 LONGEST_NAME, MOST_EXTENSIONS, LONGEST_TAIL = 1024, 64, 1 << 24
-"""Of a member, in characters; kinds of members; bytes of zeros at a tar file's end. Beyond, a shard is refused."""
+"""Of a member, in characters; kinds of members; bytes of zeros at a tar file's end. A shard beyond them is rejected."""
 
 OPEN_FILES = 64
 """Shards that one process keeps open."""
@@ -116,7 +116,7 @@ class MemberTable:
         keys: ``[n]`` str, the samples.
         extensions: the member extensions of the shard, lower case.
         offsets: ``[n, len(extensions)]`` int64, first byte; -1 where a sample has no such member.
-        sizes: likewise, bytes.
+        sizes: number of bytes of each, in the same shape.
     """
 
     keys: np.ndarray
@@ -190,7 +190,7 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
         except FileNotFoundError:
             continue
         except (OSError, BadZipFile, zlib.error, NotImplementedError, *BROKEN) as error:
-            log.warning("member table %s is read anew: %s", table_file, reason(error))
+            log.warning("member table %s is rebuilt: %s", table_file, reason(error))
     table = scan_shard(path)
     for table_file in candidates:
         try:

@@ -140,7 +140,7 @@ class ClipCodec(FrozenVAE):
         """Refuse clips whose size the VAE would round.
 
         Raises:
-            ValueError: naming the sizes that there are.
+            ValueError: naming the existing sizes.
         """
         config = self._model.config
         time, space = config.scale_factor_temporal, config.scale_factor_spatial

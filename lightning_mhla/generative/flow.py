@@ -59,7 +59,7 @@ def flow_point(clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Ten
 
     Args:
         clean: ``[B, ...]``.
-        noise: likewise, standard normal.
+        noise: standard normal, of the shape of ``clean``.
         times: ``[B]``.
     """
     share = (times / TIMESTEPS).view(-1, *(1,) * (clean.dim() - 1))

@@ -67,7 +67,7 @@ def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[st
     Args:
         path: folder or name on the hub.
         kind: class of the model.
-        what: the model in words, for errors.
+        what: a description of the model, for errors.
         option: that the path is the value of, for errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Captions as the token embeddings that the transformer's cross-attention looks at."""
+"""Captions as the token embeddings that the transformer's cross-attention attends to."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Block(nn.Module):
         drop_path: probability that a sample skips a branch while training (stochastic depth).
         condition_dim: width of a conditioning vector that shifts, scales and gates the branches (adaLN-Zero, DiT,
             arXiv 2212.09748); None for none. The branches start switched off.
-        context_dim: width of the tokens that cross-attention looks at; None for no cross-attention.
+        context_dim: width of the tokens that cross-attention attends to; None for no cross-attention.
         causal: whether the self-attention is causal.
         bias: whether the linear layers of attention and MLP have a bias.
         key_value_heads: see :class:`lightning_mhla.attention.Attention`, like the two that follow.
@@ -125,7 +125,7 @@ class Block(nn.Module):
             condition: ``[B, condition_dim]``, with ``condition_dim``.
             context: ``[B, L, context_dim]``, with ``context_dim``.
             key_mask: ``[B, N]`` bool, False tokens are not attended to.
-            context_mask: ``[B, L]`` bool, likewise for the context.
+            context_mask: ``[B, L]`` bool, False tokens of the context are not attended to.
             rotary: see :meth:`lightning_mhla.attention.Attention.forward`.
             cu_seqlens: see there.
             share: see there.

@@ -127,7 +127,7 @@ class Schedule:
         """Go over to another schedule after ``step`` steps, without a jump: a cosine begins where this one stands.
 
         Returns:
-            What changed, in words.
+            A description of what changed.
 
         Raises:
             ValueError: when what is left of the run would train at a learning rate of zero.
@@ -162,12 +162,12 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int)
 
     Args:
         optimizer: with the options and learning rates of its checkpoint.
-        schedule: likewise.
+        schedule: with those of its checkpoint.
         asked: what :func:`build_optimizer` made of the present configuration.
         step: optimiser steps done.
 
     Returns:
-        What changed, in words.
+        A description of what changed.
 
     Raises:
         ValueError: see :meth:`Schedule.follow`.

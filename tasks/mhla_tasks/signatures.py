@@ -1,4 +1,4 @@
-"""Options of the suite's own classes, read from their text: a wrong key is told before what its class needs is imported.
+"""Options of the suite's own classes, read from their text: a wrong key is reported before the class is imported.
 
 A class that the text alone does not settle (one from elsewhere, or with options of any name) is imported by whoever asks.
 """
@@ -20,7 +20,7 @@ OWN = ("mhla_kernels", "lightning_mhla", "mhla_tasks")
 
 @dataclass(frozen=True)
 class Signature:
-    """What a class can be made with.
+    """The parameters of a class.
 
     Attributes:
         name: of the class.

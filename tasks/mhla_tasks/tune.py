@@ -117,7 +117,7 @@ def _read_shape(text: str, terms: int | None, dtype: str | None, device: torch.d
 
 
 def settings_of_run(words: Sequence[str]) -> list[Setting]:
-    """What a run calls the operator with, by one batch of training and one of validation."""
+    """The problems that a run gives the operator, found by one batch of training and one of validation."""
     from mhla_tasks import cli
 
     before = os.getcwd()

@@ -16,7 +16,7 @@ Q = torch.rand(1, 10, 2, 4)
 M = torch.rand(3, 3)
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "fp16": ({"q": Q.half()}, TypeError, "float16 is refused"),
+    "fp16": ({"q": Q.half()}, TypeError, "float16 is not supported"),
     "shapes": ({"k": Q[:, :9]}, ValueError, "Hkv a divisor of H"),
     "key heads": ({"q": Q.repeat(1, 1, 2, 1)[:, :, :3], "mixing": torch.rand(3, 3)}, ValueError, "Hkv a divisor of H"),
     "value heads": ({"v": Q[:, :, :1]}, ValueError, "must share B, N and heads with k"),

@@ -65,7 +65,7 @@ def test_another_resolution_and_other_classes(tmp_path: Path, caplog: pytest.Log
     want = F.interpolate(grid, (8, 8), mode="bicubic", align_corners=False).flatten(2).transpose(1, 2)
     torch.testing.assert_close(new.position, want)
     assert torch.equal(new.backbone.blocks[0].attn.qkv.weight, old.backbone.blocks[0].attn.qkv.weight)
-    assert "made anew (head.bias, head.weight)" in caplog.text
+    assert "newly initialised (head.bias, head.weight)" in caplog.text
 
 
 def test_blocks_of_another_shape_and_the_same_number_are_resized(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def attend(
     """Outputs ``[B, N, H, V]``; ``scale`` None asks for the normaliser. Arguments are those of the public function, checked."""
     options: dict[str, Any] = {"causal": causal, "scale": scale, "eps": eps}
     tokens, device = q.shape[1], q.device
-    # packed rows are laid out anew for every part, which only a backward pass makes up for
+    # packed rows are copied for every part, which only a backward pass makes up for
     if (
         (form == "chunked" or form == "spanning")
         and device.type == "cpu"

@@ -301,7 +301,7 @@ def _outer_sum(a: Tensor, b: Tensor) -> Tensor:
 
 
 def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
-    """``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b``, in groups of blocks, between which R sums go on.
+    """``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b``, in groups of blocks; R sums carry over from group to group.
 
     ``summary`` ``[B, H, M, W]``; ``amplitude`` and ``decay`` ``[H or 1, R]``.
     """

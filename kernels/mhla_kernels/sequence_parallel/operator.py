@@ -5,7 +5,7 @@ Process p holds whole blocks, a range [f_p, l_p) of them. It computes its own su
     dense m          every summary S_b, or, where those are fewer bytes, every k and v instead;
     exponential m    for each of the R terms one sum from every process on its left, and one from its right:
                      L_r = sum_{p' < p} e^{-lambda_r (f_p - l_p')} sum_{b in p'} e^{-lambda_r (l_p' - b)} S_b
-                     whose part in block i is sum_r a_r e^{-lambda_r (i - f_p)} L_r; likewise from the right.
+                     whose part in block i is sum_r a_r e^{-lambda_r (i - f_p)} L_r; the same from the right.
 
 Then each process mixes for its own query blocks and computes their outputs alone. With the normaliser, v carries a
 column of ones, so that summaries and normalisers travel as one. Backwards the gradients of what was gathered are summed and
@@ -74,10 +74,10 @@ def mhla_sequence_parallel(
         block_size: tokens in a block; the last block of the sequence may be short. Exactly one of this and ``block_offsets``.
         block_offsets: M + 1 integers of the whole sequence; bidirectional only.
         causal: see :func:`mhla_kernels.mhla_attention`, as for the arguments up to ``key_mask``.
-        normalize: likewise.
-        scale: likewise.
-        eps: likewise.
-        feature_map: likewise.
+        normalize: as there.
+        scale: as there.
+        eps: as there.
+        feature_map: as there.
         key_mask: ``[B, n]`` bool, of this process's tokens.
         exchange: ``"summaries"``, ``"tokens"`` (dense mixing only), or ``"auto"``: the fewer bytes, see :func:`traffic`.
 

@@ -30,7 +30,7 @@ def forward(call: Call) -> Tensor:
 
 
 def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients of q, k, v and of each coefficient tensor, None for those not ``wanted``; summaries are computed anew.
+    """Gradients of q, k, v and of each coefficient tensor, None for those not ``wanted``; summaries are recomputed.
 
     ``wanted``: for q, k, v and the coefficients together. At most two sets of float32 summaries live at once.
     """

@@ -100,7 +100,7 @@ class ImageNetShards(ResumableDataModule):
     Args:
         train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
             holds one folder of images for each class.
-        val: shards to validate and test on, likewise.
+        val: shards to validate and test on, in the same forms.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
         image_size: side of the square image that the model takes.

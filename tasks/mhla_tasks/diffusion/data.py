@@ -162,7 +162,7 @@ class ImageShards(ClassImages):
     Args:
         train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
             holds one folder of images for each class.
-        val: shards to validate on, likewise.
+        val: shards to validate on, in the same forms.
         image_size: side of the square that is cut from the middle, after shrinking.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
@@ -222,7 +222,7 @@ class LatentShards(ClassImages):
 
     Args:
         train: shards to train on: a folder, DIR/train-{00000..01281}.tar, a glob, or a list of these.
-        val: shards to validate on, likewise.
+        val: shards to validate on, in the same forms.
         sample_size: side of the latents.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.

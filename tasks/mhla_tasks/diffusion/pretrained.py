@@ -65,7 +65,7 @@ def convert_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     unknown = []
     for name, tensor in state.items():
         if name == "pos_embed" or name.endswith("pos_embed.pos_embed"):
-            continue  # fixed, computed anew
+            continue  # fixed, recomputed
         block = re.match(BLOCKS, name)
         inside = name[block.end() :] if block else name
         projection = re.match(r"attn1\.to_([qkv])\.(weight|bias)$", inside)
@@ -128,7 +128,7 @@ def _options(path: str) -> dict[str, Any]:
 def load_pretrained(network: DiT, path: str) -> None:
     """Start ``network`` from published weights, or those of a run, a checkpoint or an export; see the module's description.
 
-    Classes may be others (their embedding starts anew), and so may the size of samples (mixing coefficients are resized).
+    The classes may differ (their embedding starts from new values), and the size of samples (mixing coefficients are resized).
 
     Raises:
         FileNotFoundError: when there is nothing at the path.

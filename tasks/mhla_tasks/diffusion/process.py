@@ -83,7 +83,7 @@ class NoiseProcess:
         Args:
             network: predicts from noisy samples.
             clean: ``[B, C, S, S]``.
-            noise: likewise, standard normal.
+            noise: standard normal, of the shape of ``clean``.
             times: ``[B]``, see :meth:`draw_times`.
             labels: ``[B]``.
 
@@ -104,7 +104,7 @@ class NoiseProcess:
         """Refuse samplers of the other objective.
 
         Raises:
-            ValueError: naming those that there are.
+            ValueError: naming the existing ones.
         """
         if sampler not in self.samplers:
             names = ", ".join(self.samplers)
@@ -157,9 +157,9 @@ class DenoisingProcess(NoiseProcess):
 
         Args:
             clean: ``[B, C, S, S]``; pixels of 8 bits scaled to -1 .. 1, for the likelihood at timestep 0.
-            noisy: likewise, at ``times``.
-            predicted: likewise, the noise that the network sees.
-            between: likewise; -1 for the smallest variance (of the posterior), 1 for the largest (beta).
+            noisy: samples of the same shape, at ``times``.
+            predicted: the noise that the network predicts, of the same shape.
+            between: of the same shape; -1 for the smallest variance (of the posterior), 1 for the largest (beta).
             times: ``[B]`` int.
 
         Returns:

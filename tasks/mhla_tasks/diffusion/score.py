@@ -30,7 +30,7 @@ def compare_sets(
 
     Args:
         samples: folder of images, or ``.npz``.
-        reference: likewise.
+        reference: folder of images, or ``.npz``.
         features: network whose features are compared: inception, digits, mnist or random.
         weights: file of torch-fidelity's Inception-v3; None to download it.
         batch_size: images at once.

@@ -1,4 +1,4 @@
-"""The findings of the doctor: one for each thing that was looked at, as a table or as JSON."""
+"""The findings of the doctor: one for each thing that was checked, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SIGNS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[bold red]wr
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was checked.
 
     Attributes:
         part: of the examination.
         name: of the thing.
         status: ``"ok"``; ``"note"`` for what training can do without; ``"wrong"`` for what it needs.
-        found: what was found, in words.
+        found: a short description of the finding.
         advice: what to do about it, if it is not ok.
         values: the figures behind ``found``, with their units in the names.
     """

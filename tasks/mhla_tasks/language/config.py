@@ -42,7 +42,7 @@ class MHLAConfig(PreTrainedConfig):
         initializer_range: standard deviation of the weights at the start.
         bos_token_id: token before a text, or None.
         eos_token_id: token after a text.
-        pad_token_id: token that fills up rows, never looked at.
+        pad_token_id: token that fills up rows, never attended to.
     """
 
     model_type = "mhla"
@@ -85,7 +85,7 @@ class MHLAConfig(PreTrainedConfig):
         """Also write a module that names the model's classes, which transformers' auto classes look for."""
         self.auto_map = {"AutoConfig": f"{REMOTE}.MHLAConfig", "AutoModelForCausalLM": f"{REMOTE}.MHLAForCausalLM"}
         folder = Path(save_directory)
-        if not folder.is_file():  # else transformers says so
+        if not folder.is_file():  # else transformers raises
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{REMOTE}.py").write_text(MODULE)
         super().save_pretrained(save_directory, push_to_hub, **options)

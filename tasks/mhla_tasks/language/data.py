@@ -246,7 +246,7 @@ class TokenShards(TextData):
 
     Args:
         train: shards to train on: DIR/train-{00000..00099}.tar, a glob, URLs, or a list of these.
-        val: shards to validate and test on, likewise.
+        val: shards to validate and test on, in the same forms.
         tokenizer: folder of the tokenizer, or a model on the hub; null for the folder tokenizer/ beside the shards.
         batch_size: samples of a batch over all processes together.
         context: tokens of a sample.

@@ -278,7 +278,7 @@ class LanguageModel(TrainingModule):
             ValueError: when the model has no tokenizer, or a prompt is empty or too long.
         """
         if self.tokenizer is None:
-            raise ValueError("the model has no tokenizer; name the data it was trained on (--data), or train it anew")
+            raise ValueError("the model has no tokenizer; name the data it was trained on (--data), or train it again")
         ids, mask = (x.to(self.device) for x in left_padded(self.tokenizer, prompts))
         options = {"pad_token_id": pad_token(self.tokenizer), **self.generation.for_generate()}
         tokens = self.network.generate(ids, attention_mask=mask, **options)

@@ -101,7 +101,7 @@ class AssociativeRecall(QuestionData):
     def __init__(
         self,
         train: list[RecallPart] = [RecallPart()],  # noqa: B006  never changed
-        val: list[RecallPart] = [RecallPart(samples=1000)],  # noqa: B006  likewise
+        val: list[RecallPart] = [RecallPart(samples=1000)],  # noqa: B006  never changed
         vocab_size: int = 8192,
         power: float = 0.01,
         random_non_queries: bool = True,

@@ -39,7 +39,7 @@ class StdlibText:
     Attributes:
         tokenizer: trained on the training files.
         tokens: of ``train`` and ``validate``, ``[n]`` uint16.
-        starts: first token of each file, likewise.
+        starts: first token of each file of both.
     """
 
     tokenizer: PreTrainedTokenizerBase

@@ -80,7 +80,7 @@ class TextSums(nn.Module):
         return {name: float(cast(SumMetric, self.sums[name]).compute()) for name in SUMS}
 
     def take(self, stage: str, groups: Sequence[str]) -> dict[str, float]:
-        """Metrics of all that was added, which starts anew: loss in nats a token, perplexity, bits per byte, accuracy.
+        """Return the metrics since the last call: loss in nats a token, perplexity, bits per byte, accuracy.
 
         Args:
             stage: for messages.

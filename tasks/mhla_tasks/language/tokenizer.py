@@ -101,7 +101,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Index of a token to fill up rows with; which one does not matter, since the model never looks at it."""
+    """Index of a token to fill up rows with; which one does not matter, since the model never attends to it."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(index for index in known if index is not None)
 

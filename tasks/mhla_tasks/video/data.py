@@ -122,7 +122,7 @@ class MovingDigits(ClipData):
     Args:
         frames: of a clip.
         height: of the canvas, in pixels.
-        width: likewise.
+        width: of the canvas, in pixels.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for clips this small.
         prompts: what predict draws.
@@ -157,7 +157,7 @@ class MovingMnist(MovingDigits):
     Args:
         frames: of a clip.
         height: of the canvas, in pixels.
-        width: likewise.
+        width: of the canvas, in pixels.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for clips this small.
         prompts: what predict draws.
@@ -187,10 +187,10 @@ class VideoShards(ClipData):
 
     Args:
         train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these.
-        val: shards to validate on, likewise.
+        val: shards to validate on, in the same forms.
         frames: of a clip; 1 more than a multiple of 4 for Wan's VAE.
         height: in pixels; videos are shrunk to cover it, and the middle is cut out.
-        width: likewise.
+        width: in pixels; videos are shrunk to cover it, and the middle is cut out.
         fps: frames a second that are taken; null for every frame as it comes.
         caption_key: entry of NNN.json that is the caption.
         batch_size: samples of a batch over all processes together.
@@ -242,7 +242,7 @@ class VideoLatentShards(ClipData):
 
     Args:
         train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, or a list of these.
-        val: shards to validate on, likewise.
+        val: shards to validate on, in the same forms.
         text_length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut. null takes the length that
             the shards were encoded with (their manifest says it).
         batch_size: samples of a batch over all processes together.

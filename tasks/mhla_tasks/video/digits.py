@@ -23,7 +23,7 @@ def caption(label: int, move: str) -> str:
 
 
 def every_caption() -> list[str]:
-    """All captions that there are: each digit in each direction."""
+    """All captions: each digit in each direction."""
     return [caption(label, move) for label in range(len(NAMES)) for move in MOVES]
 
 
@@ -35,7 +35,7 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
         move: left, right, up or down.
         frames: of the clip.
         height: of the canvas, at least S.
-        width: likewise.
+        width: of the canvas, at least S.
         generator: draws where it starts; None for the global one.
 
     Returns:
@@ -74,7 +74,7 @@ class MovingDigitSamples:
         train: the training digits, each starting somewhere else every time; or those held out.
         frames: of a clip.
         height: of the canvas, in pixels, at least those of a digit.
-        width: likewise.
+        width: of the canvas, in pixels, at least those of a digit.
         name: which digits: of scikit-learn (8 x 8 pixels) or MNIST (20 x 20).
 
     Raises:

@@ -20,7 +20,7 @@ class TransformerConfig:
         num_attention_heads: heads of each attention.
         attention_head_dim: width of a head, even; a third of it, rounded down to even, for each of rows and columns.
         in_channels: of the latent; 16 for Wan's VAE.
-        out_channels: likewise.
+        out_channels: of the output; as in_channels.
         text_dim: width of the caption's embeddings; 4096 for UMT5-XXL.
         freq_dim: of the timestep's embedding.
         ffn_dim: inner width of the MLP.

@@ -134,7 +134,9 @@ def load_weights(model: WanTransformer3DModel, path: str) -> None:
         raise ValueError(f"{path} lacks {', '.join(missing[:3])} ({len(missing)} tensors)")
     model.load_state_dict(state, strict=False)
     taken = len(state) - len(resized)
-    log.info("started from %s: %d tensors taken, %d resized, %d made anew", path, taken, len(resized), len(added))
+    log.info(
+        "started from %s: %d tensors taken, %d resized, %d newly initialised", path, taken, len(resized), len(added)
+    )
 
 
 def build_teacher(shape: TransformerConfig, path: str) -> Teacher:

@@ -32,7 +32,7 @@ class SamplingConfig:
         guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
         frames: of a clip.
         height: in pixels.
-        width: likewise.
+        width: in pixels.
         fps: frames a second of the files.
         crf: of the files: x264's constant rate factor, 0 (no loss but of colour resolution) to 51.
         negative_prompt: what guidance leads away from; empty as in training with caption_dropout.

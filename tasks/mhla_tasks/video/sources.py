@@ -25,7 +25,7 @@ LATENT, EMBEDDING = "latent.npy", "text.npy"
 
 
 TRIED = 100
-"""Samples that are looked at for the size of a set's latents."""
+"""Samples that are read for the size of a set's latents."""
 
 
 class CaptionedClips:
@@ -34,7 +34,7 @@ class CaptionedClips:
     Args:
         frames: of a clip.
         height: in pixels.
-        width: likewise.
+        width: in pixels.
         fps: frames a second; None for every frame as it comes.
         caption_key: entry of a ``.json`` that is the caption.
         anywhere: whether a clip is cut out at a random position instead of the middle.
@@ -119,7 +119,7 @@ class ShardClips(CaptionedClips):
 
 
 class ClipFolder(CaptionedClips):
-    """Clips of the ``.mp4`` files below a folder, each with a ``.txt`` or ``.json`` beside it; ``options`` likewise.
+    """Clips of the ``.mp4`` files below a folder, each with a caption beside it; ``options`` as for :class:`CaptionedClips`.
 
     Raises:
         FileNotFoundError: when there is no such folder or no video in it.
