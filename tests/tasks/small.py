@@ -128,7 +128,10 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
     else:
         small = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 3}
         model["sampling"] |= {"steps": 2}
-        if data.get("train"):
+        if path.stem == "folder":
+            model["transformer"] |= small
+            data |= {"train": f"{world}/clip-shards/train-*.tar", "val": f"{world}/clip-shards/val-*.tar"}
+        elif data.get("train"):
             model |= {"transformer": WAN, "pretrained": f"{world}/wan", "vae": f"{world}/wan"}
             model["text"] |= {"encoder": f"{world}/wan", "length": 16}
             model["attention"]["block_grid"] = [2, 2, 3]

@@ -44,6 +44,7 @@ def world(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
         commands = {
             "latents": ("images/" + part, "latents", "--vae", "vae", "--image_size", "16"),
             "text": ("tokens", "texts", "--tokenizer", "tokenizer"),
+            "clips": ("clips", "clip-shards"),
             "clip-latents": (
                 "clips", "clip-latents", "--model", "wan", "--frames", "5", "--height", "32", "--width", "48",
                 "--fps", "8", "--text_length", "16",
