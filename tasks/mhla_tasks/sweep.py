@@ -34,6 +34,9 @@ from mhla_tasks.compare import common_metrics, draw, print_table, read_runs, sho
 KEPT = "sweep.json"
 """File in the folder of a run: the words that it was trained with."""
 
+JOB = "slurm-job.txt"
+"""File in the folder of a run: the number of the job that it was submitted as."""
+
 DEFAULT, PICTURE = "runs/sweep", "compared.png"
 LONGEST = 150
 """Characters of a folder's name."""
@@ -125,15 +128,12 @@ def run(words: Sequence[str]) -> int:
     for number, chosen in enumerate(runs, 1):
         own = folder / name_of(chosen)
         asked = [*rest, *(f"--{key}={value}" for key, value in chosen.items())]
-        state = "finished before" if _finished(own, asked) else "in use by another process" if in_use(own) else ""
+        state = _state(own, asked, sbatch is not None)
         sys.stderr.write(f"[{number}/{len(runs)}] {own}{state and f': {state}'}\n")
         if state:
             continue
         _begin(own, asked)
-        if sbatch is None:
-            status = _wait([*fit, *asked, f"--run_dir={own}"], {})
-        else:
-            status = _wait(["sbatch", f"--job-name={own.name}", *sbatch, *asked], {"RUN_DIR": str(own)})
+        status = _wait([*fit, *asked, f"--run_dir={own}"], {}) if sbatch is None else _submit(own, [*sbatch, *asked])
         if status in (2, 75, 130) or status < 0:  # a wrong command, or a stop: the others would end alike
             return abs(status) if status > 0 else 128 - status
         failed += [own.name] if status else []
@@ -142,6 +142,37 @@ def run(words: Sequence[str]) -> int:
     if failed:
         sys.stderr.write(f"failed: {', '.join(failed)}\n")
     return int(bool(failed))
+
+
+def _state(own: Path, words: Sequence[str], queues: bool) -> str:
+    """The reason not to start a run; empty if it has to start."""
+    if _finished(own, words):
+        return "finished before"
+    if in_use(own):
+        return "in use by another process"
+    if queues and (own / JOB).exists():
+        number = (own / JOB).read_text().strip()
+        asked = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={number}", "--format=%T"], capture_output=True, text=True
+        )
+        if asked.returncode == 0 and asked.stdout.strip():  # an error for jobs that SLURM has forgotten
+            return f"job {number} is {asked.stdout.strip().lower()}"
+    return ""
+
+
+def _submit(own: Path, words: Sequence[str]) -> int:
+    """Submit a run and note its job; the exit status of ``sbatch``."""
+    command = ["sbatch", "--parsable", f"--job-name={own.name}", *words]
+    try:
+        done = subprocess.run(command, env={**os.environ, "RUN_DIR": str(own)}, stdout=subprocess.PIPE, text=True)
+    except FileNotFoundError:
+        sys.stderr.write("error: there is no program sbatch here\n")
+        return 2
+    if done.returncode == 0:
+        number = done.stdout.strip().partition(";")[0]  # a cluster's name may follow
+        write_whole(own / JOB, f"{number}\n")
+        sys.stderr.write(f"submitted as job {number}\n")
+    return done.returncode
 
 
 def _compare(folder: Path, runs: Sequence[Path]) -> None:

@@ -100,9 +100,19 @@ def test_a_run_that_fails_is_named_and_a_wrong_command_ends_the_sweep(
     assert "failed: nope=1" in capsys.readouterr().err
 
 
-def test_jobs_are_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    submitted = []
-    monkeypatch.setattr(sweep, "_wait", lambda *call: submitted.append(call) or 0)
+def test_jobs_are_submitted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To programs that stand for SLURM's: a job that waits in the queue is not submitted again."""
+    monkeypatch.chdir(tmp_path)
+    programs = {
+        "sbatch": 'echo "$RUN_DIR $@" >> submitted\nwc -l < submitted',
+        "squeue": 'for word in "$@"; do case $word in --jobs=*) cat queue-${word#--jobs=};; esac; done',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     words = [
         "--config=a.yaml",
         "--sweep",
@@ -112,11 +122,15 @@ def test_jobs_are_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "--run_dir=r",
     ]
     assert sweep.run(words) == 0
-    assert submitted == [
-        (["sbatch", f"--job-name=seed_everything={seed}", "--nodes=2", "train.sbatch", "--config=a.yaml", f"--seed_everything={seed}"],
-         {"RUN_DIR": f"r/seed_everything={seed}"})
-        for seed in (0, 1)
-    ]  # fmt: skip
+    options = "--nodes=2 train.sbatch --config=a.yaml --seed_everything"
+    lines = [
+        f"r/seed_everything={seed} --parsable --job-name=seed_everything={seed} {options}={seed}" for seed in (0, 1)
+    ]
+    assert (tmp_path / "submitted").read_text().splitlines() == lines
+    (tmp_path / "queue-1").write_text("PENDING\n")  # squeue fails for the other, which SLURM has forgotten
+    assert sweep.run(words) == 0
+    assert (tmp_path / "submitted").read_text().splitlines() == [*lines, lines[1]]
+    assert "seed_everything=0: job 1 is pending" in capsys.readouterr().err
 
 
 def begun(folder: Path, seeds: str) -> Child:
