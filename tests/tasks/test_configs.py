@@ -92,10 +92,12 @@ def test_a_shipped_configuration_from_fit_to_export(
     assert read_header(resolve_checkpoint(tmp_path / "run"))["global_step"] == 4
     assert list((tmp_path / "run").glob("events.out.tfevents.*"))
     assert (tmp_path / "run/checkpoints/learning_curves.png").exists()
-    commands: dict[str, list[str]] = {"validate": [], "predict": predict_options(domain, world)}
+    commands: dict[str, list[str]] = {"predict": predict_options(domain, world)}
+    if path.stem.startswith(("digits", "stdlib")):  # as fit validates, in all others
+        commands["validate"] = []
     if path.stem in QUESTIONS:
         assert "val/accuracy" in text
-        del commands["predict"]
+        commands = {"validate": []}
     for command, options in commands.items():
         status, text = run(command, "--run_dir=run", *options)
         assert status == 0, text[-4000:]
