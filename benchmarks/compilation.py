@@ -88,7 +88,7 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="lightning bench compilation", description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5, help="of the step times")
+    parser.add_argument("--runs", type=int, default=5, help="number of runs for the step times")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", default="", help="configurations whose path contains this")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for compilation-cpu.json")

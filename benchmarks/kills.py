@@ -256,8 +256,10 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--domains", nargs="+", choices=list(DOMAINS), default=list(DOMAINS))
-    parser.add_argument("--kills", type=int, help="of every domain; 50 and 10 without")
-    parser.add_argument("--seed", type=int, default=0, help="of the random times")
+    parser.add_argument(
+        "--kills", type=int, help="kills in each domain (default: 50 for classification, 10 for the others)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random times")
     parser.add_argument("--runs", type=Path, help="folder that keeps the runs; a temporary one without")
     parser.add_argument("--out", type=Path, help="folder for kills.json")
     options = parser.parse_args()

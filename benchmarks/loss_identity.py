@@ -104,7 +104,7 @@ def compare(found: dict[str, list[str]], reference: dict[str, list[str]]) -> lis
 def main() -> None:
     """Command line; status 1 where losses differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each configuration (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each configuration (default: %(default)s)")
     parser.add_argument("--only", default="", help="configurations whose path contains this")
     parser.add_argument("--write", action="store_true", help="make the losses the reference")
     parser.add_argument("--reference", type=Path, default=REFERENCE, help="JSON file (default: %(default)s)")

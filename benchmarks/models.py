@@ -152,7 +152,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--pixels", nargs="+", type=int, default=list(PIXELS))
     parser.add_argument("--images", type=int, help="images at once; by default one on a CPU, a full GPU else")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement, about (default: 10)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="seconds of each measurement, roughly (default: 10)"
+    )
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -123,7 +123,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="N (default: 4096)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each time (default: 2)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of each measurement (default: 2)")
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     args = parser.parse_args()
     rows = [measure(name, *case, args.seconds) for name, case in cases(args.tokens).items()]

@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--forms", nargs="+", choices=get_args(ChosenForm), default=["chunked", "spanning"])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each run")
+    parser.add_argument("--seconds", type=float, default=0.3, help="seconds of each run")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for short-blocks-DEVICE.json")
     args = parser.parse_args()
     device, console = torch.device(args.device), Console(width=150)

@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--configs", nargs="+", help="such as language/stdlib; by default those of the device's size")
     parser.add_argument("--compile", choices=("both", "on", "off"), default="both")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--samples", type=int, help="at once")
+    parser.add_argument("--samples", type=int, help="samples at once")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for throughput.json")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()

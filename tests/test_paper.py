@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from itertools import count
 from pathlib import Path
@@ -17,6 +18,7 @@ from mhla_tasks.video.digits import MovingDigitSamples
 from benchmarks import recurrences
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import mnist, runs, video
+from benchmarks.paper.study import by_variant, spread
 
 ONE = [
     "--trainer.enable_progress_bar=false",
@@ -142,6 +144,17 @@ def test_every_row_of_the_committed_results_is_of_a_variant() -> None:
                 )
             keys = [(row["variant"], row["seed"]) for row in content["rows"]]
             assert len(set(keys)) == len(keys)
+
+
+def test_the_readme_shows_the_committed_figures() -> None:
+    found = by_variant(paper.STUDIES["mnist"].rows(paper.RESULTS))
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    shown = re.findall(r"^\| `([^`]+)`[^|]* \| (\d[^|]*) \| (\d[^|]*) \|$", text, re.MULTILINE)
+    assert len(shown) >= 5
+    for name, *cells in shown:
+        assert cells == [spread([row["accuracy"] for row in found[key]], 1, 100) for key in (name, f"{name}, lepe")], (
+            name
+        )
 
 
 def test_an_unknown_variant_is_named(

@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
     parser.add_argument("--variants", nargs="+", help="variants (default: all)")
     parser.add_argument(
-        "--runs", type=Path, default=Path("runs/paper"), help="where runs are kept (default: runs/paper)"
+        "--runs", type=Path, default=Path("runs/paper"), help="folder of the runs (default: runs/paper)"
     )
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder of the rows (default: benchmarks/results/paper)"

@@ -112,12 +112,12 @@ def generated(folder: Path) -> str:
         for kind in kinds
     ]
     machine = content["machine"]
-    generation.draw(content["rows"], folder / "results-generation.png")
+    generation.draw(content["rows"], folder / "pictures" / "results-generation.png")
     table = markdown(["attention", *(f"{n:,} tokens" for n in shown)], lines)
     return (
         f"### Generation\n\nTime per token and size of the state, a model of {content['model']['depth']} layers of width "
         f"{content['model']['dim']}:\n\n{table}\n\n"
-        f"![Time per token and size of the state by context](results-generation.png)\n\n"
+        f"![Time per token and size of the state by context](pictures/results-generation.png)\n\n"
         f"`lightning bench generation --out benchmarks/results`; {machine['device']}, torch {machine['torch']}, "
         f"{machine['date']}."
     )
@@ -131,8 +131,8 @@ def section(rows: list[Row], folder: Path) -> str:
         [f"`{name}`", *(spread([row[key] for row in each], digits) for key, digits in keys.items())]
         for name, each in by_variant(rows).items()
     ]
-    draw(rows, folder / "results-stdlib.png")
-    picture = "![Perplexity by position, up to 4,096 tokens, of models trained on 512](results-stdlib.png)"
+    draw(rows, folder / "pictures" / "results-stdlib.png")
+    picture = "![Perplexity by position, up to 4,096 tokens, of models trained on 512](pictures/results-stdlib.png)"
     return f"{markdown(header, lines)}\n\n{picture}\n\n{conditions(rows)}"
 
 

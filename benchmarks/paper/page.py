@@ -23,7 +23,9 @@ SEEDS = 3
 def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
     """Write the page and its pictures; studies without rows are left out."""
     parts = [HEAD]
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    hours = sum(row["seconds"] for study in studies for row in study.rows(results)) / 3600
+    parts.append(f"All rows below took {hours:.1f} hours of one core; two cores train two studies side by side.\n")
     counts = [(len(study.rows(results)), SEEDS * len(study.variants)) for study in studies]
     done, wanted = (sum(each) for each in zip(*counts, strict=True))
     if done < wanted:

@@ -67,8 +67,8 @@ def mqar_section(rows: list[Row], folder: Path) -> str:
     axis.set(xlabel="state after 128 tokens, bytes", ylabel="accuracy, %", xscale="log")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    figure.savefig(folder / "results-mqar.png", dpi=120)
-    picture = "![Accuracy over bytes of state, by attention](results-mqar.png)"
+    figure.savefig(folder / "pictures" / "results-mqar.png", dpi=120)
+    picture = "![Accuracy over bytes of state, by attention](pictures/results-mqar.png)"
     return f"{markdown(header, lines)}\n\n{picture}\n\n{conditions(rows)}"
 
 
@@ -91,9 +91,9 @@ def needle_section(rows: list[Row], folder: Path) -> str:
     axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    figure.savefig(folder / "results-needle.png", dpi=120)
+    figure.savefig(folder / "pictures" / "results-needle.png", dpi=120)
     table = markdown(["attention", *(f"{n:,} tokens, %" for n in lengths)], lines)
-    return f"{table}\n\n![Accuracy by length](results-needle.png)\n\n{conditions(rows)}"
+    return f"{table}\n\n![Accuracy by length](pictures/results-needle.png)\n\n{conditions(rows)}"
 
 
 STEPS = ("--trainer.max_epochs=-1", "--trainer.max_steps=1400", "--trainer.check_val_every_n_epoch=null")

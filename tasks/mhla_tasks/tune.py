@@ -52,7 +52,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--exponential", type=int, metavar="R", help="coefficients are sums of R exponentials (for --shape)"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help="for --shape; float32 on a CPU")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default=None, help="dtype for --shape (default on a CPU: float32)"
+    )
     parser.add_argument("--seconds", type=float, default=2.0, help="spent on each form of a shape, about")
     parser.add_argument("--launches", action="store_true", help="also measure warps and stages of the Triton kernels")
     parser.add_argument("--dry-run", action="store_true", help="print the table, keep nothing")

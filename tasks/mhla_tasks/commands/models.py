@@ -22,15 +22,15 @@ def export(parser: ArgumentParser) -> Run:
     weights are the moving average where the checkpoint has one; LoRA adapters are added to the weights that they adapt.
     """
     parser.add_argument("checkpoint", type=Path, help="file that training wrote, or the folder of a run")
-    parser.add_argument("folder", type=Path, help="where the model goes")
+    parser.add_argument("folder", type=Path, help="folder to write the model to")
     parser.add_argument("--live", action="store_true", help="the weights as trained, not their moving average")
     add_allow(parser)
     parser.add_argument(
         "--license", metavar="IDENTIFIER", help="licence of the model, for its card: apache-2.0, mit, ..."
     )
     language = parser.add_argument_group("language models")
-    language.add_argument("--tokenizer", help="folder or name on the hub, in place of the checkpoint's own")
-    language.add_argument("--context", type=int, help="extend the model to so many tokens first")
+    language.add_argument("--tokenizer", help="folder or name on the hub; replaces the tokenizer of the checkpoint")
+    language.add_argument("--context", type=int, help="number of tokens to extend the model to first")
     video = parser.add_argument_group("video models")
     video.add_argument("--adapters", type=Path, help="folder for LoRA adapters, instead of adding them to the weights")
 
@@ -56,7 +56,7 @@ def import_published(parser: ArgumentParser) -> Run:
     Writes ``config.json`` and safetensors, which ``lightning_mhla.load_swapped`` and ``--model.init_args.pretrained`` read.
     """
     parser.add_argument("source", help="file with the authors' names")
-    parser.add_argument("folder", type=Path, help="where the model goes")
+    parser.add_argument("folder", type=Path, help="folder to write the model to")
     parser.add_argument(
         "--block_grid",
         type=int,
@@ -111,12 +111,26 @@ def generate(parser: ArgumentParser) -> Run:
     terminal, one after the other.
     """
     parser.add_argument("model", help="checkpoint, exported folder, or name on the hub")
-    parser.add_argument("prompt", nargs="?", help="what is continued")
-    parser.add_argument("--max_new_tokens", type=int, help="at most (default: 256, or as many as the model reaches to)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 for the likeliest token (default: 0.8)")
-    parser.add_argument("--top_k", type=int, default=50, help="0 for all tokens (default: 50)")
-    parser.add_argument("--top_p", type=float, default=1.0, help="share of the probability (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the tokens that are drawn (default: 0)")
+    parser.add_argument("prompt", nargs="?", help="text to continue")
+    parser.add_argument(
+        "--max_new_tokens", type=int, help="maximum number of tokens to generate (default: 256, or the model's limit)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="sampling temperature; 0 takes the likeliest token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top_k", type=int, default=50, help="sample from the k likeliest tokens; 0 for all (default: 50)"
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens with this total probability (default: 1)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
     add_allow(parser)
 

@@ -9,18 +9,18 @@ from mhla_tasks.commands import Run
 
 
 def _shards(parser: ArgumentParser, what: str, per_shard: int) -> None:
-    parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
+    parser.add_argument("--prefix", default="train", help="prefix of the shards' names (default: train)")
     parser.add_argument("--per_shard", type=int, default=per_shard, help=f"{what} in a shard (default: {per_shard})")
 
 
 def _shuffled(parser: ArgumentParser, what: str) -> None:
-    parser.add_argument("--seed", type=int, default=0, help=f"of the order of the {what} (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of the order of the {what} (default: 0)")
     _skipping(parser, what)
 
 
 def _skipping(parser: ArgumentParser, what: str) -> None:
     parser.add_argument(
-        "--max_skipped", type=int, default=100, help=f"broken {what} that are skipped before it stops (default: 100)"
+        "--max_skipped", type=int, default=100, help=f"broken {what} to skip before the command fails (default: 100)"
     )
 
 
@@ -110,10 +110,12 @@ def text(parser: ArgumentParser) -> Run:
         "sources", nargs="+", help="text, .jsonl and .parquet files, folders, hub:NAME[:CONFIG[:SPLIT]]"
     )
     parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer, or a model on the hub")
-    parser.add_argument("--prefix", default="train", help="of the shards' names (default: train)")
-    parser.add_argument("--column", default="text", help="of tables (default: text)")
-    parser.add_argument("--skip", type=int, default=0, help="leave out so many documents at the start (default: 0)")
-    parser.add_argument("--limit", type=int, help="take so many documents at most (default: all)")
+    parser.add_argument("--prefix", default="train", help="prefix of the shards' names (default: train)")
+    parser.add_argument("--column", default="text", help="column of tables that holds the text (default: text)")
+    parser.add_argument(
+        "--skip", type=int, default=0, help="number of documents to leave out at the start (default: 0)"
+    )
+    parser.add_argument("--limit", type=int, help="maximum number of documents (default: all)")
     parser.add_argument(
         "--run_characters", type=int, default=4_000_000, help="characters of a sample (default: 4000000)"
     )
@@ -182,16 +184,18 @@ def clip_latents(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "--model", required=True, help="folder or hub name of a diffusers Wan pipeline: VAE, UMT5, tokenizer"
     )
-    parser.add_argument("--frames", type=int, default=81, help="of a clip (default: 81)")
-    parser.add_argument("--height", type=int, default=480, help="in pixels (default: 480)")
-    parser.add_argument("--width", type=int, default=800, help="in pixels (default: 800)")
-    parser.add_argument("--fps", type=float, default=16.0, help="frames a second that are taken (default: 16)")
+    parser.add_argument("--frames", type=int, default=81, help="frames of a clip (default: 81)")
+    parser.add_argument("--height", type=int, default=480, help="height of a clip in pixels (default: 480)")
+    parser.add_argument("--width", type=int, default=800, help="width of a clip in pixels (default: 800)")
+    parser.add_argument("--fps", type=float, default=16.0, help="frames per second of a clip (default: 16)")
     parser.add_argument(
         "--caption_key", default="caption", help="entry of NNN.json that is the caption (default: caption)"
     )
-    parser.add_argument("--text_length", type=int, default=512, help="tokens of a caption, at most (default: 512)")
     parser.add_argument(
-        "--text_width", type=int, help="of a token's embedding; an encoder of another width is an error"
+        "--text_length", type=int, default=512, help="maximum number of tokens of a caption (default: 512)"
+    )
+    parser.add_argument(
+        "--text_width", type=int, help="width of a token's embedding; an encoder of another width is an error"
     )
     _shards(parser, "videos", 100)
     _skipping(parser, "videos")
