@@ -103,7 +103,8 @@ def draw(rows: list[Row], path: Path) -> None:
 def with_picture(rows: list[Row], folder: Path) -> str:
     """The section with its picture."""
     draw(rows, folder / "pictures" / "results-mnist.png")
-    return f"{section(rows, folder)}\n\n![Held-out accuracy on MNIST by attention, each seed a point](pictures/results-mnist.png)"
+    picture = "![Held-out accuracy on MNIST by attention, each seed a point](pictures/results-mnist.png)"
+    return f"{section(rows, folder)}\n\n{picture}"
 
 
 PRINTED = """\
