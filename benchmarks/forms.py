@@ -1,4 +1,4 @@
-"""Which form is faster where, and whether ``form="auto"`` picks it; on a CPU also the best tile of the chunked form.
+"""Which form is faster where, and whether form="auto" picks it; on a CPU also the best tile of the chunked form.
 
     lightning bench forms
     lightning bench forms --device cpu

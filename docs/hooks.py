@@ -8,7 +8,7 @@ from typing import Any
 
 os.environ["COLUMNS"] = "100"  # argparse breaks lines there
 
-from mhla_tasks.commands import TOOLS, function_of, parser_of
+from mhla_tasks.commands import TOOLS, function_of, help_text, parser_of
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -21,7 +21,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         for name in tools:
             function = function_of(name)
             passes_on = getattr(function, "passes_on", False)
-            text = (function.__doc__ or "") if passes_on else parser_of(name)[0].format_help()
+            text = help_text(function) if passes_on else parser_of(name)[0].format_help()
             parts.append(f"### {name}\n\n```text\n{text.strip()}\n```")
     return "\n\n".join(parts)
 

@@ -4,6 +4,6 @@
     lightning paper --only mnist --seeds 0   # one study, one seed
     lightning paper --page                   # docs/results.md from what is there
 
-Each row is a run of ``lightning fit`` with a shipped configuration and options that the page names. A run that is stopped
-resumes from its last checkpoint, and a row that is in ``benchmarks/results/paper`` is not trained again.
+Each row is a run of lightning fit with a shipped configuration and options that the page names. A run that is stopped
+resumes from its last checkpoint, and a row that is in benchmarks/results/paper is not trained again.
 """

@@ -176,7 +176,7 @@ class Attention(LayoutTables):
     def weights(self, inputs: AttentionInputs) -> Tensor:
         """Attention matrix ``[B, H, N, N]`` that :meth:`attend` applies to the values, for analysis.
 
-        By default it is read off: :meth:`attend` of values of which each token has its own. A kind whose outputs are not
+        By default, :meth:`attend` is applied to one-hot values; its output is the matrix. A kind whose outputs are not
         linear in the values has no such matrix.
         """
         batch, tokens, heads, _ = inputs.v.shape
@@ -188,7 +188,7 @@ class Attention(LayoutTables):
 
         Args:
             inputs: the next tokens; whatever a row has beyond its count is padding at its right.
-            state: of the tokens so far, which is taken over and must not be used again; None for none. It has
+            state: of the tokens so far, which is modified in place; do not use it again; None for none. It has
                 ``lengths``, tokens so far in each row, ``bytes`` and ``select(rows)``.
             counts: how many of the N tokens of each row are real.
         """

@@ -104,7 +104,7 @@ class AttentionConfig:
             raise ValueError("normalize wants nonnegative queries and keys; feature_map 'identity' does not give them")
         if self.normalize and self.rotary and KINDS[self.kind].uses_linear_options:
             raise ValueError(
-                "normalize wants nonnegative queries and keys, and rotary turns them; set normalize: false"
+                "normalize needs nonnegative queries and keys, and rotary makes them negative; set normalize: false"
             )
 
     def _checked_options(self) -> dict[str, Any] | None:

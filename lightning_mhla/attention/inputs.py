@@ -42,7 +42,7 @@ class AttentionInputs:
         q: ``[B, N, H, Dk]``, not mapped.
         k: ``[B, N, H, Dk]``, not mapped. Fewer heads where the kind does not want them repeated (``repeats_heads``).
         v: ``[B, N, H, Dv]``, heads as for k.
-        key_mask: ``[B, N]`` bool, False for tokens that are not seen; they are zeros. None for none.
+        key_mask: ``[B, N]`` bool, False for hidden tokens, which are set to zero. None for none.
         rotary: angles that q and k turn by; None for none.
         cu_seqlens: first token of each packed sequence (B = 1), and N; None for one sequence in each row.
         share: which tokens of a sequence that processes share these are; None for whole sequences.

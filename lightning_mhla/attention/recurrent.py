@@ -195,7 +195,7 @@ class RecurrentAttention(Attention):
         return self.skip(out, operands)
 
     def skip(self, out: Tensor, operands: Operands) -> Tensor:
-        """Outputs with what passes the recurrence by."""
+        """Add the skip connection to the outputs."""
         return out
 
     @override

@@ -63,7 +63,7 @@ class SequenceShare:
 
     @property
     def weight(self) -> float:
-        """Of a mean over this process's tokens: the mean of weighted means over the processes is that over all tokens."""
+        """Weight of this process's mean: the weighted means averaged over the processes give the mean over all tokens."""
         return (self.end - self.start) * self.processes / self.tokens
 
     def of(self, whole: Tensor) -> Tensor:

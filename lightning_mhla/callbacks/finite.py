@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class FiniteWatch(Callback):
-    """Looks at the loss and at the norm of all gradients before each optimiser step.
+    """Checks the loss and the norm of all gradients before each optimiser step.
 
-    When one of them is NaN or infinite, the step's batch runs once more with an eye on every module, and the message names
-    the first whose output, or the last in whose backward pass the gradient, was no longer finite. All processes decide alike.
+    When one of them is NaN or infinite, the batch runs again with hooks on every module. The message names the first module
+    with a non-finite output or, in the backward pass, the last one with a non-finite gradient. All processes decide alike.
 
     Args:
         action: ``stop`` the run, or ``skip`` the optimiser step: weights and optimiser stay as they are, the data and the

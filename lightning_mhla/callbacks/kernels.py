@@ -9,9 +9,9 @@ from mhla_kernels import agree_on_kernels
 
 
 class KernelAgreement(Callback):
-    """Use no kernel that any process has withdrawn, from the first batch of an epoch or of a resumed run on.
+    """Use no kernel that any process has withdrawn.
 
-    And after a validation.
+    The processes agree after the first batch of each epoch or resumed run, and after each validation.
 
     See :func:`mhla_kernels.agree_on_kernels`; with one process there is nothing to agree on.
     """

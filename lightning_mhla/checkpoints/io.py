@@ -217,7 +217,7 @@ def _furthest_whole(folder: Path) -> Path:
         try:
             check_checkpoint(path)
         except ValueError as error:
-            log.warning("PASSED OVER A DAMAGED CHECKPOINT: %s", error)
+            log.warning("Passed over a damaged checkpoint: %s", error)
         else:
             return path
     raise ValueError(

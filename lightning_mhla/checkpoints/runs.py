@@ -70,7 +70,7 @@ class RunFolder:
                     f"{self.path} is in use by {_owner(stream.read())}; stop that one, or give another --run_dir"
                 ) from error
             except OSError as error:
-                log.warning("%s keeps no locks (%s): see to it that no two jobs share it", self.path, error)
+                log.warning("%s keeps no locks (%s): make sure that no two jobs use it", self.path, error)
                 break
         stream.truncate(0)
         owner = {"host": platform.node(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}

@@ -158,7 +158,7 @@ class ResumableLoader:
         if self.skipped > self.max_skipped:
             raise BrokenSampleError(
                 f"{self.skipped} broken training samples were skipped, more than max_skipped={self.max_skipped}; "
-                "the warnings above name them: mend the data, or raise the limit"
+                "the warnings above name them: repair the data, or raise max_skipped"
             )
 
     @property

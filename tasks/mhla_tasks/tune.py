@@ -55,9 +55,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default=None, help="dtype for --shape (default on a CPU: float32)"
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="spent on each form of a shape, about")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="seconds for each form of a shape, roughly (default: 2)"
+    )
     parser.add_argument("--launches", action="store_true", help="also measure warps and stages of the Triton kernels")
-    parser.add_argument("--dry-run", action="store_true", help="print the table, keep nothing")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the table, keep nothing")
     asked, others = parser.parse_known_args(words)
     if others and not asked.config:
         parser.error(f"unknown: {' '.join(others)} (options of a run need --config)")

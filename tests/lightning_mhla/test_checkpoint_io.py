@@ -114,7 +114,7 @@ def test_the_newest_whole_one_is_taken(
     os.utime(path, (9, 9))
     with caplog.at_level(logging.WARNING):
         assert resolve_checkpoint(tmp_path).name == "step=1.ckpt"
-    assert "PASSED OVER A DAMAGED CHECKPOINT" in caplog.text
+    assert "Passed over a damaged checkpoint" in caplog.text
     assert "step=2.ckpt" in caplog.text
     with pytest.raises(ValueError, match=r"step=2\.ckpt"):
         WholeCheckpointIO().load_checkpoint(path)

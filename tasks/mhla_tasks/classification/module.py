@@ -47,7 +47,7 @@ class ImageClassifier(TrainingModule):
     """A vision transformer trained on images and labels.
 
     Args:
-        attention: which attention; see each key.
+        attention: the attention layer.
         num_classes: number of classes.
         image_size: side of the square image, in pixels.
         size: DeiT's tiny, small or base; null to give dim, depth and heads.
@@ -55,14 +55,14 @@ class ImageClassifier(TrainingModule):
         depth: number of blocks.
         heads: attention heads.
         patch_size: side of a patch, in pixels.
-        channels: of the image.
+        channels: channels of the image.
         stem: patch (one convolution of the patch's size) or conv (two small ones).
         pad_to: side that zero pixels pad the image to; null for none.
         mlp_ratio: inner width of the MLP over the tokens'.
         drop_path: stochastic depth of the last block.
         checkpointing: recompute blocks in the backward pass, to save memory.
         compile: compile the network, block by block (:func:`torch.compile`).
-        compile_options: how; see :class:`lightning_mhla.training.compilation.CompileOptions`.
+        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.
         optimizer: AdamW and its schedule.

@@ -108,7 +108,7 @@ def parser_of(name: str) -> tuple[Parser, Run]:
     function = function_of(name)
     parser = Parser(
         prog=f"lightning {name}",
-        description=_text(function),
+        description=help_text(function),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -139,7 +139,7 @@ def listing(start: str = "") -> str:
     """All commands and tools by group, or those whose name starts with a word."""
     groups = {"training": LIGHTNING} if not start else {}
     for group, tools in TOOLS.items():
-        found = {name: _text(function_of(name)).partition("\n")[0] for name in tools if name.startswith(start)}
+        found = {name: help_text(function_of(name)).partition("\n")[0] for name in tools if name.startswith(start)}
         groups |= {group: found} if found else {}
     width = max(len(name) for found in groups.values() for name in found)
     parts = [
@@ -156,6 +156,7 @@ def nearest(word: str) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def _text(function: Callable[..., object]) -> str:
+def help_text(function: Callable[..., object]) -> str:
+    """The docstring of a tool, for a terminal."""
     lines = (function.__doc__ or "").strip().split("\n")
     return "\n".join(line.removeprefix("    ") for line in lines).replace("``", "`")

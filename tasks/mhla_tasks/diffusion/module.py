@@ -27,7 +27,7 @@ class ClassToImage(GenerativeModule):
     """A DiT trained on labelled images or latents, and sampled by class.
 
     Args:
-        attention: which attention; see each key.
+        attention: the attention layer.
         num_classes: number of classes.
         sample_size: side of what is denoised: of the image in pixels, or of its latent.
         channels: of what is denoised: 4 for latents of Stable Diffusion's VAE.
@@ -43,7 +43,7 @@ class ClassToImage(GenerativeModule):
         mlp_norm_eps: epsilon of the norm before the MLP: 1e-6 as DiT was trained, 1e-5 in diffusers.
         checkpointing: recompute blocks in the backward pass, to save memory.
         compile: compile the network, block by block (:func:`torch.compile`).
-        compile_options: how; see :class:`lightning_mhla.training.compilation.CompileOptions`.
+        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         process: what the network learns.
         sampling: how predict and callbacks draw samples, unless they say otherwise.
         vae: folder or hub name of a diffusers AutoencoderKL, for latents; null for pixels.

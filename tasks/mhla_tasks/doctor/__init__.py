@@ -1,4 +1,4 @@
-"""Check this machine before a training run depends on it: ``lightning doctor``.
+"""Check this machine before a training run depends on it: lightning doctor.
 
 Looks at versions, devices, memory, disk, shared memory and the speed of reading pictures; runs the operator in every form
 against float64, forward and backward, twice for equal bits; times it against softmax attention; and trains twenty steps. On

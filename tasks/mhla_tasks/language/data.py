@@ -214,7 +214,7 @@ class HubText(TextData):
             data = load_dataset(**given, streaming=True)
         except Exception as error:
             raise FileNotFoundError(
-                f"the data set {given} cannot be had ({type(error).__name__}: {str(error).splitlines()[0]}); check its "
+                f"the data set {given} could not be loaded ({type(error).__name__}: {str(error).splitlines()[0]}); check its "
                 "name and the network, or give local files: path: json and data_files"
             ) from error
         features: dict[str, Any] = next(iter(data), {})

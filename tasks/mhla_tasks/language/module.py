@@ -42,7 +42,7 @@ class LanguageModel(TrainingModule):
     """A causal language model trained to predict the next token.
 
     Args:
-        attention: which attention; see each key.
+        attention: the attention layer.
         layer_kinds: kinds of the layers where they differ, repeated to the depth: [mhla, mhla, softmax] gives every third
             layer softmax; null for attention.kind everywhere.
         vocab_size: tokens of the vocabulary, at least those of the tokenizer.
@@ -58,7 +58,7 @@ class LanguageModel(TrainingModule):
         initializer_range: standard deviation of the weights at the start.
         checkpointing: recompute layers in the backward pass, to save memory.
         compile: compile the network, block by block (:func:`torch.compile`).
-        compile_options: how; see :class:`lightning_mhla.training.compilation.CompileOptions`.
+        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         optimizer: AdamW and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
         generation: how predict continues prompts.

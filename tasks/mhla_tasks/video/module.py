@@ -35,20 +35,20 @@ class VideoDiffusion(GenerativeModule):
     """A Wan transformer trained on captioned clips or their latents, and sampled by prompt.
 
     Args:
-        attention: what replaces the transformer's self-attention; see each key.
-        transformer: its shape.
+        attention: the attention that replaces the transformer's self-attention.
+        transformer: shape of the transformer.
         layer_kinds: kinds of the layers, repeated to the depth: [keep, replace, replace] replaces two of three; [keep] none;
             null for attention.kind everywhere.
-        flow: what the network learns.
+        flow: times and shift of flow matching, and caption dropout.
         text: how captions become embeddings.
         vae: folder or hub name of a Wan pipeline or its VAE, for latents; null for pixels.
-        train: what is trained: all; attention, the replaced layers with their projections; new, only what replacing added;
-            lora, that and adapters of the projections.
-        lora: of the adapters.
+        train: trained parameters: all; attention (the replaced layers with their projections); new (those that replacing
+            added); lora (those, and adapters of the projections).
+        lora: rank and alpha of the adapters.
         distillation: from the model that is replaced.
         checkpointing: recompute blocks in the backward pass, to save memory.
         compile: compile the network, block by block (:func:`torch.compile`).
-        compile_options: how; see :class:`lightning_mhla.training.compilation.CompileOptions`.
+        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         sampling: how predict and callbacks draw clips.
         pretrained: weights to start from, see mhla_tasks.video.pretrained; not read where --ckpt_path brings weights.
         output: folder for the clips that predict draws; those that are there already are not drawn again. null for the

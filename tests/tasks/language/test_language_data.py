@@ -246,7 +246,7 @@ def test_streams_refuse(sources: list[str], tokenizer: Any, tmp_path: Path) -> N
     where = str(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match=r"no column 'content', only \['id', 'text'\]"):
         HubText(where, path="json", data_files=sources[1], column="content").windows("validate")
-    with pytest.raises(FileNotFoundError, match="cannot be had"):
+    with pytest.raises(FileNotFoundError, match="could not be loaded"):
         HubText(where, path="json", data_files=str(tmp_path / "none.jsonl")).windows("validate")
 
 

@@ -262,7 +262,7 @@ def test_exponential_mixing_on_any_grid(tmp_path: Path) -> None:
     [
         ({"attention": AttentionConfig(kind="mhla", normalize=False)}, "needs block_grid, the number of blocks along each of the 3 axes"),
         ({"attention": AttentionConfig(block_grid=[2, 2], normalize=False)}, "needs block_grid, .* not \\[2, 2\\]"),
-        ({"attention": AttentionConfig(block_grid=[2, 2, 2])}, "normalize wants nonnegative queries and keys, and rotary turns them"),
+        ({"attention": AttentionConfig(block_grid=[2, 2, 2])}, "normalize needs nonnegative queries and keys, and rotary makes them negative"),
         ({"layers": [0, 3]}, "layers \\[3\\] are not among the model's 0 to 2"),
         ({"layers": [0], "layer_kinds": ["mhla"]}, "give layers or layer_kinds, not both"),
         ({"layer_kinds": ["keep", "mhla"]}, "its length must divide the 3 layers"),

@@ -1,10 +1,9 @@
-"""lm-eval's command with the model type ``mhla`` registered.
+"""lm-eval's command with the model type mhla registered.
 
     mhla-lm-eval --model_args pretrained=last.ckpt --tasks mmlu,longbench --data_dir copies --batch_size 8
 
-Everything is lm-eval's own but ``--model``, which is mhla unless given, ``--data_dir``, a folder with local copies of the
-tasks' data (see :mod:`mhla_tasks.language.evaluation.tasks`), and ``--allow``, modules of attention kinds of
-your own. On several GPUs the requests are shared:
+Everything is lm-eval's own but --model, which is mhla unless given, --data_dir, a folder with local copies of the tasks'
+data, and --allow, modules of attention kinds of your own. On several GPUs the requests are shared:
 
     torchrun --nproc-per-node 8 -m mhla_tasks.language.evaluation.script --model_args pretrained=last.ckpt --tasks mmlu
 """
