@@ -53,7 +53,7 @@ class Recovery(Checkpoint):
         every_minutes: between two saves, by the clock of the first process; null for none.
         every_n_steps: optimiser steps between two saves; null for none.
         keep: newest files that are kept; two, so that one is left when the newest is damaged.
-        signals: names of those that stop the run.
+        signals: names of those that stop the run. Ctrl+C is SIGINT; a second one stops at once, without saving.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Recovery(Checkpoint):
         every_minutes: float | None = 10.0,
         every_n_steps: int | None = None,
         keep: int = 2,
-        signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1"),
+        signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT"),
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
@@ -207,13 +207,19 @@ class Recovery(Checkpoint):
     def _listen(self) -> None:
         for number in self.signals if self._active else []:
             current = signal.getsignal(number)
-            if current != self._on_signal:
+            if current != self._on_signal and not (
+                number == signal.SIGINT and current == signal.SIG_IGN
+            ):  # in the background
                 self._before.setdefault(number, current)
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _: Any) -> None:
         name = signal.Signals(number).name
+        if self._active and number == signal.SIGINT and self.received == name:
+            raise KeyboardInterrupt
         if self._active:
+            if number == signal.SIGINT:
+                log.warning("Ctrl+C: saving after this step; press it again to stop at once, without saving")
             self.received = name
         elif not self.leaving:  # Lightning puts handlers back that it found, this one too, when the run is over
             signal.signal(number, signal.SIG_DFL)

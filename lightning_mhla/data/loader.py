@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -80,6 +81,20 @@ def samples_each(batch_size: int, world: int) -> int:
     return batch_size // world
 
 
+WORKER_SECONDS = 120
+"""Time that a signal leaves a worker process, for the training process to finish its step and save."""
+
+
+def outlive_signals(worker: int = 0) -> None:
+    """Let a worker process run on for a while after SIGTERM, SIGUSR1 or SIGINT.
+
+    Ctrl+C and many schedulers send their signal to all processes of a group; a worker that ended at once would end training
+    before it has saved.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, lambda *_: signal.alarm(WORKER_SECONDS))
+
+
 class ResumableLoader:
     """Batches of a source, in an order that depends on seed and epoch alone.
 
@@ -130,6 +145,7 @@ class ResumableLoader:
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(seed),
+            worker_init_fn=outlive_signals,
         )
 
     def __len__(self) -> int:

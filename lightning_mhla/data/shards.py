@@ -87,7 +87,8 @@ def _local(name: str) -> list[Path]:
     if not found:
         what = "holds no *.tar files" if path.is_dir() else "does not exist"
         raise FileNotFoundError(
-            f"{name} {what}; give a folder of shards, a pattern such as DIR/train-{{0000..0009}}.tar, or URLs"
+            f"{name} {what}; give a folder of shards, a pattern such as DIR/train-{{0000..0009}}.tar, or URLs; images also as "
+            "a folder with one folder for each class"
         )
     return found
 

@@ -47,9 +47,10 @@ def write_card(
     count = sum(parameter.numel() for parameter in network.parameters())
     header = {"library_name": "lightning-mhla", "tags": ["mhla", "linear-attention"]}
     header |= {"license": license_name} if license_name else {}
+    article = "An" if name[0] in "AEIOU" else "A"
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {path.parent.name}",
-        f"A `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory)}.",
+        f"{article} `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory)}.",
         f"## Loading\n\n```python\n{loading.replace('FOLDER', path.parent.name)}\n```",
         f"## Training data\n\n{_data(content, data)}",
         f"## Metrics\n\n{_metrics(content)}",

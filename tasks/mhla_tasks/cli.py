@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 from lightning import Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from rich.logging import RichHandler
 from typing_extensions import override
 
 from lightning_mhla.callbacks.recovery import RunStopped
@@ -29,10 +28,11 @@ from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.system.lightning_private import subcommand_parsers
 from mhla_tasks.config_errors import find_repeated_option, find_unknown_key, shorten
 from mhla_tasks.late_imports import without_collection
-from mhla_tasks.own_modules import UnknownModuleError
+from mhla_tasks.own_modules import UnknownModuleError, log_handler
 from mhla_tasks.settle import (
     agree,
     defaults_from,
+    find_missing,
     inside,
     leave_out_monitors,
     settle,
@@ -110,6 +110,8 @@ class SuiteCLI(LightningCLI):
         subcommand = next((word for word in words if word in parsers), None)
         if subcommand is not None:
             chosen = parsers[subcommand]
+            if missing := find_missing(words, subcommand):
+                chosen.error(missing)
             sources = [inside(source, subcommand) for source in read_sources(words)]
             problems = [check_config(Path(source.origin)) for source in sources if not source.origin.startswith("-")]
             try:
@@ -151,7 +153,7 @@ class SuiteCLI(LightningCLI):
                 "--model.init_args.pretrained"
             )
         if options.trainer.logger is False:
-            leave_out_monitors(options.trainer)
+            leave_out_monitors(options.trainer, subcommand)
 
     @override
     def instantiate_trainer(self, **options: Any) -> Trainer:
@@ -211,7 +213,7 @@ def main(args: ArgsType = None) -> None:
 
     Set ``LIGHTNING_MHLA_TRACEBACK=1`` to see the traceback.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
+    logging.basicConfig(level=logging.WARNING, handlers=[log_handler()])
     for name in OWN:
         logging.getLogger(name).setLevel(logging.INFO)
     for noise in (
@@ -220,9 +222,14 @@ def main(args: ArgsType = None) -> None:
         ".*callbacks used to create the.*",
         ".*Grad strides do not match.*",
         ".*Previous log files in this directory will be deleted.*",  # RunFolder keeps them
+        ".*The dirpath has changed from.*",  # predict and validate write elsewhere than training
+        ".*Checkpoint directory .* exists and is not empty.*",  # it is the run's own
+        ".*is smaller than the logging interval.*",
     ):
         warnings.filterwarnings("ignore", message=noise)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in str(record.msg))
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip:" not in str(record.msg) and not str(record.msg).startswith("TPU available")
+    )
     saving = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
     saving.addFilter(lambda record: "`weights_only` was not set" not in str(record.msg))  # what is read is plain data
     try:
@@ -234,7 +241,7 @@ def main(args: ArgsType = None) -> None:
             args=args,
         )
     except RunStopped:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # srun sends them to who is still on the way out
         raise
     except Exception as error:

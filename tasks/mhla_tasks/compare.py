@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,18 +128,25 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     names = short_names(differences(runs))
     metrics = common_metrics(runs)
     best = list(dict.fromkeys(run.record["best"]["metric"] for run in runs if run.record["best"]))
-    header = [*(names.values() or ["run"]), *metrics]
+    header = ["run", *names.values(), *metrics]
     header += [f"best {metric}" for metric in best]
     header += ["steps", "time", "parameters"]
     rows = []
-    for run in runs:
-        cells = [_text(run.options.get(key)) for key in names] or [str(run.folder)]
+    for run, folder in zip(runs, _folders(runs), strict=True):
+        cells = [folder, *(_text(run.options.get(key)) for key in names)]
         cells += [_figure(run.final(name)) for name in metrics]
         chosen = run.record["best"]
         cells += [_figure(chosen["value"] if chosen.get("metric") == metric else None) for metric in best]
         steps = f"{run.record['steps']:,}" + ("" if run.record["finished"] else ", unfinished")
         rows.append([*cells, steps, duration(run.record["seconds"]), f"{run.record['parameters']:,}"])
     return header, rows
+
+
+def _folders(runs: Sequence[Run]) -> list[str]:
+    """The folder of each run, without what all have in common."""
+    paths = [str(run.folder) for run in runs]
+    common = os.path.commonpath(paths) if len(set(paths)) > 1 else ""
+    return [os.path.relpath(path, common) if common else path for path in paths]
 
 
 def print_table(runs: Sequence[Run]) -> None:
@@ -150,14 +158,14 @@ def print_table(runs: Sequence[Run]) -> None:
 
     header, rows = table(runs)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    options = len(short_names(differences(runs))) or 1
+    options = 1 + len(short_names(differences(runs)))
     for index, name in enumerate(header):
         shown.add_column(name, justify="left" if index < options else "right", overflow="fold")
     for row in rows:
         shown.add_row(*map(Text, row))
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=max(console.width, 14 * len(header)))
+        console = Console(highlight=False, width=1000)
     console.print(shown)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -53,6 +54,17 @@ def name_the_extra(message: str) -> str:
     if found is None or found[1] not in EXTRAS:
         return message
     return f"{message}: pip install 'lightning-mhla[{EXTRAS[found[1]]}]'"
+
+
+def log_handler() -> logging.Handler:
+    """The handler of log messages: coloured in a terminal, one line for each message elsewhere."""
+    if sys.stdout.isatty():
+        from rich.logging import RichHandler
+
+        return RichHandler(show_path=False)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    return handler
 
 
 class UnknownModuleError(ValueError):

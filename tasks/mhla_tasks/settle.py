@@ -14,6 +14,7 @@ from jsonargparse import Namespace
 from lightning_mhla.checkpoints.io import RECOVERY, find_checkpoints, read_header
 from lightning_mhla.checkpoints.runs import RunFolder
 from lightning_mhla.checkpoints.sharded import is_sharded
+from mhla_tasks.shipped import PREFIX, names
 from mhla_tasks.sources import Source, mapping, read_sources
 from mhla_tasks.trust import refusal
 
@@ -144,12 +145,34 @@ def _arguments(value: Any) -> dict[str, Any]:
     return {**options, **mapping(options.get("init_args"))}
 
 
-def leave_out_monitors(trainer: Any) -> None:
+def find_missing(words: Sequence[str], subcommand: str) -> str:
+    """An error message for a configuration, or a run to evaluate, that does not exist; empty if there is none."""
+    pairs = [
+        (word.partition("=")[0], word.partition("=")[2] or after) for word, after in itertools.pairwise([*words, ""])
+    ]
+    for name, path in pairs:
+        if not path or Path(path).exists() or "://" in path:
+            continue
+        if name == "--run_dir" and subcommand != "fit":
+            return f"--run_dir={path}: the folder does not exist"
+        if name in ("--config", "-c") and not path.lstrip().startswith(("{", "[")):
+            near = path.partition("configs/")[2]
+            hint = (
+                f"; the package brings it as {PREFIX}{near}"
+                if near in names()
+                else f"; {PREFIX} lists those of the package"
+            )
+            return f"--config={path}: the file does not exist{hint}"
+    return ""
+
+
+def leave_out_monitors(trainer: Any, subcommand: str) -> None:
     """Without a logger there is nothing that a LearningRateMonitor could write to; Lightning would stop."""
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else []
     kept = [callback for callback in callbacks if not callback.class_path.endswith("LearningRateMonitor")]
     if len(kept) < len(callbacks):
-        log.info("LearningRateMonitor is left out: there is no logger")
+        if subcommand == "fit":
+            log.info("LearningRateMonitor is left out: there is no logger")
         trainer.callbacks = kept
 
 

@@ -117,7 +117,7 @@ def test_wrong_argument(
     ("arguments", "message"),
     [
         (["fit"], "no model is given; name a configuration"),
-        (["fit", "--config", "absent.yaml"], "File does not exist"),
+        (["fit", "--config", "absent.yaml"], "--config=absent.yaml: the file does not exist; mhla:// lists"),
         (["fitt"], "invalid choice: 'fitt'"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.kind=mlha"], "did you mean 'mhla'"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.block_grid=[9,4]"], "block_grid (9, 4) does not fit the token grid (8, 8)"),

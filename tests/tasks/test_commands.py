@@ -130,7 +130,7 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
         "tags": ["mhla", "linear-attention"],
         "license": "mit",
     }
-    assert "A `ImageClassifier` of " in text
+    assert "An `ImageClassifier` of " in text
     assert "attention: `linear`.\n" in text
     assert "The checkpoint holds none" in text
     commands.run("export", [str(path), str(tmp_path / "out")])

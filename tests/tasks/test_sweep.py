@@ -63,8 +63,8 @@ def test_a_sweep_trains_every_combination_once_and_compares(
     names = [f"kind={kind},seed_everything={seed}" for kind in ("mhla", "linear") for seed in (0, 1)]
     assert sorted(path.name for path in Path("runs/kinds").iterdir() if path.is_dir()) == sorted(names)
     out = capsys.readouterr().out
-    table = [line.split() for line in out.splitlines() if re.match(r" [01] +(mhla|linear) ", line)]
-    assert [row[:2] for row in table] == [["0", "mhla"], ["1", "mhla"], ["0", "linear"], ["1", "linear"]]
+    table = [line.split() for line in out.splitlines() if re.match(r" kind=\w+,seed_everything=[01] ", line)]
+    assert [row[1:3] for row in table] == [["0", "mhla"], ["1", "mhla"], ["0", "linear"], ["1", "linear"]]
     assert Path("runs/kinds/compared.png").stat().st_size > 10_000
     for name, row in zip(names, table, strict=True):
         record = json.loads((Path("runs/kinds") / name / "run.json").read_text())
@@ -266,9 +266,9 @@ def test_what_differs_is_shown_and_what_does_not_is_not(tmp_path: Path, capsys: 
     record(tmp_path / "runs/version_10", other, finished=False, metrics=worse, best={})
     commands.run("compare", [str(tmp_path / "runs"), "--picture", str(tmp_path / "drawn.png")])
     header, one, two = (line for line in capsys.readouterr().out.splitlines() if line.strip(" ─"))
-    assert header.split() == ["kind", "decay", "val/loss", "best", "val/loss", "steps", "time", "parameters"]
-    assert one.split() == ["mhla", "0.9", "0.5", "0.25", "1,200", "1", "h", "02", "min", "1,000,000"]
-    assert two.split() == ["linear", "0.99", "1,200,", "unfinished", "1", "h", "02", "min", "1,000,000"]
+    assert header.split() == ["run", "kind", "decay", "val/loss", "best", "val/loss", "steps", "time", "parameters"]
+    assert one.split() == ["version_9", "mhla", "0.9", "0.5", "0.25", "1,200", "1", "h", "02", "min", "1,000,000"]
+    assert two.split() == ["version_10", "linear", "0.99", "1,200,", "unfinished", "1", "h", "02", "min", "1,000,000"]
     assert (tmp_path / "drawn.png").stat().st_size > 10_000
     commands.run("compare", [str(tmp_path / "runs"), "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -302,10 +302,10 @@ def test_runs_that_end_alike_and_odd_values_are_shown(tmp_path: Path, capsys: py
     (tmp_path / "three/config.yaml").unlink()
     commands.run("compare", [str(tmp_path)])
     header, one, three, two = (line for line in capsys.readouterr().out.splitlines() if line.strip(" ─"))
-    assert header.split()[:6] == ["x", "val/loss", "best", "val/loss", "best", "val/accuracy"]
-    assert one.split()[:3] == ["[/data]", "0.5", "0.25"]
-    assert three.split()[:2] == ["0.5", "0.9"], "chosen by another metric"
-    assert two.split()[:4] == ["[true,", "false]", "0.5", "0.25"]
+    assert header.split()[:7] == ["run", "x", "val/loss", "best", "val/loss", "best", "val/accuracy"]
+    assert one.split()[:4] == ["one", "[/data]", "0.5", "0.25"]
+    assert three.split()[:3] == ["three", "0.5", "0.9"], "chosen by another metric"
+    assert two.split()[:5] == ["two", "[true,", "false]", "0.5", "0.25"]
     assert compare.flat({"trainer": {"callbacks": callbacks}}) == {
         "trainer.callbacks.Metrics.n": 1, "trainer.callbacks.Metrics-2.n": 2
     }  # fmt: skip

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from typing_extensions import override
 
-from mhla_tasks.own_modules import short_errors
+from mhla_tasks.own_modules import log_handler, short_errors
 
 Run = Callable[[argparse.Namespace], int | None]
 
@@ -32,6 +32,7 @@ TOOLS: dict[str, dict[str, str]] = {
     "data": {
         "prepare images": "prepare:images",
         "prepare latents": "prepare:latents",
+        "prepare tokenizer": "prepare:tokenizer",
         "prepare text": "prepare:text",
         "prepare clips": "prepare:clips",
         "prepare clip-latents": "prepare:clip_latents",
@@ -128,9 +129,7 @@ def run(name: str, words: Sequence[str]) -> int | None:
             return function(words)  # type: ignore[return-value]
     parser, do = parser_of(name)
     asked = parser.parse_args(words)
-    from rich.logging import RichHandler
-
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
+    logging.basicConfig(level=logging.WARNING, handlers=[log_handler()])
     with short_errors():
         return do(asked)
 

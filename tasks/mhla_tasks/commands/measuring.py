@@ -82,6 +82,7 @@ def compare(parser: ArgumentParser) -> Run:
             print_table(runs)
         if args.picture:
             draw(runs, args.picture)
+            sys.stderr.write(f"curves: {args.picture}\n")
 
     return run
 

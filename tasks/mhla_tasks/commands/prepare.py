@@ -94,6 +94,32 @@ def latents(parser: ArgumentParser) -> Run:
     return run
 
 
+def tokenizer(parser: ArgumentParser) -> Run:
+    """Train a byte-level BPE tokenizer on text, without network.
+
+        lightning prepare tokenizer tokenizer texts/ more.jsonl --vocab_size 4096
+
+    Sources are those of ``lightning prepare text``. The folder is what ``--tokenizer`` of that command takes, and what
+    transformers' AutoTokenizer loads.
+    """
+    parser.add_argument("target", type=Path, help="folder for the tokenizer")
+    parser.add_argument(
+        "sources", nargs="+", help="text, .jsonl and .parquet files, folders, hub:NAME[:CONFIG[:SPLIT]]"
+    )
+    parser.add_argument("--vocab_size", type=int, default=4096, help="number of tokens (default: 4096)")
+    parser.add_argument("--column", default="text", help="column of tables that holds the text (default: text)")
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.language.prepare import read_documents
+        from mhla_tasks.language.tokenizer import train_tokenizer
+
+        trained = train_tokenizer(read_documents(args.sources, args.column), args.vocab_size)
+        trained.save_pretrained(args.target)
+        _say(f"{len(trained):,} tokens in {args.target}")
+
+    return run
+
+
 def text(parser: ArgumentParser) -> Run:
     """Tokenise text into shards, once, for training of any length.
 

@@ -225,6 +225,11 @@ class LanguageModel(TrainingModule):
             ValueError: when it has more tokens than the model.
         """
         config = self.network.config
+        if len(tokenizer) < config.vocab_size // 2:
+            log.warning(
+                "the tokenizer has %d tokens, the model vocab_size=%d: most of its embedding is never used; set "
+                "--model.init_args.vocab_size=%d", len(tokenizer), config.vocab_size, len(tokenizer),
+            )  # fmt: skip
         if len(tokenizer) > config.vocab_size:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size={config.vocab_size}; set "
