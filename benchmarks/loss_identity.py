@@ -49,7 +49,7 @@ def first_losses(
     Args:
         config: below ``configs``, without its ending.
         steps: optimiser steps.
-        folder: of the run.
+        folder: folder of the run.
         start: run whose weights it starts from.
         options: more of ``lightning fit``.
 

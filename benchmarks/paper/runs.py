@@ -30,10 +30,10 @@ def train(config: str, name: str, folder: Path, options: list[str]) -> tuple[Pat
     """Train one variant, or resume it.
 
     Args:
-        config: of ``lightning fit``.
-        name: of the variant.
+        config: config of ``lightning fit``.
+        name: name of the variant.
         folder: for all variants.
-        options: of ``lightning fit``, beside the configuration.
+        options: options of ``lightning fit``, beside the configuration.
 
     Returns:
         Its last checkpoint, and the processor seconds that training took, startup and validation included.

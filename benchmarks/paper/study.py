@@ -24,13 +24,13 @@ class Study:
     """Variants of one configuration.
 
     Attributes:
-        name: of the study, on the command line and of its file.
-        title: of its section.
-        config: of ``lightning fit``.
+        name: name of the study, on the command line and of its file.
+        title: title of its section.
+        config: config of ``lightning fit``.
         variants: options of ``lightning fit`` by the variant's name.
         measure: figures of a run, from its last checkpoint.
         section: Markdown from the rows, without the title; may write pictures into the folder it is given.
-        options: of ``lightning fit``, for all variants.
+        options: options of ``lightning fit``, for all variants.
         needs: a study whose run of the same seed a variant starts from, as ``{pretrained}`` in its options.
         setting: Markdown that stands before the figures: data, model, what is the same for all.
         reading: Markdown that stands after them: what they say, and what they do not.
@@ -67,7 +67,7 @@ class Study:
 
         Args:
             variant: its name.
-            seed: of the run.
+            seed: seed of the run.
             folder: for runs.
             results: for rows.
             more: options of ``lightning fit``, the same for all rows of a file.

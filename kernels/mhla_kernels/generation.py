@@ -51,7 +51,7 @@ def mhla_prefill(
         block_size: tokens in a block.
         lengths: ``[B]``, how many of the N tokens of each row are real (the rows are padded at their right); None for all.
             A tensor on an accelerator is read back.
-        state: what the last call gave; None at the start. It is not changed.
+        state: state from the last call; None at the start. It is not changed.
         normalize: as for :func:`mhla_attention`, like the arguments after it. ``form`` and ``backend`` choose how a first
             call (``state`` None) is computed.
         scale: see there.
@@ -131,7 +131,7 @@ def mhla_step(
         k: ``[B, Hkv, K]``.
         v: ``[B, Hkv, V]``.
         mixing: as for :func:`mhla_prefill`.
-        state: what the last call gave. It stays as it was, unless donated.
+        state: state from the last call. It stays as it was, unless donated.
         block_size: tokens in a block.
         donate_state: let the new state take over the memory of ``state``, which must not be used afterwards. Saves a copy of
             the open block at every token, and of the finished ones at every block.

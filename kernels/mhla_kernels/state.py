@@ -47,7 +47,7 @@ class MHLAState:
             mixing keeps them. Like the other two in float32 (float64 for float64 inputs).
         open: ``[B, H, W]`` summary of the open block.
         mixture: ``[B, H, W]`` mixed summaries of the finished blocks, for the open block.
-        kind: what the state is of and has to keep.
+        kind: kind of state, and what it has to keep.
         owns_finished: whether no other state may append to ``finished``; not part of the pytree.
         spent: whether a step has taken its memory over, after which it is of no use; not part of the pytree either.
     """

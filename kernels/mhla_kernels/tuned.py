@@ -25,7 +25,7 @@ class Setting(NamedTuple):
 
     Attributes:
         backend: ``"torch"`` or ``"triton"``.
-        dtype: of q, without ``torch.``.
+        dtype: dtype of q, without ``torch.``.
         rows: B * H.
         tokens: N.
         blocks: M.

@@ -114,7 +114,7 @@ def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
     """Whether a kernel may be used, by what is known or by a trial; one warning for each kind that may not.
 
     Args:
-        kind: of kernel, a name that can be part of a file's.
+        kind: kind of kernel, a name that can be part of a file's.
         device: that it would run on.
         trial: compares the kernel with the PyTorch form. It runs in a thread of its own, where no mode of torch is on.
     """

@@ -137,7 +137,7 @@ class Attention(LayoutTables):
 
         Args:
             layout: as many axes and prefix tokens as the layer was made with.
-            device: where tokens are.
+            device: device of the tokens.
         """
         self.layout = layout
         with torch.inference_mode(False):  # or training could not use a layout that sampling saw first
@@ -188,9 +188,9 @@ class Attention(LayoutTables):
 
         Args:
             inputs: the next tokens; whatever a row has beyond its count is padding at its right.
-            state: of the tokens so far, which is modified in place; do not use it again; None for none. It has
+            state: state after the tokens so far, modified in place (do not use it again); None at the start. It has
                 ``lengths``, tokens so far in each row, ``bytes`` and ``select(rows)``.
-            counts: how many of the N tokens of each row are real.
+            counts: number of real tokens in each row.
         """
         raise NotImplementedError
 

@@ -45,10 +45,10 @@ class AttentionConfig:
             mamba2, gated_conv (a short convolution, no attention), or a kind of your own.
         block_grid: number of blocks along each axis of the token grid (images, video).
         block_size: tokens in a block (sequences). One of block_grid and block_size; only mhla uses them.
-        mixing: how the mixing coefficients are parametrised. dense is one free coefficient for each pair of blocks,
+        mixing: parametrisation of the mixing coefficients. dense is one free coefficient for each pair of blocks,
             exponential a sum of exponentials of their distance, at a cost that is linear in the number of blocks.
         mixing_terms: number of exponentials.
-        mixing_init: how they start. locality gives near blocks more weight, uniform gives all the same.
+        mixing_init: start of the coefficients. locality gives near blocks more weight, uniform gives all the same.
         mixing_per_head: whether every head has coefficients of its own.
         mixing_trainable: whether they are learned.
         normalize: whether the weights of a query are divided by their sum (mhla, linear).
@@ -56,7 +56,7 @@ class AttentionConfig:
         lepe: width of the depthwise convolution of the values that is added to the output, odd; 0 for none.
         rotary: whether queries and keys are turned by their position, after the feature map; sequences. It makes features
             signed, so mhla and linear need normalize off.
-        rotary_base: of the geometric series of rotary frequencies.
+        rotary_base: base of the geometric series of rotary frequencies.
         gate: whether the output is multiplied by SiLU of a projection of the input.
         output_norm: whether each head's output passes an RMSNorm; null for exactly where normalize is off.
         options: options of the kind itself, by name. mhla, linear and softmax have none

@@ -24,7 +24,7 @@ class GLAOptions(RecurrentOptions):
         direction: see :class:`RecurrentOptions`.
         backend: see there.
         decay_rank: rank of the projection that gives the decays.
-        decay_divisor: what their logarithms are divided by, so that they start near 1.
+        decay_divisor: divisor of their logarithms, so that they start near 1.
     """
 
     decay_rank: int = 16

@@ -45,7 +45,7 @@ class AttentionInputs:
         key_mask: ``[B, N]`` bool, False for hidden tokens, which are set to zero. None for none.
         rotary: angles that q and k turn by; None for none.
         cu_seqlens: first token of each packed sequence (B = 1), and N; None for one sequence in each row.
-        share: which tokens of a sequence that processes share these are; None for whole sequences.
+        share: part of a sequence that these tokens are, where processes share it; None for whole sequences.
     """
 
     x: Tensor

@@ -94,7 +94,7 @@ class MixingCoefficients(nn.Module):
         """A parameter of other coefficients fitted to these blocks and heads.
 
         Args:
-            name: of the parameter.
+            name: name of the parameter.
             values: its values there.
             block_grid: blocks along each axis there; None where that is not known, or for a sequence.
 

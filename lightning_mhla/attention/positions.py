@@ -40,7 +40,7 @@ def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rota
     Args:
         positions: ``[N]`` or ``[B, N]``, integers.
         width: D, even.
-        base: of the geometric series of frequencies.
+        base: base of the geometric series of frequencies.
 
     Returns:
         Cosine and sine ``[..., N, D / 2]``, float32.

@@ -13,7 +13,7 @@ class ShortConvolution(nn.Module):
     """Causal depthwise convolution over the tokens.
 
     Args:
-        channels: of a token.
+        channels: number of channels of a token.
         taps: tokens that an output depends on, its own included.
         bias: whether there is one.
     """

@@ -58,7 +58,7 @@ class SummaryAttention(Attention):
         """Operations of making and reading summaries, of mixing them, and of the causal products inside a block.
 
         Args:
-            tokens: of the sequence.
+            tokens: number of tokens of the sequence.
             chunk: tokens of a causal block; None for bidirectional attention.
             mixed: summaries that are added up for others, in all.
         """

@@ -182,7 +182,7 @@ def _watched(module: LightningModule, forward: list[str], backward: list[str], f
     """Inside, note which modules give outputs that are not finite, and where the gradients of outputs stop being so.
 
     Args:
-        module: of which all modules are watched.
+        module: module whose submodules are all watched.
         forward: gets names in the order of the forward pass.
         backward: gets names while gradients of outputs are finite, in the order of the backward pass.
         first_bad: gets the first name after that.

@@ -34,9 +34,9 @@ def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> No
     """Write the page.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         checkpoints: folder of its checkpoints.
-        record: what ``run.json`` holds.
+        record: contents of ``run.json``.
     """
     name = html.escape("/".join(folder.parts[-2:]))
     state = "finished" if record["finished"] else "not finished"

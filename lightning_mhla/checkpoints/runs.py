@@ -25,7 +25,7 @@ class RunFolder:
     """The folder of a run, taken by this process.
 
     Args:
-        path: of the folder; made if it is not there.
+        path: path of the folder; made if it is not there.
 
     Raises:
         ValueError: when another process trains there.

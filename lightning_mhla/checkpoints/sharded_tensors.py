@@ -37,7 +37,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
     """Write the folder of a checkpoint; every process calls it, with its share of the tensors.
 
     Args:
-        path: of the folder; one that is there already is replaced once the new one is whole.
+        path: path of the folder; one that is there already is replaced once the new one is whole.
         tensors: nested dicts of DTensors, tensors and plain values.
         rest: plain values, the same on every process; the first one's are written.
 
@@ -150,7 +150,7 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
     """Fill the tensors of nested dicts in place, each process its share; every process calls it.
 
     Args:
-        path: of the folder, written by any number of processes.
+        path: path of the folder, written by any number of processes.
         into: as given to :func:`save_sharded`, or a part of that.
 
     Raises:

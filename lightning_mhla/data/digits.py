@@ -77,7 +77,7 @@ class DigitSamples:
     Args:
         train: the training images, or those held out.
         transform: applied to each image ``[1, S, S]``; None for none.
-        name: which digits: of scikit-learn (S = 8) or MNIST (28).
+        name: digits of scikit-learn (S = 8) or MNIST (28).
     """
 
     def __init__(self, train: bool, transform: Callable[[Tensor], Tensor] | None = None, name: Name = "digits") -> None:

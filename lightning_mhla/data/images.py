@@ -140,7 +140,7 @@ class FolderImages:
     Args:
         folder: searched with all folders in it.
         transform: image to tensor.
-        mode: of the decoded image, ``"RGB"`` or ``"L"``.
+        mode: mode of the decoded image, ``"RGB"`` or ``"L"``.
 
     Raises:
         FileNotFoundError: when there is no such folder or no image in it.

@@ -106,7 +106,7 @@ class ResumableLoader:
         source: the samples.
         batch_size: samples of a batch over all processes together.
         train: shuffled, whole batches only, broken samples skipped; else in order, every sample once, broken is an error.
-        seed: of order and samples.
+        seed: seed of order and samples.
         rank: this process.
         world: number of processes.
         window: see :func:`lightning_mhla.data.sampling.epoch_order`.

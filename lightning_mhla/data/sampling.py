@@ -34,7 +34,7 @@ def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int |
 
     Args:
         shard_sizes: samples in each shard.
-        seed: of the run.
+        seed: seed of the run.
         epoch: from 0.
         window: shards are shuffled, then samples within so many shards that follow each other, which keeps reads
             close together; None shuffles all samples.

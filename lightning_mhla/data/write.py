@@ -33,7 +33,7 @@ class Skipped:
     """Counts the samples that a command leaves out because they are broken, with a warning for each.
 
     Args:
-        limit: how many it leaves out before it stops.
+        limit: number of samples to skip before it stops.
     """
 
     def __init__(self, limit: int) -> None:
@@ -67,10 +67,10 @@ def write_shards(
     A shard gets its name when it is complete; one that exists is left alone, so calling again after a stop resumes.
 
     Args:
-        items: what to write; sample i gets the key ``i`` in eight digits.
+        items: samples to write; sample i gets the key ``i`` in eight digits.
         encode: the members of one item, extension to bytes or a number; called in several threads.
         folder: made if missing.
-        prefix: of the file names.
+        prefix: prefix of the file names.
         per_shard: samples in a shard; the last may hold fewer, and so may one with broken items.
         max_skipped: items that are left out, with a warning each, where ``encode`` raises a BrokenSampleError.
         made_with: options that the samples depend on.
@@ -129,7 +129,7 @@ def fill_shards(
 
     Args:
         shards: path, number of samples and samples of each; samples of a shard that exists are not asked for.
-        title: of the progress bar.
+        title: title of the progress bar.
         total: samples of all shards; None if unknown.
         quiet: whether there is no progress bar.
 

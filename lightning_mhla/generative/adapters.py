@@ -23,7 +23,7 @@ class LoraOptions:
     """Low-rank adapters (arXiv 2106.09685) of the replaced layers' projections, with ``train: lora``.
 
     Args:
-        rank: of an adapter.
+        rank: rank of an adapter.
         alpha: its output is scaled by alpha over rank.
         dropout: on its input.
     """
@@ -44,7 +44,7 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
         model: in place; with ``"lora"`` adapters are put into it.
         part: ``"all"``; ``"attention"``, the self-attention of replaced layers with its projections; ``"new"``, only what
             the swap added; ``"lora"``, that and adapters of the projections.
-        lora: of the adapters.
+        lora: rank and alpha of the adapters.
 
     Raises:
         ValueError: when no layer was replaced, so that nothing would be trained.

@@ -32,9 +32,9 @@ class ImageGenerator(Protocol):
     """A LightningModule that draws images and knows their conditions.
 
     Attributes:
-        device: of the weights.
-        ema_decay: of the moving average of the weights, or None.
-        sampling: how it draws, a dataclass.
+        device: device of the weights.
+        ema_decay: decay of the moving average of the weights, or None.
+        sampling: sampler options, a dataclass.
     """
 
     device: Any
@@ -74,8 +74,8 @@ class SampleGrid(PeriodicEvaluation):
         every_n_steps: optimiser steps between two grids; null for none on the way.
         at_end: whether the last weights draw one.
         batch_size: samples that each process draws together.
-        seed: of the noise.
-        name: of the pictures; two callbacks need two names.
+        seed: seed of the noise.
+        name: name of the pictures; two callbacks need two names.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class FlowConfig:
     """Flow matching: the network predicts noise minus data on straight paths between them.
 
     Args:
-        times: how timesteps are drawn in training, uniform or logit_normal.
+        times: distribution of the timesteps in training, uniform or logit_normal.
         shift: moves timesteps towards noise, in training and sampling; Wan's is 3 for 480 rows.
         caption_dropout: share of samples trained with the empty caption, which guidance needs.
     """
@@ -42,10 +42,10 @@ def draw_flow_times(
     """Times ``[count]`` float32 to train on.
 
     Args:
-        times: how they are spread; logit_normal (mean 0, deviation 1) prefers the middle (arXiv 2403.03206).
+        times: distribution of the times; logit_normal (mean 0, deviation 1) prefers the middle (arXiv 2403.03206).
         shift: moves them towards noise, for large samples: ``s t / (1 + (s - 1) t)`` of the share t (same source).
-        count: how many.
-        generator: of the device; None for the global one.
+        count: number of samples.
+        generator: generator of the device; None for the global one.
         device: where.
     """
     share = compute_density_for_timestep_sampling(

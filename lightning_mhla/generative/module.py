@@ -32,8 +32,8 @@ class GenerativeModule(TrainingModule):
         """The training loss ``[B]`` of samples, at times and with noise of their own.
 
         Args:
-            batch: of the data module.
-            generators: of the CPU, one for each sample.
+            batch: batch of the data module.
+            generators: generators of the CPU, one for each sample.
         """
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:

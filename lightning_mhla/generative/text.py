@@ -40,7 +40,7 @@ class CaptionEncoder:
 
     Args:
         config: see :class:`TextConfig`.
-        width: of an embedding; None for the encoder's own, whatever it is.
+        width: width of an embedding; None for the encoder's own, whatever it is.
     """
 
     def __init__(self, config: TextConfig, width: int | None) -> None:

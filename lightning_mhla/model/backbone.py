@@ -165,7 +165,7 @@ class Backbone(LayoutTables):
         Args:
             x: tokens; whatever a row has beyond its count is padding at its right.
             cache: states so far, changed in place.
-            counts: how many of the N tokens of each row are real.
+            counts: number of real tokens in each row.
             positions: as for :meth:`forward`; None for those that follow the state's.
             states: as for :meth:`forward`.
         """

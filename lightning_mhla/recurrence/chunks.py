@@ -34,8 +34,8 @@ class Problem(NamedTuple):
         v: ``[B, H, M, C, V]``.
         initial: ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.
         bounds: first chunk of each sequence, and M.
-        partition: of the tokens into chunks.
-        dtype: of the output.
+        partition: partition of the tokens into chunks.
+        dtype: dtype of the output.
     """
 
     q: Tensor

@@ -32,7 +32,7 @@ def retention(
         k: ``[B, N, H, Dk]``.
         v: ``[B, N, H, Dv]``.
         decay: ``[H]``, at least 0.
-        scale: of the products; None for ``Dk ** -0.5``.
+        scale: scale of the products; None for ``Dk ** -0.5``.
         initial_state: ``[B, H, Dk, Dv]``, of the tokens before; ``[S, H, Dk, Dv]`` for packed sequences; None for zeros.
         cu_seqlens: first token of each of the S sequences that are packed in the one row (B = 1), and N.
         backend: ``"torch"``; ``"triton"`` for the kernels of fla-core; ``"auto"`` for those where they can run.

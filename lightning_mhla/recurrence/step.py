@@ -22,7 +22,7 @@ def one_token(
         k: ``[B, 1, H, K]``.
         v: ``[B, 1, H, V]``.
         log_decay: ``[B, 1, H]`` or ``[B, 1, H, K]``.
-        scale: of the products; None for ``K ** -0.5``.
+        scale: scale of the products; None for ``K ** -0.5``.
         initial_state: ``[B, H, K, V]``; None for zeros.
         beta: ``[B, 1, H]``, of the delta rule; None without it.
     """

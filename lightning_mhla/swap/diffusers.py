@@ -81,7 +81,7 @@ class SwappedAttention(nn.Module):
     Args:
         attention: without projections.
         blocks: along each axis of the token grid.
-        grid: of the model's present input.
+        grid: grid of the model's present input.
     """
 
     def __init__(self, attention: Attention, blocks: tuple[int, ...], grid: TokenGrid) -> None:

@@ -135,7 +135,7 @@ def load_swapped(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
 
     Args:
         folder: with ``config.json`` and safetensors files.
-        dtype: of the weights, but those that diffusers and mixing keep in float32; None as they were saved.
+        dtype: dtype of the weights, but those that diffusers and mixing keep in float32; None as they were saved.
 
     Raises:
         FileNotFoundError: when there is no such model in the folder.

@@ -16,7 +16,7 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
     Args:
         kind: the dataclass.
         value: mapping or instance.
-        name: of the options, for errors.
+        name: name of the options, for errors.
 
     Raises:
         ValueError: for an option that does not exist, or a number, word or truth value of another type.

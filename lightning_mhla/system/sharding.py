@@ -40,7 +40,7 @@ def shard(
 
     Args:
         network: whose parameters are float32, and are updated in float32.
-        layers: of the network, gathered one at a time.
+        layers: layers of the network, gathered one at a time.
         mesh: the processes, in one dimension.
         gathered: dtype that weights are gathered in, and computed with; gradients are reduced in float32.
         kept: parts of the network that stay float32, and stay whole after their forward pass, since they are used after it.

@@ -23,8 +23,8 @@ class CompileOptions:
         mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, or null to give ``options``.
         dynamic: whether sizes are left open; null leaves those open that are seen to change.
         fullgraph: whether a block that does not become one graph is an error.
-        backend: what compiles the graphs.
-        options: of the backend; without ``mode`` only. Random numbers are drawn as without compilation
+        backend: compiler of the graphs.
+        options: options of the backend; without ``mode`` only. Random numbers are drawn as without compilation
             (``fallback_random``), so that a run is the same with and without, unless this says otherwise.
     """
 

@@ -41,9 +41,9 @@ def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
     """Reject a batch without the keys that a domain's steps read; count every sample where ``valid`` is not there.
 
     Args:
-        batch: of any data module; changed in place.
+        batch: batch of any data module; changed in place.
         keys: as of :attr:`TrainingModule.train_batch`; without any, only the type is checked.
-        part: of the data, for the message.
+        part: part of the data, for the message.
 
     Raises:
         ValueError: naming what is missing.
@@ -68,7 +68,7 @@ class TrainingModule(LoggedApart, LightningModule):
         optimizer: see :class:`OptimizerConfig`.
         ema_decay: decay of the exponential moving average of the weights, which validation, test and the checkpoint's
             ``state_dict`` use; null for none.
-        compile_options: how the blocks of the network are compiled; None leaves them as they are.
+        compile_options: options of torch.compile; None compiles nothing.
     """
 
     logged_as = "model"

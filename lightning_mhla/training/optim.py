@@ -101,7 +101,7 @@ class Schedule:
 
     Args:
         config: see :class:`OptimizerConfig`.
-        steps: of the whole run.
+        steps: number of steps of the whole run.
         warmup: steps of the warm-up.
 
     Attributes:
@@ -163,7 +163,7 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int)
     Args:
         optimizer: with the options and learning rates of its checkpoint.
         schedule: with those of its checkpoint.
-        asked: what :func:`build_optimizer` made of the present configuration.
+        asked: result of :func:`build_optimizer` for the present configuration.
         step: optimiser steps done.
 
     Returns:
@@ -194,7 +194,7 @@ class Asked:
 
     Attributes:
         groups: options of each parameter group.
-        schedule: of the learning rate.
+        schedule: schedule of the learning rate.
     """
 
     groups: list[dict[str, Any]]

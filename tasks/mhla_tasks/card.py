@@ -37,7 +37,7 @@ def write_card(
     Args:
         module: that was exported.
         content: its checkpoint, without the tensors.
-        path: of the card, in the folder of the export.
+        path: path of the card, in the folder of the export.
         loading: Python that loads it, with ``FOLDER`` for its path.
         license_name: identifier of the model's licence; None where it is not stated.
     """

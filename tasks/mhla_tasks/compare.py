@@ -25,7 +25,7 @@ class Run:
 
     Attributes:
         folder: with ``run.json`` and ``config.yaml``.
-        record: what :class:`lightning_mhla.callbacks.RunReport` wrote.
+        record: written by :class:`lightning_mhla.callbacks.RunReport`.
         options: values of the configuration by their whole keys.
     """
 

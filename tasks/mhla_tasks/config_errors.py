@@ -36,7 +36,7 @@ def find_unknown_key(sources: Sequence[Source], options: Collection[str]) -> str
 
     Args:
         sources: in order of precedence, weakest first.
-        options: what the subcommand accepts, dotted (``trainer.max_epochs``, ``model``, ``ckpt_path``).
+        options: options that the subcommand accepts, dotted (``trainer.max_epochs``, ``model``, ``ckpt_path``).
     """
     roots = {option.split(".")[0] for option in options}
     trainer = {option.split(".")[1] for option in options if option.startswith("trainer.")}

@@ -30,10 +30,10 @@ def write_export(
 
     Args:
         checkpoint: file, or folder of a run or of a sharded checkpoint.
-        folder: where the model goes.
+        folder: folder to write the model to.
         live: the weights as trained, where the checkpoint also has their moving average.
-        options: of the domain, by name.
-        license_name: of the model, for the card.
+        options: options of the domain, by name.
+        license_name: licence of the model, for the card.
 
     Raises:
         FileNotFoundError: when there is no checkpoint.

@@ -45,7 +45,7 @@ def settle(options: Any, subcommand: str) -> RunFolder | None:
     """Point a command at the folder of a run: its files go there, and it resumes from the furthest checkpoint in it.
 
     Args:
-        options: of the command, changed in place.
+        options: options of the command, changed in place.
         subcommand: only ``fit`` writes there, and locks it.
     """
     path = Path(options.run_dir)
@@ -77,9 +77,9 @@ def write_beside_checkpoint(options: Any, subcommand: str, sources: Sequence[Sou
     """Have predictions go into a folder of their checkpoint's run, ``predict``, ``predict-2`` and so on, unless told otherwise.
 
     Args:
-        options: of the command, changed in place.
-        subcommand: which of validate, test and predict it is; only the last one writes.
-        sources: what the user said.
+        options: options of the command, changed in place.
+        subcommand: validate, test or predict; only predict writes.
+        sources: options that the user gave.
     """
     said = {name for source in sources for name in mapping(source.values.get("trainer"))}
     checkpoint = options.get("ckpt_path")
@@ -104,8 +104,8 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
     """Take what is said of model or data for both, where both have the option; the stronger source wins.
 
     Args:
-        options: of the command, changed in place.
-        sources: what the user said, the weakest first; all words of the command line are equally strong.
+        options: options of the command, changed in place.
+        sources: options that the user gave, the weakest first; all words of the command line are equally strong.
 
     Raises:
         ValueError: when one source says two things.

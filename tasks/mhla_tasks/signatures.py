@@ -23,7 +23,7 @@ class Signature:
     """The parameters of a class.
 
     Attributes:
-        name: of the class.
+        name: name of the class.
         options: names of its parameters; for those that take dataclasses, the signatures of these.
     """
 

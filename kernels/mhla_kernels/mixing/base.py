@@ -122,7 +122,7 @@ class Mixing(ABC):
         """m[i, i] of some blocks: ``[n]`` or ``[H, n]``, n being 1 where all blocks have the same.
 
         Args:
-            index: of the blocks; numbers of the CPU are copied to the device.
+            index: index of the blocks; numbers of the CPU are copied to the device.
             blocks: a bound that the indices stay below.
         """
         diagonal = self.matrix(blocks).diagonal(dim1=-2, dim2=-1)
@@ -198,9 +198,9 @@ class Mixing(ABC):
         """Mixing of this process's blocks ``[B, H, m, ...]`` with those of all processes.
 
         Args:
-            summary: of this process's blocks.
+            summary: summary of this process's blocks.
             causal: whether only earlier blocks count, without the block itself.
-            shares: of all processes.
+            shares: shares of all processes.
             every: summaries of all blocks ``[B, H, M, ...]`` where they are known already; else they are gathered.
         """
         if every is None:

@@ -19,9 +19,9 @@ def gather_shares(
     Args:
         share: this process's; it travels in its own dtype.
         dim: along which shares differ in length.
-        lengths: of every process's share.
+        lengths: lengths of every process's share.
         group: the processes.
-        dtype: of what is given back, and in which gradients are summed; None for the share's own.
+        dtype: dtype of what is given back, and in which gradients are summed; None for the share's own.
     """
     longest = max(lengths)
     share = share.movedim(dim, 0)

@@ -198,7 +198,7 @@ class _SharedMixer(Mixer):
     """The mixer of this process's blocks.
 
     Attributes:
-        plan: which process holds which blocks.
+        plan: assignment of blocks to processes.
         every: summaries of all blocks ``[B, H, M, ...]`` where they are known; else processes exchange what they need.
     """
 

@@ -61,8 +61,8 @@ class Traffic:
     The backward pass sums gradients of the same numbers, in float32.
 
     Attributes:
-        summaries: of the other processes, or their boundary sums.
-        tokens: of the other processes' k and v; None where it is no choice.
+        summaries: summaries of the other processes, or their boundary sums.
+        tokens: tokens of the other processes' k and v; None where it is no choice.
     """
 
     summaries: int
@@ -101,7 +101,7 @@ def traffic(
         terms: R of exponential mixing over a sequence; None where summaries are exchanged.
         causal: whether blocks see earlier ones only.
         normalize: whether normalisers travel too.
-        token_bytes: of one number of k and v.
+        token_bytes: bytes of one number of k and v.
     """
     width = key_width * (value_width + normalize)
     others = processes - 1
@@ -120,7 +120,7 @@ class Plan:
         group: the processes.
         bounds: first token of each block, and N.
         shares: first block of each process, and M.
-        rank: of this process.
+        rank: rank of this process.
     """
 
     group: dist.ProcessGroup

@@ -78,7 +78,7 @@ class Call:
     """A checked call, with the sizes and tables that kernels are launched with.
 
     Args:
-        arguments: of the operator.
+        arguments: arguments of the operator.
     """
 
     def __init__(self, arguments: Arguments) -> None:

@@ -39,7 +39,7 @@ class Kind(NamedTuple):
         layout: ``"equal"`` blocks, ``"uneven"`` ones, or ``"packed"`` sequences.
         block_size: tokens of the largest block, rounded up to a power of two, at most :data:`LONGEST`.
         many: whether there are more than :data:`MANY` blocks.
-        terms: of exponential coefficients, in the spanning form running sums; 0 for a matrix.
+        terms: terms of exponential coefficients, in the spanning form running sums; 0 for a matrix.
     """
 
     form: str

@@ -53,8 +53,8 @@ class GenerationMetrics(SampleGrid):
         every_n_steps: optimiser steps between two evaluations; null for none on the way.
         at_end: whether the last weights are scored.
         batch_size: samples that each process draws together.
-        seed: of the noise.
-        name: of the metrics; two callbacks need two names.
+        seed: seed of the noise.
+        name: name of the metrics; two callbacks need two names.
     """
 
     def __init__(

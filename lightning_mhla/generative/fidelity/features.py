@@ -159,8 +159,8 @@ class DigitFeatures(FeatureNetwork):
     """A classifier trained on the 1,437 training digits when first needed: seconds on a CPU, the same for a seed.
 
     Args:
-        seed: of its weights and order.
-        epochs: of training.
+        seed: seed of its weights and order.
+        epochs: number of epochs of training.
     """
 
     names_labels = True
@@ -189,8 +189,8 @@ class MnistFeatures(DigitFeatures):
     """A classifier trained on 4,000 of MNIST's digits (28 x 28) when first needed: seconds on a CPU, the same for a seed.
 
     Args:
-        seed: of its weights and order.
-        epochs: of training.
+        seed: seed of its weights and order.
+        epochs: number of epochs of training.
     """
 
     side = 28
@@ -208,7 +208,7 @@ class RandomFeatures(FeatureNetwork):
     layer's channels, 512 numbers.
 
     Args:
-        seed: of the weights, which are the same on every machine.
+        seed: seed of the weights, which are the same on every machine.
     """
 
     def __init__(self, seed: int = 0) -> None:

@@ -56,7 +56,7 @@ class ImageSet:
     """Everything that metrics need to know of a set of images.
 
     Attributes:
-        origin: where it is from, for messages.
+        origin: origin of the options, for messages.
         digest: hash of the images or statistics.
         count: number of images behind the moments; None if those came with the set.
         pooled: ``[n, D]`` features, None if only statistics are known.
@@ -118,8 +118,8 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
     Args:
         path: folder; or ``.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8, or ``mu``, ``sigma`` (and ``mu_s``, ``sigma_s``
             for sFID), or both. Statistics that are there are taken as they are: they must be of the same features.
-        features: of the images.
-        device: where features are computed.
+        features: features of the images.
+        device: device that computes the features.
         batch_size: images at once.
 
     Raises:
@@ -206,7 +206,7 @@ def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
     Args:
         generated: samples.
         reference: real images.
-        seed: of the order and subsets that Inception Score and KID use (torch-fidelity's default).
+        seed: seed of the order and subsets that Inception Score and KID use (torch-fidelity's default).
 
     Raises:
         ValueError: when their features have different widths.

@@ -25,7 +25,7 @@ class ConvStem(nn.Module):
     """Two convolutions in place of the patch embedding, for images too small to be cut into patches.
 
     Args:
-        channels: of the image.
+        channels: number of channels of the image.
         dim: width of a token.
         patch_size: pixels along the side of a token.
     """
@@ -61,7 +61,7 @@ class VisionTransformer(
         depth: number of blocks, without ``size``.
         heads: attention heads, without ``size``.
         patch_size: side of a patch, in pixels.
-        channels: of the image.
+        channels: number of channels of the image.
         stem: ``"patch"`` (one convolution of the patch's size) or ``"conv"`` (:class:`ConvStem`).
         pad_to: zero pixels are put around the image up to this side; None for none. The paper pads 224 to 256, so that
             14 x 14 tokens become 16 x 16 and blocks are equal.

@@ -120,7 +120,7 @@ def run(name: str, words: Sequence[str]) -> int | None:
     """Run a tool; the exit status.
 
     Args:
-        name: of the tool.
+        name: name of the tool.
         words: after its name.
     """
     function = function_of(name)

@@ -11,12 +11,12 @@ class SampleGrid(drawing.SampleGrid):
 
     Args:
         samples: number of samples; a hundred at most, ten of each class where there are ten classes or fewer.
-        sampling: how samples are drawn; null for the model's own.
+        sampling: sampler options; null for the model's own.
         every_n_steps: optimiser steps between two grids; null for none on the way.
         at_end: whether the last weights draw one.
         batch_size: samples that each process draws together.
-        seed: of the noise.
-        name: of the pictures; two callbacks need two names.
+        seed: seed of the noise.
+        name: name of the pictures; two callbacks need two names.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class GenerationMetrics(fidelity.GenerationMetrics):
         reference: train or validate, for that part of the data (50,000 images of it at most, spread evenly); a folder of
             images; or an .npz of ADM's evaluator.
         features: network whose features are compared.
-        sampling: how samples are drawn; null for the model's own.
+        sampling: sampler options; null for the model's own.
         every_n_steps: optimiser steps between two evaluations; null for none on the way.
         at_end: whether the last weights are scored.
         batch_size: samples that each process draws together.
-        seed: of the noise.
-        name: of the metrics; two callbacks need two names.
+        seed: seed of the noise.
+        name: name of the metrics; two callbacks need two names.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class SampleRequest:
     Args:
         classes: labels to draw; null for all that the model knows.
         per_class: samples of each.
-        seed: of the noise; sample i always starts from the same.
+        seed: seed of the noise; sample i always starts from the same.
     """
 
     classes: list[int] | None = None
@@ -42,7 +42,7 @@ class RequestedSamples:
 
     Args:
         request: see :class:`SampleRequest`.
-        num_classes: of the model.
+        num_classes: number of classes of the model.
 
     Raises:
         ValueError: for a class that the model does not know.
@@ -71,7 +71,7 @@ class ClassImages(ResumableDataModule):
     Args:
         batch_size: samples of a batch over all processes together.
         num_classes: labels lie below it.
-        samples: what predict draws.
+        samples: samples that predict draws.
         num_workers: see :class:`ResumableDataModule`, as are all that follow.
         seed: see there.
         max_skipped: see there.
@@ -114,7 +114,7 @@ class DigitImages(ClassImages):
     Args:
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for images this small.
-        samples: what predict draws.
+        samples: samples that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
     """
 
@@ -145,7 +145,7 @@ class MnistImages(DigitImages):
     Args:
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for images this small.
-        samples: what predict draws.
+        samples: samples that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
     """
 
@@ -169,7 +169,7 @@ class ImageShards(ClassImages):
         num_classes: labels must lie below it.
         channels: 3, or 1 for grey images.
         flip: probability that a training image is mirrored.
-        samples: what predict draws.
+        samples: samples that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
         max_skipped: broken training samples that one process skips, with a warning each, before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
@@ -228,7 +228,7 @@ class LatentShards(ClassImages):
         num_workers: worker processes for each training process.
         num_classes: labels must lie below it.
         flip: probability that the latent of the mirror image is taken in training.
-        samples: what predict draws.
+        samples: samples that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
         max_skipped: broken training samples that one process skips, with a warning each, before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.

@@ -33,7 +33,7 @@ class DiT(ModelMixin, ConfigMixin):
 
     Args:
         sample_size: side of the square sample, in pixels or latent pixels.
-        channels: of the sample.
+        channels: number of channels of the sample.
         num_classes: labels 0 to ``num_classes - 1``; ``num_classes`` itself stands for no class.
         attention: see :class:`lightning_mhla.AttentionConfig`.
         layer_kinds: kinds of the layers where they differ, repeated to the depth.
@@ -44,7 +44,7 @@ class DiT(ModelMixin, ConfigMixin):
         patch_size: side of a token, in pixels of the sample.
         out_channels: channels that come out; None for ``channels``. A learned variance doubles them.
         mlp_ratio: inner width of the MLP over the tokens'.
-        frequency_shift: of the timestep's frequencies ``10000 ** (-i / (128 - shift))``; 0 as DiT was trained, 1 as
+        frequency_shift: shift of the timestep's frequencies ``10000 ** (-i / (128 - shift))``; 0 as DiT was trained, 1 as
             diffusers' DiT computes them.
         mlp_norm_eps: epsilon of the norm before the MLP; 1e-6 as DiT was trained, 1e-5 in diffusers' DiT.
         checkpointing: recompute blocks in the backward pass.

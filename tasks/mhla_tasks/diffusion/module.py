@@ -30,7 +30,7 @@ class ClassToImage(GenerativeModule):
         attention: the attention layer.
         num_classes: number of classes.
         sample_size: side of what is denoised: of the image in pixels, or of its latent.
-        channels: of what is denoised: 4 for latents of Stable Diffusion's VAE.
+        channels: number of channels of what is denoised: 4 for latents of Stable Diffusion's VAE.
         layer_kinds: kinds of the layers where they differ, repeated to the depth: [mhla, mhla, softmax] gives every third
             layer softmax; null for attention.kind everywhere.
         size: DiT's S, B, L or XL; null to give dim, depth and heads.
@@ -39,16 +39,16 @@ class ClassToImage(GenerativeModule):
         heads: attention heads.
         patch_size: side of a token, in pixels of what is denoised.
         mlp_ratio: inner width of the MLP over the tokens'.
-        frequency_shift: of the timestep's frequencies: 0 as DiT was trained, 1 as diffusers computes them.
+        frequency_shift: shift of the timestep's frequencies: 0 as DiT was trained, 1 as diffusers computes them.
         mlp_norm_eps: epsilon of the norm before the MLP: 1e-6 as DiT was trained, 1e-5 in diffusers.
         checkpointing: recompute blocks in the backward pass, to save memory.
         compile: compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
-        process: what the network learns.
-        sampling: how predict and callbacks draw samples, unless they say otherwise.
+        process: objective and noise schedule.
+        sampling: default sampler options of predict and callbacks.
         vae: folder or hub name of a diffusers AutoencoderKL, for latents; null for pixels.
         pretrained: weights to start from, see mhla_tasks.diffusion.pretrained; not read where --ckpt_path brings weights.
-        output: what predict writes: png (a file for each sample) or npz (one file, as ADM's evaluator reads it).
+        output: format of predict: png (a file for each sample) or npz (one file, as ADM's evaluator reads it).
         optimizer: AdamW and its schedule.
         ema_decay: decay of the moving average of the weights that validation and samples use; null for none.
     """

@@ -27,7 +27,7 @@ class DiTPipeline(DiffusionPipeline):
 
     Args:
         transformer: the network.
-        scheduler: of the process that it was trained on; another one of diffusers may take its place.
+        scheduler: scheduler of the process that it was trained on; another one of diffusers may take its place.
         vae: decodes latents; None where the network denoises pixels.
         steps: evaluations of the network for a sample, unless the call says otherwise.
         guidance: default scale of classifier-free guidance; 1 for none.
@@ -82,7 +82,7 @@ class DiTPipeline(DiffusionPipeline):
             class_labels: classes.
             num_inference_steps: see ``steps``.
             guidance_scale: see ``guidance``.
-            generator: of the noise; a list for one each.
+            generator: generator of the noise; a list for one each.
             seed: instead of it: the images that ``predict`` draws with this seed, by their index.
             output_type: pil, np or pt (8-bit ``[B, C, S, S]``), or latent for what the network denoises.
             return_dict: False for a tuple.

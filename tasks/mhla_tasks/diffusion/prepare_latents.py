@@ -35,15 +35,15 @@ def encode_images(
 
     Args:
         source: gives ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``; broken images are an error.
-        identity: what the images are, so that shards of others are not mixed with these.
+        identity: description of the images, so that shards of others are not mixed with these.
         target: made if missing.
         vae: encodes.
-        prefix: of the file names.
+        prefix: prefix of the file names.
         per_shard: latents in a shard.
         batch_size: images encoded at once.
         device: where.
         image_size: S.
-        share: which shards.
+        share: index and number of the parts that the shards are divided into.
 
     Returns:
         Paths of all shards, of every process.

@@ -36,7 +36,7 @@ class ProcessConfig:
     Args:
         objective: ddpm (noise, DiT's own) or flow (velocity on straight paths).
         learn_sigma: whether the network also predicts the variance of a step (ddpm).
-        times: how timesteps are drawn in training, uniform or logit_normal (flow).
+        times: distribution of the timesteps in training, uniform or logit_normal (flow).
         shift: moves timesteps towards noise, in training and sampling, for large samples (flow).
         label_dropout: share of samples trained without their class, which guidance needs.
     """
@@ -159,7 +159,7 @@ class DenoisingProcess(NoiseProcess):
             clean: ``[B, C, S, S]``; pixels of 8 bits scaled to -1 .. 1, for the likelihood at timestep 0.
             noisy: samples of the same shape, at ``times``.
             predicted: the noise that the network predicts, of the same shape.
-            between: of the same shape; -1 for the smallest variance (of the posterior), 1 for the largest (beta).
+            between: tensor of the same shape; -1 for the smallest variance (of the posterior), 1 for the largest (beta).
             times: ``[B]`` int.
 
         Returns:

@@ -51,7 +51,7 @@ def draw_samples(
         config: see :class:`SamplingConfig`.
         labels: ``[B]`` on the network's device.
         indices: number of each sample, for its noise.
-        seed: of all samples.
+        seed: seed of all samples.
 
     Raises:
         ValueError: for options that do not go with the process, or a label out of range.
@@ -76,11 +76,11 @@ def denoise(
 
     Args:
         network: in evaluation mode.
-        scheduler: of the network's process.
+        scheduler: scheduler of the network's process.
         labels: ``[B]`` on the network's device.
         steps: evaluations of the network for a sample (twice as many with guidance).
         guidance: see :class:`SamplingConfig`.
-        generators: of the noise; a list for one each.
+        generators: generators of the noise; a list for one each.
     """
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
         # equal steps from noise to data; diffusers' own grid would end with one of a thousandth

@@ -18,11 +18,11 @@ class Finding:
     """One thing that was checked.
 
     Attributes:
-        part: of the examination.
-        name: of the thing.
+        part: part of the examination.
+        name: name of the thing.
         status: ``"ok"``; ``"note"`` for what training can do without; ``"wrong"`` for what it needs.
         found: a short description of the finding.
-        advice: what to do about it, if it is not ok.
+        advice: remedy, if the finding is not ok.
         values: the figures behind ``found``, with their units in the names.
     """
 

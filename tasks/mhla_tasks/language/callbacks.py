@@ -79,8 +79,8 @@ class TextSamples(Callback):
     Texts go to ``samples.md`` in the log folder, and to TensorBoard. Left out where the weights are sharded (FSDP).
 
     Args:
-        prompts: what is continued.
-        seed: of sampling, the same at each validation.
+        prompts: texts to continue.
+        seed: seed of sampling, the same at each validation.
     """
 
     def __init__(self, prompts: list[str], seed: int = 0) -> None:

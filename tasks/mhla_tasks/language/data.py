@@ -31,7 +31,7 @@ class TextData(ResumableDataModule):
         context: tokens of a sample, which the model sees at once.
         separate_documents: whether tokens see their own document only (packed with cu_seqlens).
         prompts: file for predict: one prompt a line, or .jsonl with a "prompt" in each.
-        options: of :class:`lightning_mhla.data.ResumableDataModule`.
+        options: options of :class:`lightning_mhla.data.ResumableDataModule`.
     """
 
     def __init__(self, context: int, separate_documents: bool, prompts: str | None, **options: Any) -> None:
@@ -72,7 +72,7 @@ class PythonSource(TextData):
     Args:
         batch_size: samples of a batch over all processes together.
         context: tokens of a sample.
-        vocab_size: of the byte-level BPE that is trained on the text, once, and kept in the cache.
+        vocab_size: vocabulary size of the byte-level BPE that is trained on the text, once, and kept in the cache.
         separate_documents: whether tokens see their own file only.
         num_workers: worker processes for each training process; 0 is fastest for text in memory.
         seed: order of the samples; null takes seed_everything.
@@ -123,7 +123,7 @@ class HubText(TextData):
         tokenizer: a model on the hub, or a folder.
         path: name of the data set, or json, parquet or text with data_files.
         name: configuration of the data set.
-        split: of the data set.
+        split: split of the data set.
         data_files: local files or URLs, for json, parquet and text.
         column: that holds the text.
         batch_size: samples of a batch over all processes together.
@@ -133,7 +133,7 @@ class HubText(TextData):
         shuffle_buffer: documents that are shuffled together; 0 for the order of the data set.
         val_documents: documents at the start that are kept for validation.
         num_workers: 1 reads and tokenises in a process of its own.
-        seed: of the shuffle; null takes seed_everything.
+        seed: seed of the shuffle; null takes seed_everything.
         prompts: file for predict: one prompt a line, or .jsonl with a "prompt" in each.
     """
 

@@ -45,7 +45,7 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
     """Model and tokenizer of a checkpoint of training, an exported folder, or a name on the hub.
 
     Args:
-        path: where the model is.
+        path: path of the model.
         tokenizer: folder of the tokenizer or a model on the hub, in place of the model's own.
 
     Raises:
@@ -89,8 +89,8 @@ def write(model: LanguageModel, folder: Path, tokenizer: str | None = None, cont
     """Write model and tokenizer.
 
     Args:
-        model: what was trained.
-        folder: where they go.
+        model: the trained model.
+        folder: folder to write to.
         tokenizer: folder or name on the hub, in place of the model's own.
         context: tokens that the model is extended to first.
 

@@ -23,10 +23,10 @@ def continue_prompts(
 
     Args:
         path: checkpoint, exported folder, or name on the hub.
-        prompt: what is continued; None to read prompts from the terminal, one after the other.
+        prompt: text to continue; None to read prompts from the terminal, one after the other.
         count: new tokens, at most; None for 256, or as many as the model reaches to.
         sampling: other options of :class:`GenerationOptions`.
-        seed: of the tokens that are drawn.
+        seed: seed of the tokens that are drawn.
         device: cpu or cuda; None for a GPU if there is one.
     """
     set_seed(seed)

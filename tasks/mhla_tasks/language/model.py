@@ -179,7 +179,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache: give the state after these tokens back.
             output_hidden_states: give what goes into each layer, and into the head.
             return_dict: False for a tuple.
-            logits_to_keep: of so many last columns, or of these; 0 for all.
+            logits_to_keep: number of last columns, or indices of columns, to compute logits of; 0 for all.
             cu_seqlens: ``[S + 1]``, first token of each document packed in the one row, and N.
             kwargs: see :class:`ForwardOptions`.
 

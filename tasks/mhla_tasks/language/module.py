@@ -61,7 +61,7 @@ class LanguageModel(TrainingModule):
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         optimizer: AdamW and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
-        generation: how predict continues prompts.
+        generation: options of predict for continuations.
         pretrained: weights to start from, of a run, a checkpoint or an exported folder, with any context and vocabulary; not
             read where --ckpt_path brings weights.
         network: another model in the place of ours: a configuration of transformers that builds a causal language model, as

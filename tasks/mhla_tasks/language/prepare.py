@@ -98,8 +98,8 @@ def write_token_shards(
         target: made if missing.
         sources: see :func:`read_documents`.
         tokenizer: at most 2^32 tokens.
-        prefix: of the file names.
-        column: of tables.
+        prefix: prefix of the file names.
+        column: column of tables.
         run_characters: characters of a sample.
         runs_per_shard: samples in a shard.
         skip: leave out so many documents at the start.

@@ -23,7 +23,7 @@ class GenerationOptions:
 
     Args:
         max_new_tokens: tokens of a continuation, at most.
-        temperature: of sampling; 0 takes the likeliest token each time.
+        temperature: temperature of sampling; 0 takes the likeliest token each time.
         top_k: sample among so many likeliest tokens; 0 for all.
         top_p: sample among the likeliest tokens of so much probability together.
         beams: follow so many continuations at once, temperature 0 only.

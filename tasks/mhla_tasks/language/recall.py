@@ -23,7 +23,7 @@ class RecallPart:
     """Sequences of one length with one number of pairs.
 
     Args:
-        tokens: of a sequence, even.
+        tokens: number of tokens of a sequence, even.
         pairs: keys with a value, and questions; at most a quarter of the tokens.
         samples: sequences.
     """
@@ -48,8 +48,8 @@ class QuestionData(ResumableDataModule):
     A batch has ``tokens`` and ``labels`` ``[B, N]``, -100 where nothing is asked, and ``group`` ``[B]``.
 
     Args:
-        vocab_size: of the model.
-        options: of :class:`lightning_mhla.data.ResumableDataModule`.
+        vocab_size: vocabulary size of the model.
+        options: options of :class:`lightning_mhla.data.ResumableDataModule`.
     """
 
     groups: Sequence[str] = ()
@@ -91,11 +91,11 @@ class AssociativeRecall(QuestionData):
         train: sequences to train on, by length and number of pairs.
         val: sequences to validate and test on, by length and number of pairs; others than those of training.
         vocab_size: tokens of the vocabulary; token 0 is neither key nor value.
-        power: of the distances of the questions; small ones bring them close to the pairs.
+        power: power of the distances of the questions; small ones bring them close to the pairs.
         random_non_queries: whether tokens that are not asked are random ones of the whole vocabulary; otherwise 0.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
-        seed: of the sequences and their order; null takes seed_everything.
+        seed: seed of the sequences and their order; null takes seed_everything.
     """
 
     def __init__(
@@ -174,14 +174,14 @@ class Needle(QuestionData):
     ``val/accuracy_tokens512``.
 
     Args:
-        tokens: of a training sequence.
+        tokens: number of tokens of a training sequence.
         lengths: tokens of the sequences to validate and test on, as multiples of those in training.
         vocab_size: tokens of the vocabulary.
         samples: training sequences in an epoch.
         val_samples: sequences to validate on, of each length.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
-        seed: of the sequences and their order; null takes seed_everything.
+        seed: seed of the sequences and their order; null takes seed_everything.
     """
 
     DEPTHS = 5

@@ -38,7 +38,7 @@ class StdlibText:
 
     Attributes:
         tokenizer: trained on the training files.
-        tokens: of ``train`` and ``validate``, ``[n]`` uint16.
+        tokens: tokens of ``train`` and ``validate``, ``[n]`` uint16.
         starts: first token of each file of both.
     """
 
@@ -59,7 +59,7 @@ def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
     """The text in tokens of a vocabulary of ``vocab_size``, trained on it; kept in the cache folder.
 
     Args:
-        vocab_size: of the byte-level BPE, at most 65,536.
+        vocab_size: vocabulary size of the byte-level BPE, at most 65,536.
         cache_dir: None for the user's cache.
 
     Raises:

@@ -37,7 +37,7 @@ class PackedRows(IterableDataset):
     Args:
         documents: a fresh iterator over all documents of an endless stream, the same each time.
         encode: a document's tokens.
-        positions: of the rows of the global batch, as many as it has rows.
+        positions: positions of the rows of the global batch, as many as it has rows.
         rows: those of this process.
         context: tokens of a row.
         token_bytes: bytes of each token of the vocabulary.

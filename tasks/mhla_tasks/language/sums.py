@@ -49,7 +49,7 @@ def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
 
     Args:
         counts: as :meth:`Answers.compute` gives them.
-        names: of the groups: ``pairs4``, or ``tokens512_depth0``.
+        names: names of the groups: ``pairs4``, or ``tokens512_depth0``.
     """
     sums: dict[str, list[int]] = {}
     for name, (right, asked) in zip(names, counts.T.tolist(), strict=False):

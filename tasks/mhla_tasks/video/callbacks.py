@@ -25,8 +25,8 @@ class ClipPictures(PeriodicEvaluation):
         prompts: a clip is drawn for each.
         every_n_steps: optimiser steps between two pictures; null for none on the way.
         at_end: whether the last weights draw one.
-        frames: of a strip.
-        seed: of the noise.
+        frames: number of frames of a strip.
+        seed: seed of the noise.
     """
 
     def __init__(

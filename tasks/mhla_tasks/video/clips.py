@@ -31,9 +31,9 @@ def read_clip(
     Args:
         data: the mp4 file.
         name: for messages.
-        frames: how many.
+        frames: number of frames.
         fps: frames a second; None for every frame as it comes.
-        position: where the clip lies in what the video has room for, 0 (its beginning) to 1 (its end); the beginning is taken
+        position: start of the clip within the video, 0 (earliest) to 1 (latest); the beginning is taken
             where fewer frames are left than the file's duration and rate promise.
         size: height and width that each frame is made to cover, its middle cut out; None for the video's own.
 

@@ -29,7 +29,7 @@ class PromptRequest:
         prompts: text file with a prompt on each line, name<TAB>prompt where files are to be named otherwise; or a list of
             prompts; null for all captions of the embedded digits.
         per_prompt: clips of each; VBench wants 5.
-        seed: of the noise; clip i always starts from the same.
+        seed: seed of the noise; clip i always starts from the same.
     """
 
     prompts: str | list[str] | None = None
@@ -93,7 +93,7 @@ class ClipData(ResumableDataModule):
     """Data of clips or their latents; a kind of data implements :meth:`source` for training and validation.
 
     Args:
-        prompts: what predict draws.
+        prompts: prompts that predict draws.
         options: as for :class:`ResumableDataModule`.
     """
 
@@ -120,12 +120,12 @@ class MovingDigits(ClipData):
     """Handwritten digits of scikit-learn that move over a canvas, with captions such as "a seven moving right".
 
     Args:
-        frames: of a clip.
-        height: of the canvas, in pixels.
-        width: of the canvas, in pixels.
+        frames: number of frames of a clip.
+        height: height of the canvas, in pixels.
+        width: width of the canvas, in pixels.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for clips this small.
-        prompts: what predict draws.
+        prompts: prompts that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
     """
 
@@ -155,12 +155,12 @@ class MovingMnist(MovingDigits):
     """Handwritten digits of MNIST, 20 x 20 pixels, that move over a canvas, with captions such as "a seven moving right".
 
     Args:
-        frames: of a clip.
-        height: of the canvas, in pixels.
-        width: of the canvas, in pixels.
+        frames: number of frames of a clip.
+        height: height of the canvas, in pixels.
+        width: width of the canvas, in pixels.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for clips this small.
-        prompts: what predict draws.
+        prompts: prompts that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
     """
 
@@ -188,14 +188,14 @@ class VideoShards(ClipData):
     Args:
         train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these.
         val: shards to validate on, in the same forms.
-        frames: of a clip; 1 more than a multiple of 4 for Wan's VAE.
+        frames: number of frames of a clip; 1 more than a multiple of 4 for Wan's VAE.
         height: in pixels; videos are shrunk to cover it, and the middle is cut out.
         width: in pixels; videos are shrunk to cover it, and the middle is cut out.
         fps: frames a second that are taken; null for every frame as it comes.
         caption_key: entry of NNN.json that is the caption.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
-        prompts: what predict draws.
+        prompts: prompts that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
         max_skipped: broken training samples that one process skips before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
@@ -247,7 +247,7 @@ class VideoLatentShards(ClipData):
             the shards were encoded with (their manifest says it).
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
-        prompts: what predict draws.
+        prompts: prompts that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
         max_skipped: broken training samples that one process skips before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.

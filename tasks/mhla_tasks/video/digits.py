@@ -33,9 +33,9 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
     Args:
         digit: ``[1, S, S]`` in 0 .. 1.
         move: left, right, up or down.
-        frames: of the clip.
-        height: of the canvas, at least S.
-        width: of the canvas, at least S.
+        frames: number of frames of the clip.
+        height: height of the canvas, at least S.
+        width: width of the canvas, at least S.
         generator: draws where it starts; None for the global one.
 
     Returns:
@@ -72,10 +72,10 @@ class MovingDigitSamples:
 
     Args:
         train: the training digits, each starting somewhere else every time; or those held out.
-        frames: of a clip.
-        height: of the canvas, in pixels, at least those of a digit.
-        width: of the canvas, in pixels, at least those of a digit.
-        name: which digits: of scikit-learn (8 x 8 pixels) or MNIST (20 x 20).
+        frames: number of frames of a clip.
+        height: height of the canvas, in pixels, at least those of a digit.
+        width: width of the canvas, in pixels, at least those of a digit.
+        name: digits of scikit-learn (8 x 8 pixels) or MNIST (20 x 20).
 
     Raises:
         ValueError: for a canvas on which a digit has no room.

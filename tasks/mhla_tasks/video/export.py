@@ -25,8 +25,8 @@ def write(module: VideoDiffusion, folder: Path, adapters: Path | None = None) ->
     """Write what ``lightning_mhla.load_swapped`` loads.
 
     Args:
-        module: what was trained.
-        folder: of the transformer.
+        module: the trained module.
+        folder: folder of the transformer.
         adapters: folder for LoRA adapters; None to add them to the weights.
     """
     if adapters is None:

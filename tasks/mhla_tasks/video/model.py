@@ -19,10 +19,10 @@ class TransformerConfig:
         patch_size: frames, rows and columns of the latent that are one token.
         num_attention_heads: heads of each attention.
         attention_head_dim: width of a head, even; a third of it, rounded down to even, for each of rows and columns.
-        in_channels: of the latent; 16 for Wan's VAE.
-        out_channels: of the output; as in_channels.
+        in_channels: channels of the latent; 16 for Wan's VAE.
+        out_channels: number of channels of the output.
         text_dim: width of the caption's embeddings; 4096 for UMT5-XXL.
-        freq_dim: of the timestep's embedding.
+        freq_dim: width of the timestep's embedding.
         ffn_dim: inner width of the MLP.
         num_layers: number of blocks.
         rope_max_seq_len: positions that rotary embedding knows along an axis.

@@ -40,7 +40,7 @@ class VideoDiffusion(GenerativeModule):
         layer_kinds: kinds of the layers, repeated to the depth: [keep, replace, replace] replaces two of three; [keep] none;
             null for attention.kind everywhere.
         flow: times and shift of flow matching, and caption dropout.
-        text: how captions become embeddings.
+        text: encoder of the captions.
         vae: folder or hub name of a Wan pipeline or its VAE, for latents; null for pixels.
         train: trained parameters: all; attention (the replaced layers with their projections); new (those that replacing
             added); lora (those, and adapters of the projections).
@@ -49,7 +49,7 @@ class VideoDiffusion(GenerativeModule):
         checkpointing: recompute blocks in the backward pass, to save memory.
         compile: compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
-        sampling: how predict and callbacks draw clips.
+        sampling: sampler options of predict and callbacks.
         pretrained: weights to start from, see mhla_tasks.video.pretrained; not read where --ckpt_path brings weights.
         output: folder for the clips that predict draws; those that are there already are not drawn again. null for the
             run's own.

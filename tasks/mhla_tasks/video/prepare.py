@@ -19,9 +19,9 @@ def clips_to_shards(
     Args:
         source: folder of the clips.
         target: folder of the shards, made if missing.
-        prefix: of the shards' names.
+        prefix: prefix of the shards' names.
         per_shard: videos in a shard.
-        seed: of their order.
+        seed: seed of their order.
         caption_key: entry of a ``.json`` that is the caption.
         max_skipped: broken videos that are left out before it stops.
 

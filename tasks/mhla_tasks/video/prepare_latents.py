@@ -31,15 +31,15 @@ def encode_clips(
 
     Args:
         source: gives ``video`` ``[3, F, H, W]`` in -1 .. 1 and ``caption``.
-        identity: what the clips are and how they are made, so that shards of others are not mixed with these.
+        identity: description of the clips, so that shards of others are not mixed with these.
         target: made if missing.
         codec: encodes clips.
         captions: encodes captions.
-        prefix: of the file names.
+        prefix: prefix of the file names.
         per_shard: videos for a shard; it holds fewer where some are broken.
         device: where.
         max_skipped: broken videos that this process skips before it stops.
-        share: which shards.
+        share: index and number of the parts that the shards are divided into.
 
     Returns:
         Paths of all shards, of every process, and how many videos this one skipped.

@@ -30,12 +30,12 @@ class SamplingConfig:
         sampler: unipc (Wan's own) or euler.
         steps: evaluations of the network for a clip (twice as many with guidance).
         guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
-        frames: of a clip.
+        frames: number of frames of a clip.
         height: in pixels.
         width: in pixels.
         fps: frames a second of the files.
-        crf: of the files: x264's constant rate factor, 0 (no loss but of colour resolution) to 51.
-        negative_prompt: what guidance leads away from; empty as in training with caption_dropout.
+        crf: x264's constant rate factor, 0 (no loss but of colour resolution) to 51.
+        negative_prompt: prompt that guidance leads away from; empty as in training with caption_dropout.
     """
 
     sampler: Sampler = "unipc"
@@ -109,7 +109,7 @@ def draw_clips(
         text: ``[B, L, D]`` on the network's device.
         negative: ``[L, D]``, what guidance leads away from.
         indices: number of each clip, for its noise.
-        seed: of all clips.
+        seed: seed of all clips.
 
     Raises:
         ValueError: for clips of a size that cannot be.

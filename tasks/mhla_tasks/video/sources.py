@@ -32,7 +32,7 @@ class CaptionedClips:
     """Clips of videos with captions as a source; where they lie is a derived class's matter.
 
     Args:
-        frames: of a clip.
+        frames: number of frames of a clip.
         height: in pixels.
         width: in pixels.
         fps: frames a second; None for every frame as it comes.

@@ -63,7 +63,7 @@ def write_animation(path: Path, clips: Tensor, fps: float) -> None:
     """Write clips side by side, in rows of four at most, as an animated GIF that plays again and again.
 
     Args:
-        path: of the file.
+        path: path of the file.
         clips: ``[B, F, C, H, W]`` uint8, one or three channels.
         fps: frames a second; browsers show fifty at most.
     """

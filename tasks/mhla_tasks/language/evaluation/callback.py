@@ -38,7 +38,7 @@ class LMEval(PeriodicEvaluation):
         at_end: whether the last weights are scored.
         num_fewshot: examples in a prompt; null for what each task says.
         limit: documents of each task, to try things out; null for all.
-        batch_size: of each process.
+        batch_size: batch size of each process.
         max_length: longest prompt and answer in tokens; null for the model's context.
         cut: middle or left, where prompts that are too long lose tokens.
         data_dir: folder with local copies of the tasks' data; null for the hub.

@@ -31,12 +31,12 @@ class MHLALM(HFLM):
         pretrained: a checkpoint of training, an exported folder, a name on the hub, or a model.
         tokenizer: a folder, a name on the hub or a tokenizer; None for the model's own.
         device: for a model that is loaded; None for the GPU if there is one.
-        dtype: of the weights of a model that is loaded.
+        dtype: dtype of the weights of a model that is loaded.
         max_length: longest prompt and answer in tokens; None for the model's context. Dense mixing is extended to it, in a
             copy where a model is given.
-        cut: where prompts that are too long lose tokens: ``"middle"`` (as LongBench's authors do, arXiv 2308.14508) or
+        cut: part that prompts lose if they are too long: ``"middle"`` (as LongBench's authors do, arXiv 2308.14508) or
             ``"left"`` (as lm-eval does).
-        options: of lm-eval's HFLM, such as batch_size.
+        options: options of lm-eval's HFLM, such as batch_size.
 
     Raises:
         FileNotFoundError: when there is no such model or tokenizer.
