@@ -20,7 +20,7 @@ import pytest
 import yaml
 from fork_server import ForkServer
 from mhla_tasks import commands
-from small import save_clips, save_images, save_models, save_task_data, save_texts, shrunk
+from shipped_small import save_clips, save_images, save_models, save_task_data, save_texts, shrunk
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -151,11 +151,11 @@ def find_missing(words: Sequence[str], subcommand: str) -> str:
         (word.partition("=")[0], word.partition("=")[2] or after) for word, after in itertools.pairwise([*words, ""])
     ]
     for name, path in pairs:
-        if not path or Path(path).exists() or "://" in path:
+        if name not in ("--run_dir", "--config", "-c") or "://" in path or path.lstrip().startswith(("{", "[")):
             continue
-        if name == "--run_dir" and subcommand != "fit":
-            return f"--run_dir={path}: the folder does not exist"
-        if name in ("--config", "-c") and not path.lstrip().startswith(("{", "[")):
+        if not path or Path(path).exists():
+            continue
+        if name != "--run_dir":
             near = path.partition("configs/")[2]
             hint = (
                 f"; the package brings it as {PREFIX}{near}"
@@ -163,6 +163,8 @@ def find_missing(words: Sequence[str], subcommand: str) -> str:
                 else f"; {PREFIX} lists those of the package"
             )
             return f"--config={path}: the file does not exist{hint}"
+        if subcommand != "fit":
+            return f"--run_dir={path}: the folder does not exist"
     return ""
 
 

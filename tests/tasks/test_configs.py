@@ -1,6 +1,6 @@
 """Every shipped configuration, as it is shipped, from the first command to the exported model, on data made on the spot.
 
-Sizes are those of :mod:`small`.
+Sizes are those of :mod:`shipped_small`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from fork_server import ForkServer
 from mhla_tasks.classification.prepare import images_to_shards
 from PIL import Image
-from small import QUESTIONS, save_clips, save_images, save_models, save_task_data, save_texts, shrunk
+from shipped_small import QUESTIONS, save_clips, save_images, save_models, save_task_data, save_texts, shrunk
 
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 
