@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,10 +43,11 @@ class Teacher:
 
     Args:
         model: a transformer of diffusers, with its weights.
+        predict: its velocity for noisy samples, times and text.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model.eval().requires_grad_(False)
+    def __init__(self, model: Any, predict: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> None:
+        self.model, self._predict = model.eval().requires_grad_(False), predict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Teacher:
         return self
@@ -53,7 +55,7 @@ class Teacher:
     @torch.no_grad()
     def velocity(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """The teacher's prediction, float32."""
-        return self.model(noisy, times, text).sample.float()
+        return self._predict(self.model, noisy, times, text).float()
 
     def layer_loss(self, student: Any, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """How far each replaced layer's output is from the teacher's for the same input, mean over the layers.
@@ -71,8 +73,7 @@ class Teacher:
             compare = partial(_compare, hosts[index], student.is_gradient_checkpointing, distances)
             hooks.append(theirs[index].register_forward_hook(compare, with_kwargs=True))
         try:
-            with torch.no_grad():
-                self.model(noisy, times, text)
+            self.velocity(noisy, times, text)
         finally:
             for hook in hooks:
                 hook.remove()

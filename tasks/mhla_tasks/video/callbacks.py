@@ -54,7 +54,7 @@ class ClipPictures(PeriodicEvaluation):
                 module.check_drawable()
             except (ValueError, FileNotFoundError) as error:
                 failed = str(error)
-            self._rest(module)
+            module.rest()
         failed = trainer.strategy.broadcast(failed)
         if failed:
             raise ValueError(failed)
@@ -71,7 +71,7 @@ class ClipPictures(PeriodicEvaluation):
                 trainer.precision_plugin.forward_context(),
             ):
                 clips = module.draw(self.prompts, list(range(len(self.prompts))), self.seed)
-            self._rest(module)
+            module.rest()
         if trainer.is_global_zero:
             figure = draw_strips(list(zip(self.prompts, clips.cpu(), strict=True)), self.frames)
             folder.mkdir(parents=True, exist_ok=True)
@@ -81,13 +81,6 @@ class ClipPictures(PeriodicEvaluation):
                 if isinstance(logger, TensorBoardLogger):
                     logger.experiment.add_figure("clips", figure, step)
         trainer.strategy.barrier()
-
-    def _rest(self, module: LightningModule) -> None:
-        """Leave the GPU to training: a text encoder may be larger than the model."""
-        checked = _checked(module)
-        checked.captions.rest()
-        if checked.codec is not None:
-            checked.codec.rest()
 
 
 def _checked(module: LightningModule) -> VideoDiffusion:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,79 +13,11 @@ from typing_extensions import override
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import Name
 from lightning_mhla.data.shards import beside_shard
-from lightning_mhla.generative.text import read_prompts
+from lightning_mhla.generative.requests import PromptRequest, RequestedSamples
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.video.digits import MovingDigitSamples, every_caption
-from mhla_tasks.video.sources import LatentClips, ShardClips, empty_caption_file
-
-
-@dataclass(frozen=True)
-class PromptRequest:
-    """Clips that predict draws.
-
-    Args:
-        prompts: text file with a prompt on each line, name<TAB>prompt where files are to be named otherwise; or a list of
-            prompts; null for all captions of the embedded digits.
-        per_prompt: clips of each; VBench wants 5.
-        seed: seed of the noise; clip i always starts from the same.
-    """
-
-    prompts: str | list[str] | None = None
-    per_prompt: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.per_prompt < 1:
-            raise ValueError(f"per_prompt={self.per_prompt} must be at least 1")
-
-
-class RequestedClips:
-    """Clips that predict draws, as a source: all clips of a prompt one after another.
-
-    Args:
-        request: see :class:`PromptRequest`.
-        known: prompts to take where it names none.
-
-    Raises:
-        FileNotFoundError: when there is no such file of prompts.
-        ValueError: for no prompts, or such as cannot be file names.
-    """
-
-    def __init__(self, request: PromptRequest, known: Sequence[str]) -> None:
-        if isinstance(request.prompts, str):
-            self.prompts = read_prompts(request.prompts)
-        else:
-            plain = known if request.prompts is None else request.prompts
-            self.prompts = [(prompt, prompt) for prompt in plain]
-        self.prompts = list(dict.fromkeys(self.prompts))  # VBench's list has two of its prompts twice
-        if not self.prompts:
-            raise ValueError("there are no prompts; name a file of them: --data.init_args.prompts.prompts=FILE")
-        if len({name for name, _ in self.prompts}) < len(self.prompts):
-            raise ValueError("two prompts have one name, so that their clips would overwrite each other")
-        for name, _ in self.prompts:
-            if "/" in name or name.startswith(".") or len(file_name(name, request.per_prompt).encode()) > 250:
-                raise ValueError(
-                    f"the prompt {name[:60]!r} cannot be a file name (a slash, a leading dot, or too long); write "
-                    "name<TAB>prompt into the file of prompts"
-                )
-        self.per_prompt, self.seed = request.per_prompt, request.seed
-        self.shard_sizes: Sequence[int] = [len(self.prompts) * request.per_prompt]
-
-    def __len__(self) -> int:
-        """Number of clips."""
-        return self.shard_sizes[0]
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """``index``, ``caption``, ``file`` (its name) and ``seed``."""
-        name, prompt = self.prompts[index // self.per_prompt]
-        file = file_name(name, index % self.per_prompt)
-        return {"index": index, "caption": prompt, "file": file, "seed": self.seed}
-
-
-def file_name(name: str, number: int) -> str:
-    """As VBench wants it: ``prompt-number.mp4``."""
-    return f"{name}-{number}.mp4"
+from mhla_tasks.video.sources import VIDEO, LatentClips, ShardClips, empty_caption_file
 
 
 class ClipData(ResumableDataModule):
@@ -113,7 +44,7 @@ class ClipData(ResumableDataModule):
 
     @override
     def source(self, stage: str) -> SampleSource:
-        return RequestedClips(self.prompts, self.known_prompts) if stage == "predict" else self.clips(stage)
+        return RequestedSamples(self.prompts, self.known_prompts, VIDEO) if stage == "predict" else self.clips(stage)
 
 
 class MovingDigits(ClipData):

@@ -28,7 +28,6 @@ from torch import Tensor
 from lightning_mhla import AttentionConfig
 from lightning_mhla.attention.mixing import DenseCoefficients
 from lightning_mhla.checkpoints.pretrained import Pretrained, read_trained
-from lightning_mhla.generative.distillation import Teacher
 from lightning_mhla.generative.reading import read_diffusers, read_safely, read_safetensors, read_weights_file
 from lightning_mhla.swap import KEEP, SAVED, is_swapped
 from lightning_mhla.system.untrusted import read_json
@@ -139,11 +138,11 @@ def load_weights(model: WanTransformer3DModel, path: str) -> None:
     )
 
 
-def build_teacher(shape: TransformerConfig, path: str) -> Teacher:
-    """The frozen softmax transformer with the weights at ``path``; errors as of :func:`load_weights`."""
+def read_transformer(shape: TransformerConfig, path: str) -> WanTransformer3DModel:
+    """The softmax transformer with the weights at ``path``; errors as of :func:`load_weights`."""
     model = WanTransformer3DModel(**asdict(shape))
     load_weights(model, path)
-    return Teacher(model)
+    return model
 
 
 def _blocks_of(path: str) -> tuple[int, ...] | None:

@@ -12,6 +12,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from lightning_mhla.data.sampling import sample_generator
+from lightning_mhla.generative.captioned import check_patches
 from lightning_mhla.generative.codecs import ClipCodec
 from lightning_mhla.generative.flow import TIMESTEPS
 from mhla_tasks.video.clips import to_frames
@@ -81,10 +82,7 @@ def latent_shape(network: WanTransformer3DModel, codec: ClipCodec | None, config
         codec.check_size(size)
     else:
         grid = size
-    patch = network.config.patch_size
-    if any(length % step for length, step in zip(grid, patch, strict=True)):
-        what = "clips" if codec is None else "latents"
-        raise ValueError(f"{what} of {list(grid)} frames, rows and columns do not divide into patches of {list(patch)}")
+    check_patches(grid, network.config.patch_size, "clips" if codec is None else "latents")
     return (network.config.in_channels, *grid)
 
 

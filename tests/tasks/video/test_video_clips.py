@@ -12,13 +12,13 @@ import pytest
 import torch
 from diffusers import WanPipeline
 from mhla_tasks.video.clips import cover, read_clip, to_frames, to_signed, write_clip
-from mhla_tasks.video.data import PromptRequest, RequestedClips
 from mhla_tasks.video.digits import MOVES, NAMES, MovingDigitSamples, every_caption, render
 from mhla_tasks.video.sources import ShardClips
 from wan import make_shard
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
 from lightning_mhla.data.digits import load_digits
+from lightning_mhla.generative.requests import PromptRequest, RequestedSamples
 from lightning_mhla.generative.text import TextConfig, make_encoder, read_prompts
 
 SIZE = {"frames": 5, "height": 16, "width": 24}
@@ -85,7 +85,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("a cat\n\n dog \tA long prompt of a dog, seen from afar\n")
     assert read_prompts(path) == [("a cat", "a cat"), ("dog", "A long prompt of a dog, seen from afar")]
-    source = RequestedClips(PromptRequest(str(path), per_prompt=2, seed=3), [])
+    source = RequestedSamples(PromptRequest(str(path), per_prompt=2, seed=3), [], "mp4")
     assert [source[index]["file"] for index in range(4)] == ["a cat-0.mp4", "a cat-1.mp4", "dog-0.mp4", "dog-1.mp4"]
     assert source[3] == {
         "index": 3,
@@ -94,19 +94,21 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         "seed": 3,
     }
     path.write_text("a cat\na dog\na cat \n")
-    assert len(RequestedClips(PromptRequest(str(path)), [])) == 2, "VBench's list has some of its prompts twice"
+    assert len(RequestedSamples(PromptRequest(str(path)), [], "mp4")) == 2, (
+        "VBench's list has some of its prompts twice"
+    )
     path.write_text("a cat\ta white cat\na cat\ta black cat\n")
     with pytest.raises(ValueError, match="two prompts have one name"):
-        RequestedClips(PromptRequest(str(path)), [])
+        RequestedSamples(PromptRequest(str(path)), [], "mp4")
     path.write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
         read_prompts(path)
     with pytest.raises(FileNotFoundError, match="no file"):
-        RequestedClips(PromptRequest(str(tmp_path / "none.txt")), [])
+        RequestedSamples(PromptRequest(str(tmp_path / "none.txt")), [], "mp4")
     with pytest.raises(ValueError, match="cannot be a file name"):
-        RequestedClips(PromptRequest(["either/or"]), [])
+        RequestedSamples(PromptRequest(["either/or"]), [], "mp4")
     with pytest.raises(ValueError, match="there are no prompts; name a file of them"):
-        RequestedClips(PromptRequest(), [])
+        RequestedSamples(PromptRequest(), [], "mp4")
 
 
 def brightness(clip: torch.Tensor) -> list[int]:

@@ -10,15 +10,16 @@ import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from mhla_tasks import commands
+from mhla_tasks.video import VideoDiffusion
 from mhla_tasks.video.model import TransformerConfig, build_transformer
-from mhla_tasks.video.pretrained import build_teacher, load_published, load_weights, read_weights
+from mhla_tasks.video.pretrained import load_published, load_weights, read_transformer, read_weights
 from torch import Tensor
 from torch.nn import functional as F
 from wan import PAPER, TINY, inputs, shaken, tiny_wan
 
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
 from lightning_mhla.generative.adapters import LoraOptions, choose_trained, merge_adapters
-from lightning_mhla.generative.distillation import DistillationConfig
+from lightning_mhla.generative.distillation import DistillationConfig, Teacher
 from lightning_mhla.swap import swapped_layers
 
 HYBRID = ["keep", "mhla", "mhla"]
@@ -286,7 +287,7 @@ def test_matching_layers_is_zero_for_the_teacher_itself_and_trains_replaced_laye
     original: WanTransformer3DModel, tmp_path: Path
 ) -> None:
     original.save_pretrained(tmp_path)
-    teacher = build_teacher(TINY, str(tmp_path))
+    teacher = Teacher(read_transformer(TINY, str(tmp_path)), VideoDiffusion.velocity)
     latent, times, text = inputs()
     same = build_transformer(TINY, AttentionConfig(kind="softmax"), None)
     load_weights(same, str(tmp_path))
@@ -327,6 +328,7 @@ def test_layers_count_alike_whatever_the_size_of_their_outputs(original: WanTran
         source.save_pretrained(tmp_path / str(factor))
         student = build_transformer(TINY, AttentionConfig(kind="linear", normalize=False), ["keep", "keep", "linear"])
         load_weights(student, str(tmp_path / str(factor)))
-        losses.append(build_teacher(TINY, str(tmp_path / str(factor))).layer_loss(student, *given).item())
+        teacher = Teacher(read_transformer(TINY, str(tmp_path / str(factor))), VideoDiffusion.velocity)
+        losses.append(teacher.layer_loss(student, *given).item())
     assert losses[0] > 0
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

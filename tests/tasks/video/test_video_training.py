@@ -349,19 +349,19 @@ def test_predict_writes_what_vbench_reads(whole: Path, tmp_path: Path, capsys: p
     )
     rows = [json.loads(line) for line in (folder / "videos.jsonl").read_text().splitlines()]
     assert [row["index"] for row in rows] == list(range(9))
-    assert rows[8] | {"seconds": 0, "clips_at_once": 0} == {
+    assert rows[8] | {"seconds": 0, "at_once": 0} == {
         "file": "three-2.mp4",
         "prompt": "a three moving down, slowly",
         "index": 8,
         "seed": 0,
         "seconds": 0,
-        "clips_at_once": 0,
+        "at_once": 0,
         "frames": 3,
         "height": 10,
         "width": 14,
     }
     assert all(row["seconds"] > 0 for row in rows)
-    assert "9 clips of 3 frames of 10 x 14 in" in capsys.readouterr().out.replace("\n", "")
+    assert "9 videos of 3 frames of 10 x 14 in" in capsys.readouterr().out.replace("\n", "")
     assert (folder / "videos.png").is_file()
     again = predict(tmp_path / "two", start, *options, processes=2)
     one, two = (
