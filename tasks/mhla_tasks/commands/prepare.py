@@ -229,9 +229,10 @@ def clip_latents(parser: ArgumentParser) -> Run:
 
     def run(args: Namespace) -> None:
         from lightning_mhla.generative.codecs import ClipCodec
+        from lightning_mhla.generative.encoded import encode_samples
         from lightning_mhla.generative.text import TextConfig, make_encoder
         from lightning_mhla.system.processes import process_device, process_ranks
-        from mhla_tasks.video.prepare_latents import encode_clips, open_source
+        from mhla_tasks.video.prepare_latents import open_source
 
         (rank, world, _), device = process_ranks(), process_device(args.device)
         size = {"frames": args.frames, "height": args.height, "width": args.width}
@@ -241,9 +242,9 @@ def clip_latents(parser: ArgumentParser) -> Run:
         codec.check_size(tuple(size.values()))
         captions = make_encoder(TextConfig(args.model, args.text_length), args.text_width)
         kept = {"fps": args.fps, "model": args.model, "caption_key": args.caption_key, "text_length": args.text_length}
-        paths, skipped = encode_clips(
-            source, {"clips": digest, **size, **kept}, args.target, codec, captions, args.prefix, args.per_shard, device,
-            args.max_skipped, (rank, world),
+        paths, skipped = encode_samples(
+            source, "video", {"clips": digest, **size, **kept}, args.target, codec.encode, captions, args.prefix,
+            args.per_shard, device, args.max_skipped, (rank, world),
         )  # fmt: skip
         share = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
         left_out = f"; {skipped} videos skipped" if skipped else ""

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import Name
-from lightning_mhla.data.shards import beside_shard
+from lightning_mhla.generative.encoded import EncodedSamples, encoded_length, read_empty_caption
 from lightning_mhla.generative.requests import PromptRequest, RequestedSamples
 from lightning_mhla.system.options import as_dataclass
-from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.video.digits import MovingDigitSamples, every_caption
-from mhla_tasks.video.sources import VIDEO, LatentClips, ShardClips, empty_caption_file
+from mhla_tasks.video.sources import VIDEO, ShardClips
+
+PREPARE = "lightning prepare clip-latents"
 
 
 class ClipData(ResumableDataModule):
@@ -214,25 +213,13 @@ class VideoLatentShards(ClipData):
     def text_length(self) -> int:
         """Tokens of a caption: as given, as the shards' manifest says, or Wan's 512."""
         if self._text_length is None:
-            manifest = beside_shard(self.shards.find("train")[0], "manifest.json")
-            length = read_json(manifest).get("text_length") if manifest.is_file() else None
-            self._text_length = length if isinstance(length, int) and length > 0 else 512
+            self._text_length = encoded_length(self.shards, 512)
         return self._text_length
 
     @override
     def clips(self, stage: str) -> SampleSource:
-        return LatentClips(self.shards.reader(stage), self.text_length)
+        return EncodedSamples(self.shards.reader(stage), self.text_length, 4, PREPARE)
 
+    @override
     def empty_caption(self) -> Tensor | None:
-        """See :meth:`ClipData.empty_caption`.
-
-        Raises:
-            FileNotFoundError: when it is not beside the shards.
-        """
-        path = empty_caption_file(self.shards.find("train")[0])
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} is missing: it is the empty caption, for caption_dropout; copy it along with the shards that "
-                "lightning prepare clip-latents wrote, or set caption_dropout to 0"
-            )
-        return torch.from_numpy(np.load(path, allow_pickle=False)).float()
+        return read_empty_caption(self.shards, PREPARE)

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from lightning_mhla.data import ShardReader, write_shards
+from lightning_mhla.data.captioned import JSON, TEXT, FolderFiles
 from mhla_tasks.video.clips import check_video
-from mhla_tasks.video.sources import JSON, TEXT, VIDEO, ClipFolder
+from mhla_tasks.video.sources import VIDEO
 
 
 def clips_to_shards(
@@ -33,8 +34,8 @@ def clips_to_shards(
         BrokenSampleError: when more videos are broken than ``max_skipped``.
         ValueError: when ``target`` holds shards of other videos, or made with other options.
     """
-    folder = ClipFolder(source, 1, 16, 16, caption_key=caption_key)
-    order = np.random.default_rng(seed).permutation(len(folder))
+    folder = FolderFiles(source, (VIDEO,), caption_key)
+    order = np.random.default_rng(seed).permutation(len(folder.paths))
 
     def encode(path: Path) -> dict[str, bytes]:
         index = indices[path]
@@ -46,4 +47,4 @@ def clips_to_shards(
     indices = {path: index for index, path in enumerate(folder.paths)}
     items, made_with = [folder.paths[i] for i in order], {"caption_key": caption_key}
     paths = write_shards(items, encode, target, prefix, per_shard, max_skipped, made_with)
-    return paths, len(folder) - len(ShardReader(paths))
+    return paths, len(folder.paths) - len(ShardReader(paths))

@@ -12,13 +12,14 @@ import pytest
 import torch
 from mhla_tasks import commands
 from mhla_tasks.video.clips import check_video, read_clip
-from mhla_tasks.video.data import MovingDigits, PromptRequest, VideoLatentShards, VideoShards
+from mhla_tasks.video.data import PREPARE, MovingDigits, PromptRequest, VideoLatentShards, VideoShards
 from mhla_tasks.video.digits import NAMES
-from mhla_tasks.video.sources import ClipFolder, LatentClips, ShardClips
+from mhla_tasks.video.sources import ClipFolder, ShardClips
 from wan import make_shard, video_file
 
 from lightning_mhla.data import BrokenSampleError, ResumableLoader, ShardReader
 from lightning_mhla.generative.codecs import ClipCodec
+from lightning_mhla.generative.encoded import EncodedSamples
 from lightning_mhla.generative.text import TextConfig, make_encoder
 
 SIZE = {"frames": 5, "height": 16, "width": 24}
@@ -73,10 +74,10 @@ def test_the_command_makes_shards_of_a_folder(
     assert f"skipped: {source}/mute.mp4 has no .txt or .json beside it" in caplog.text
     assert f"skipped: {source}/cut.mp4: the video is cut off: 200 bytes are missing" in caplog.text
     clips = ShardClips(ShardReader(sorted((tmp_path / "out").glob("*.tar"))), **SIZE, caption_key="said")
-    assert {clips.caption(index): clips.member(index, ("mp4",))[1] for index in range(len(clips))} == {
+    assert {clips.files.caption(index): clips.member(index, ("mp4",))[1] for index in range(len(clips))} == {
         f"caption {number}": video for number, video in enumerate(videos)
     }
-    assert [clips.caption(index) for index in range(6)] != sorted(clips.caption(index) for index in range(6))
+    assert [clips.files.caption(index) for index in range(6)] != sorted(clips.caption(index) for index in range(6))
     data = VideoShards(
         str(tmp_path / "out"), str(tmp_path / "out"), **SIZE, batch_size=2, num_workers=0, caption_key="said"
     )
@@ -300,7 +301,7 @@ def test_wrong_latent_shards(videos: list[bytes], tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"has no \.latent\.npy.*these are no shards of lightning prepare clip-latents"
     ):
-        LatentClips(ShardReader([shard]), 6)
+        EncodedSamples(ShardReader([shard]), 6, 4, PREPARE)
 
     def array(*shape: int) -> bytes:
         stream = io.BytesIO()
@@ -310,7 +311,7 @@ def test_wrong_latent_shards(videos: list[bytes], tmp_path: Path) -> None:
     good, text = {"latent.npy": array(4, 2, 2, 3)}, {"text.npy": array(2, 16)}
     other = {"latent.npy": array(4, 2, 2, 4)}
     reader = ShardReader([make_shard(tmp_path / "train-0.tar", [{**good, **text}, {**other, **text}, good])])
-    source = LatentClips(reader, 6)
+    source = EncodedSamples(reader, 6, 4, PREPARE)
     assert source[0]["text"].shape == (6, 16)
     with pytest.raises(BrokenSampleError, match=r"latent \(4, 2, 2, 4\) among those of \(4, 2, 2, 3\)"):
         source[1]
