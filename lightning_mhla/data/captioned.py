@@ -95,9 +95,11 @@ class FolderFiles:
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
         """See :meth:`CaptionedFiles.member`."""
         own = self.paths[index]
+        extension = own.suffix.lower().lstrip(".")
+        if extension in wanted:
+            return extension, own.read_bytes()
         for name in wanted:
-            path = own if own.suffix.lower() == f".{name}" else own.with_suffix(f".{name}")
-            if path.is_file():
+            if (path := own.with_suffix(f".{name}")).is_file():
                 return name, path.read_bytes()
         raise BrokenSampleError(f"{own} has no .{' or .'.join(wanted)} beside it")
 

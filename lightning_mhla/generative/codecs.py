@@ -156,3 +156,48 @@ def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> 
     """Scaled latents drawn from ``[..., 2 * C, s, s]`` of means and standard deviations, with ``noise`` if given."""
     mean, deviation = moments.float().chunk(2, dim=-3)
     return (mean + deviation * (torch.randn_like(mean) if noise is None else noise)) * scale
+
+
+class ImageCodec(FrozenVAE):
+    """Images by SANA's deep compression autoencoder (arXiv 2410.10733); a hub name is that of a whole pipeline."""
+
+    vae_class = "AutoencoderDC"
+
+    def _where(self) -> dict[str, str]:
+        return {} if (Path(self.path) / "config.json").is_file() else {"subfolder": "vae"}
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> Tensor:
+        """Latents ``[B, C, h, w]`` float32 of images ``[B, 3, H, W]`` in -1 .. 1, scaled as diffusion wants them.
+
+        Raises:
+            ValueError: for sizes that the autoencoder does not divide.
+        """
+        model = self.model(images.device)
+        self.latent_size(*images.shape[2:])
+        with torch.autocast(images.device.type, enabled=False):
+            latents = torch.cat([model.encode(part).latent for part in images.float().split(CHUNK)])
+        return latents * model.config.scaling_factor
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images ``[B, 3, H, W]`` in about -1 .. 1 of scaled latents."""
+        model = self.model(latents.device)
+        scaled = (latents.float() / model.config.scaling_factor).to(model.dtype)
+        with torch.autocast(latents.device.type, enabled=False):
+            return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
+
+    def latent_size(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of the latent of an image.
+
+        Raises:
+            ValueError: for sizes that the autoencoder does not divide.
+        """
+        config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
+        step = 2 ** (len(config.encoder_block_out_channels) - 1)
+        if height % step or width % step:
+            raise ValueError(
+                f"images of {height} x {width}: the autoencoder wants multiples of {step}, such as "
+                f"{max(step, round(height / step) * step)} x {max(step, round(width / step) * step)}"
+            )
+        return height // step, width // step

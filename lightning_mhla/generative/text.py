@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,17 @@ class TextConfig:
     """How captions become embeddings.
 
     Args:
-        encoder: folder or hub name of a diffusers Wan pipeline, whose tokenizer and UMT5 encoder are used; null for a fixed
-            random vector for each word, which small models learn to read.
+        encoder: folder or hub name of a diffusers pipeline, whose tokenizer and text encoder are used (UMT5 of Wan, Gemma-2
+            of SANA, T5, or another of transformers); null for a fixed random vector for each word, which small models
+            learn to read.
         length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut.
+        instruction: text that the encoder reads before each caption but the empty one; of its tokens, the first and the
+            last one stay. sana for SanaPipeline's own.
     """
 
     encoder: str | None = None
     length: int = 512
+    instruction: str | None = None
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -82,8 +87,8 @@ class WordVectors(CaptionEncoder):
         return torch.from_numpy(np.stack(vectors) if vectors else np.zeros((0, self.width), np.float32)).to(device)
 
 
-class UMT5Text(CaptionEncoder):
-    """Wan's own text encoder, through transformers, loaded when first used."""
+class TransformersText(CaptionEncoder):
+    """A text encoder of transformers with its tokenizer, out of a pipeline of diffusers; loaded when first used."""
 
     def __init__(self, config: TextConfig, width: int | None) -> None:
         super().__init__(config, width)
@@ -92,41 +97,59 @@ class UMT5Text(CaptionEncoder):
     @torch.no_grad()
     @override
     def tokens(self, caption: str, device: torch.device) -> Tensor:
-        """Clean the text as diffusers' Wan pipeline does, then tokenise it."""
-        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
-
+        """Clean and tokenise the text as the encoder's pipeline in diffusers does (Wan's for UMT5, else SANA's)."""
         tokenizer, model = self._load(device)
-        words = tokenizer(
-            prompt_clean(caption), truncation=True, max_length=self.config.length, return_tensors="pt"
-        ).to(device)
+        if model.config.model_type == "umt5":
+            from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+            text = prompt_clean(caption)
+        else:
+            text = caption.lower().strip()
+        instruction = self._instruction() if text else ""
+        before = len(tokenizer.encode(instruction)) if instruction else 0
+        length = before + self.config.length - 2 if before else self.config.length
+        words = tokenizer(instruction + text, truncation=True, max_length=length, return_tensors="pt").to(device)
         with torch.autocast(device.type, enabled=False):
-            return model(words.input_ids, words.attention_mask).last_hidden_state[0].float()
+            hidden = model(words.input_ids, attention_mask=words.attention_mask).last_hidden_state[0].float()
+        return torch.cat([hidden[:1], hidden[before - 1 :]]) if before else hidden
 
     @override
     def rest(self) -> None:
         if self._parts is not None:
             self._parts[1].cpu()
 
+    def _instruction(self) -> str:
+        if self.config.instruction != "sana":
+            return self.config.instruction or ""
+        from diffusers import SanaPipeline
+
+        lines = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+        return "\n".join(lines)
+
     def _load(self, device: torch.device) -> tuple[Any, Any]:
         if self._parts is None:
-            from transformers import AutoTokenizer, UMT5EncoderModel
+            from transformers import AutoConfig, AutoModel, AutoTokenizer, T5EncoderModel, UMT5EncoderModel
 
-            path = str(self.config.encoder)
+            path, dtype = str(self.config.encoder), torch.bfloat16
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path, subfolder="tokenizer")
-                model = UMT5EncoderModel.from_pretrained(path, subfolder="text_encoder", dtype=torch.bfloat16)
+                named = AutoConfig.from_pretrained(path, subfolder="text_encoder").model_type
+                kind: Any = {"umt5": UMT5EncoderModel, "t5": T5EncoderModel}.get(named, AutoModel)
+                model = kind.from_pretrained(path, subfolder="text_encoder", dtype=dtype)
             except (OSError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise FileNotFoundError(
-                    f"text.encoder {path} is no folder and no hub name of a Wan pipeline with tokenizer and text_encoder "
+                    f"text.encoder {path} is no folder and no hub name of a pipeline with tokenizer and text_encoder "
                     f"({reason})"
                 ) from error
-            if self._width not in (None, model.config.d_model):
+            width = model.config.hidden_size
+            if self._width not in (None, width):
                 raise ValueError(
-                    f"the text encoder {path} gives embeddings of width {model.config.d_model}, not {self._width}; set "
-                    "--model.init_args.transformer.text_dim (in training), --text_width (of lightning prepare clip-latents)"
+                    f"the text encoder {path} gives embeddings of width {width}, not {self._width}; set "
+                    "--model.init_args.transformer's text_dim or caption_channels (in training), --text_width (of lightning "
+                    "prepare)"
                 )
-            self._width = model.config.d_model
+            self._width = width
             self._parts = tokenizer, model.eval().requires_grad_(False)
         tokenizer, model = self._parts
         return tokenizer, model.to(device)
@@ -139,7 +162,7 @@ def make_encoder(config: TextConfig, width: int | None) -> CaptionEncoder:
         ValueError: for fixed vectors without a width.
     """
     if config.encoder is not None:
-        return UMT5Text(config, width)
+        return TransformersText(config, width)
     if width is None:
         raise ValueError("word vectors need a width; name a text encoder, or give the width")
     return WordVectors(config, width)

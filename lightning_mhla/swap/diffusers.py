@@ -153,10 +153,15 @@ def _split_heads(attn: Any, x: Tensor, attention: Attention) -> tuple[Tensor, Te
         heads = (norm(tensor) if across else tensor).unflatten(-1, (-1, width))
         heads = heads if norm is None or across else norm(heads)
         out.append(heads.to(v.dtype))  # autocast gives norms in float32 on a GPU
-    return out[0], out[1], v.unflatten(-1, (-1, attention.value_width))
+    heads = [*out, v.unflatten(-1, (-1, attention.value_width))]
+    if v.dtype == torch.float16:  # sums over a block overflow
+        heads = [tensor.float() for tensor in heads]
+    return heads[0], heads[1], heads[2]
 
 
 def _merge_heads(attn: Any, x: Tensor) -> Tensor:
+    if attn.to_out[0].weight.dtype == torch.float16:
+        x = x.half()
     for layer in attn.to_out:
         x = layer(x)
     return x

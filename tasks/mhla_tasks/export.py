@@ -18,6 +18,7 @@ DOMAINS = {
     "classification": "ImageClassifier",
     "diffusion": "ClassToImage",
     "language": "LanguageModel",
+    "text_to_image": "TextToImage",
     "video": "VideoDiffusion",
 }
 """Module classes of the domains. A domain's ``export`` has ``write``, the names of its ``OPTIONS``, and ``LOADING``."""

@@ -34,6 +34,8 @@ TOOLS: dict[str, dict[str, str]] = {
         "prepare latents": "prepare:latents",
         "prepare tokenizer": "prepare:tokenizer",
         "prepare text": "prepare:text",
+        "prepare captions": "prepare:captions",
+        "prepare caption-latents": "prepare:caption_latents",
         "prepare clips": "prepare:clips",
         "prepare clip-latents": "prepare:clip_latents",
     },

@@ -24,6 +24,12 @@ def _skipping(parser: ArgumentParser, what: str) -> None:
     )
 
 
+def _caption_key(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--caption_key", default="caption", help="entry of NNN.json that is the caption (default: caption)"
+    )
+
+
 def _say(text: str) -> None:
     from rich.console import Console
 
@@ -163,6 +169,93 @@ def text(parser: ArgumentParser) -> Run:
     return run
 
 
+def captions(parser: ArgumentParser) -> Run:
+    """Pack a folder of images with captions into WebDataset shards.
+
+        lightning prepare captions photos/train shards --prefix train
+
+    The source holds images (JPEG, PNG, WebP) with NNN.txt, or with NNN.json, beside each, in any folders below; or a
+    metadata.jsonl with a file_name and a caption on each line. Every image is decoded to check it, and copied byte for byte,
+    in an order shuffled by the seed. Images that cannot be decoded or lack a caption are skipped with a warning each, up to a
+    limit. The command resumes after a stop.
+    """
+    parser.add_argument("source", type=Path, help="folder of images and captions")
+    parser.add_argument("target", type=Path, help="folder for the shards")
+    _shards(parser, "images", 1000)
+    _caption_key(parser)
+    _shuffled(parser, "images")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.data import ShardReader
+        from mhla_tasks.text_to_image.prepare import images_to_shards
+
+        paths, skipped = images_to_shards(
+            args.source, args.target, args.prefix, args.per_shard, args.seed, args.caption_key, args.max_skipped
+        )
+        left_out = f"; {skipped} images skipped (to add them once repaired, delete the shards)" if skipped else ""
+        _say(f"{len(ShardReader(paths))} images in {len(paths)} shards: {paths[0]} ..{left_out}")
+
+    return run
+
+
+def caption_latents(parser: ArgumentParser) -> Run:
+    """Encode images and captions into latent shards, once, for training without autoencoder and text encoder.
+
+        lightning prepare caption-latents 'shards/train-*.tar' latents --model Efficient-Large-Model/Sana_600M_512px_diffusers
+        torchrun --nproc-per-node 8 -m mhla_tasks prepare caption-latents photos latents --model SANA --height 1024 --width 1024
+
+    The source is WebDataset shards of NNN.jpg with NNN.txt (or NNN.json), or a folder of such files. Images are scaled to
+    cover the size, their middle is encoded by SANA's autoencoder and their caption by its text encoder, both in float16.
+    Images that cannot be read or lack a caption are skipped, with a warning each, up to a limit. A shard gets its name when it
+    is complete, so calling again after a stop resumes, with any number of processes: those of torchrun or srun share the
+    shards, and each takes the GPU of its local rank.
+    """
+    parser.add_argument("source", help="shards of images and captions, or a folder of them")
+    parser.add_argument("target", type=Path, help="folder for the latent shards")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="folder or hub name of a diffusers SANA pipeline: autoencoder, text encoder, tokenizer",
+    )
+    parser.add_argument("--height", type=int, default=512, help="height of an image in pixels (default: 512)")
+    parser.add_argument("--width", type=int, default=512, help="width of an image in pixels (default: 512)")
+    _caption_key(parser)
+    parser.add_argument(
+        "--text_length", type=int, default=300, help="maximum number of tokens of a caption (default: 300)"
+    )
+    parser.add_argument(
+        "--instruction",
+        default="sana",
+        help="text before each caption; sana for SanaPipeline's own (default); empty for none",
+    )
+    _shards(parser, "images", 1000)
+    _skipping(parser, "images")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.generative.codecs import ImageCodec
+        from lightning_mhla.generative.encoded import encode_samples
+        from lightning_mhla.generative.text import TextConfig, make_encoder
+        from lightning_mhla.system.processes import process_device, process_ranks
+        from mhla_tasks.text_to_image.prepare import open_source
+
+        (rank, world, _), device = process_ranks(), process_device(args.device)
+        source, digest = open_source(args.source, args.height, args.width, args.caption_key)
+        codec = ImageCodec(args.model)
+        codec.latent_size(args.height, args.width)
+        encoder = make_encoder(TextConfig(args.model, args.text_length, args.instruction or None), None)
+        options = ("height", "width", "model", "caption_key", "text_length", "instruction")
+        paths, skipped = encode_samples(
+            source, "image", {"images": digest, **{name: getattr(args, name) for name in options}}, args.target,
+            codec.encode, encoder, args.prefix, args.per_shard, device, args.max_skipped, (rank, world),
+        )  # fmt: skip
+        share = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
+        left_out = f"; {skipped} images skipped" if skipped else ""
+        _say(f"{len(source)} images in {len(paths)} shards{share}: {paths[0]} ..{left_out}")
+
+    return run
+
+
 def clips(parser: ArgumentParser) -> Run:
     """Pack a folder of videos with captions into WebDataset shards.
 
@@ -175,9 +268,7 @@ def clips(parser: ArgumentParser) -> Run:
     parser.add_argument("source", type=Path, help="folder of videos and captions")
     parser.add_argument("target", type=Path, help="folder for the shards")
     _shards(parser, "videos", 100)
-    parser.add_argument(
-        "--caption_key", default="caption", help="entry of NNN.json that is the caption (default: caption)"
-    )
+    _caption_key(parser)
     _shuffled(parser, "videos")
 
     def run(args: Namespace) -> None:
@@ -214,9 +305,7 @@ def clip_latents(parser: ArgumentParser) -> Run:
     parser.add_argument("--height", type=int, default=480, help="height of a clip in pixels (default: 480)")
     parser.add_argument("--width", type=int, default=800, help="width of a clip in pixels (default: 800)")
     parser.add_argument("--fps", type=float, default=16.0, help="frames per second of a clip (default: 16)")
-    parser.add_argument(
-        "--caption_key", default="caption", help="entry of NNN.json that is the caption (default: caption)"
-    )
+    _caption_key(parser)
     parser.add_argument(
         "--text_length", type=int, default=512, help="maximum number of tokens of a caption (default: 512)"
     )

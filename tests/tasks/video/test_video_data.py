@@ -74,7 +74,7 @@ def test_the_command_makes_shards_of_a_folder(
     assert f"skipped: {source}/mute.mp4 has no .txt or .json beside it" in caplog.text
     assert f"skipped: {source}/cut.mp4: the video is cut off: 200 bytes are missing" in caplog.text
     clips = ShardClips(ShardReader(sorted((tmp_path / "out").glob("*.tar"))), **SIZE, caption_key="said")
-    assert {clips.files.caption(index): clips.member(index, ("mp4",))[1] for index in range(len(clips))} == {
+    assert {clips.files.caption(index): clips.files.member(index, ("mp4",))[1] for index in range(len(clips))} == {
         f"caption {number}": video for number, video in enumerate(videos)
     }
     assert [clips.files.caption(index) for index in range(6)] != sorted(clips.caption(index) for index in range(6))

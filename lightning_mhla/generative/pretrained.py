@@ -1,0 +1,133 @@
+"""Weights that a swapped transformer of diffusers starts from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_mhla.attention.mixing import DenseCoefficients
+from lightning_mhla.checkpoints.pretrained import Pretrained, read_trained
+from lightning_mhla.generative.reading import read_diffusers, read_safely, read_safetensors, read_weights_file
+from lightning_mhla.swap import SAVED, is_swapped
+from lightning_mhla.system.untrusted import read_json
+
+log = logging.getLogger(__name__)
+
+ADDED = ".attn1.processor.attention."
+"""In the names of what a swap adds."""
+
+CONTAINERS = ("state_dict", "model", "module")
+"""Entries of a training checkpoint that may hold the weights."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A model of diffusers as a place where weights come from.
+
+    Args:
+        kind: its class.
+        name: description, for errors.
+        first_block: prefix of the names in its first block.
+        is_published: whether names are those of the publication.
+        published_names: weights with those names by diffusers' names.
+    """
+
+    kind: Any
+    name: str
+    first_block: str
+    is_published: Callable[[Mapping[str, Tensor]], bool]
+    published_names: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+def read_weights(path: str, host: Host) -> dict[str, Tensor]:
+    """Weights of a transformer by diffusers' names; nothing in the files is executed.
+
+    Args:
+        path: a checkpoint of training (its averaged weights, where it has them); a ``.pt``, ``.pth`` or ``.safetensors``
+            file with diffusers' or published names; a folder that ``save_pretrained`` wrote, of a transformer or a pipeline;
+            or a name on the hub.
+        host: class of the transformer.
+
+    Raises:
+        FileNotFoundError: when there is nothing at the path.
+        ValueError: when it cannot be read safely, or holds other weights.
+    """
+    local = Path(path)
+    with read_safely(path):
+        if (trained := read_trained(path)) is not None:
+            state = trained.weights
+        elif local.is_file():
+            state = read_weights_file(local, CONTAINERS, mixed=True)
+        elif swapped := [folder for folder in (local, local / "transformer") if is_swapped(folder)]:
+            state = read_safetensors(swapped[0])
+        else:
+            return read_diffusers(path, host.kind, host.name)
+    state = {name.removeprefix("network."): tensor for name, tensor in state.items()}
+    if any(".lora_A." in name for name in state):
+        raise ValueError(
+            f"{path} holds LoRA adapters beside the weights; put them together first: lightning export {path} FOLDER"
+        )
+    if host.is_published(state):
+        return host.published_names(state)
+    if not any(name.startswith(host.first_block) for name in state):
+        raise ValueError(f"{path} holds no weights of {host.name} (no {host.first_block.rstrip('.')})")
+    return state
+
+
+def load_weights(model: Any, path: str, host: Host) -> None:
+    """Give ``model`` the weights at ``path``; see :func:`read_weights`. Mixing coefficients for other blocks are resized.
+
+    Raises:
+        FileNotFoundError: when there is nothing at the path.
+        ValueError: when they are of a model of another shape, or with other attention.
+    """
+    own, blocks = model.state_dict(), _blocks_of(path)
+    state = {_inside_adapter(name, own): tensor for name, tensor in read_weights(path, host).items()}
+    mixing = {
+        f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, DenseCoefficients)
+    }
+    resized = [name for name in mixing if name in state and blocks not in (None, mixing[name].grid)]
+    for name in resized:
+        carried = mixing[name].carried("weight", state[name], blocks)
+        state[name] = state[name] if carried is None else carried
+    wrong = [
+        f"{n} {list(t.shape)} for {list(own[n].shape)}"
+        for n, t in state.items()
+        if n in own and t.shape != own[n].shape
+    ]
+    foreign = sorted(set(state) - set(own))
+    if wrong or foreign:
+        raise ValueError(
+            f"the weights of {path} are of another shape or attention: {'; '.join([*wrong, *foreign][:3])}; set "
+            "transformer, attention and layer_kinds as they were trained"
+        )
+    added = [name for name in own if name not in state]
+    missing = [name for name in added if ADDED not in name and ".lora_" not in name]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing[:3])} ({len(missing)} tensors)")
+    model.load_state_dict(state, strict=False)
+    taken = len(state) - len(resized)
+    log.info(
+        "started from %s: %d tensors taken, %d resized, %d newly initialised", path, taken, len(resized), len(added)
+    )
+
+
+def _blocks_of(path: str) -> tuple[int, ...] | None:
+    """Blocks along each axis that the mixing coefficients at ``path`` are for; None where it has none, or does not say."""
+    if (trained := read_trained(path)) is not None:
+        return trained.block_grid
+    folder = next((folder for folder in (Path(path), Path(path) / "transformer") if is_swapped(folder)), None)
+    saved: Any = {} if folder is None else read_json(folder / "config.json")[SAVED]
+    return Pretrained({}, saved).block_grid
+
+
+def _inside_adapter(name: str, own: Mapping[str, Tensor]) -> str:
+    """The name of a weight that LoRA adapts."""
+    parent, _, leaf = name.rpartition(".")
+    adapted = f"{parent}.base_layer.{leaf}"
+    return adapted if adapted in own else name

@@ -1,0 +1,139 @@
+"""Pictures and scores of images drawn while a model trains."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from lightning_mhla.callbacks import PeriodicEvaluation
+from lightning_mhla.callbacks.averaging import evaluation_weights
+from lightning_mhla.checkpoints.weights import shards_weights
+from lightning_mhla.data.sampling import kept_random_state
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.folders import run_folder
+from mhla_tasks.text_to_image.judge import parse_caption, score_scenes
+from mhla_tasks.text_to_image.module import TextToImage
+from mhla_tasks.text_to_image.pictures import draw_captioned
+from mhla_tasks.text_to_image.scenes import every_caption
+
+
+class ImagePictures(PeriodicEvaluation):
+    """Draws an image for each of a few prompts, from the weights that validation uses, with their captions.
+
+    ``images-step*.png`` goes to ``pictures/`` in the log folder, and to TensorBoard. The noise of an image is always the
+    same.
+
+    Args:
+        prompts: an image is drawn for each.
+        every_n_steps: optimiser steps between two pictures; null for none on the way.
+        at_end: whether the last weights draw one.
+        at_start: whether the first weights draw one: right after replacing, of a pretrained model.
+        seed: seed of the noise.
+    """
+
+    def __init__(
+        self,
+        prompts: list[str],
+        every_n_steps: int | None = 1000,
+        at_end: bool = True,
+        at_start: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(every_n_steps, at_end)
+        if not prompts:
+            raise ValueError("prompts is empty; give at least one")
+        self.prompts, self.seed, self.at_start = prompts, seed, at_start
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out now, not hours later, whether images can be drawn; on the processes that draw, so that others load nothing.
+
+        Raises:
+            ValueError: on every process, for what does not fit together.
+        """
+        module, failed = _checked(pl_module, self), ""
+        if trainer.is_global_zero or shards_weights(trainer):
+            try:
+                module.check_drawable()
+            except (ValueError, FileNotFoundError) as error:
+                failed = str(error)
+            module.rest()
+        failed = trainer.strategy.broadcast(failed)
+        if failed:
+            raise ValueError(failed)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw from the first weights, if that is wanted."""
+        if self.at_start and trainer.global_step == 0:
+            self.evaluate(trainer, pl_module)
+
+    @torch.no_grad()
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw on the first process, or on all where they gather weights from each other; write on the first."""
+        module, pixels = _checked(pl_module, self), None
+        if trainer.is_global_zero or shards_weights(trainer):
+            with kept_random_state(), evaluation_weights(trainer, module), trainer.precision_plugin.forward_context():
+                pixels = module.draw_prompts(self.prompts, self.seed)
+            module.rest()
+        if trainer.is_global_zero and pixels is not None:
+            self.keep(trainer, pixels)
+        trainer.strategy.barrier()
+
+    def keep(self, trainer: Trainer, pixels: Tensor) -> None:
+        """Write what was drawn."""
+        folder, step = run_folder(trainer) / "pictures", trainer.global_step
+        figure = draw_captioned(list(zip(self.prompts, pixels, strict=True)), f"step {step:,}")
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / f"images-step{step:07d}.png", dpi=110)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure("images", figure, step)
+
+
+class SceneScores(ImagePictures):
+    """Draws scenes of digits and looks at them: right digits, colours, count and relation, each as a share.
+
+    Logs ``scenes/digit``, ``colour``, ``count``, ``relation`` and ``all``; ``scenes.jsonl`` in the log folder gets a line
+    for each evaluation. The program behind it (:mod:`mhla_tasks.text_to_image.judge`) passes 87% of real held-out scenes.
+
+    Args:
+        prompts: captions of scenes; null for sixty of all kinds.
+        per_prompt: images of each.
+        every_n_steps: optimiser steps between two evaluations; null for none on the way.
+        at_end: whether the last weights are scored.
+        at_start: whether the first weights are scored: right after replacing, of a pretrained model.
+        seed: seed of the noise.
+    """
+
+    def __init__(
+        self,
+        prompts: list[str] | None = None,
+        per_prompt: int = 1,
+        every_n_steps: int | None = None,
+        at_end: bool = True,
+        at_start: bool = False,
+        seed: int = 0,
+    ) -> None:
+        chosen = every_caption() if prompts is None else prompts
+        for prompt in chosen:
+            parse_caption(prompt)
+        super().__init__(chosen * per_prompt, every_n_steps, at_end, at_start, seed)
+
+    def keep(self, trainer: Trainer, pixels: Tensor) -> None:
+        """Score what was drawn."""
+        scores, step = score_scenes(pixels, self.prompts), trainer.global_step
+        path = run_folder(trainer) / "scenes.jsonl"
+        before = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in before if json.loads(line)["step"] < step]
+        line = json.dumps({"step": step, "images": len(pixels), "seed": self.seed, **scores})
+        write_whole(path, "\n".join([*kept, line]) + "\n")
+        self.log_values(trainer, "scenes", scores)
+
+
+def _checked(module: LightningModule, callback: ImagePictures) -> TextToImage:
+    if not isinstance(module, TextToImage):
+        raise ValueError(f"{type(callback).__name__} draws from a TextToImage, not from a {type(module).__name__}")
+    return module

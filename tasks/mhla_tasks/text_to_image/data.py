@@ -1,0 +1,210 @@
+"""Data of the text-to-image domain: the embedded scenes, captioned images, latents in shards; and the prompts to sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
+from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles
+from lightning_mhla.data.images import EXTENSIONS
+from lightning_mhla.generative.encoded import EncodedSamples, encoded_length, read_empty_caption
+from lightning_mhla.generative.requests import PromptRequest, RequestedSamples
+from lightning_mhla.system.options import as_dataclass
+from mhla_tasks.text_to_image.scenes import SceneSamples, every_caption
+from mhla_tasks.text_to_image.sources import CaptionedImages, to_size
+
+PREPARE = "lightning prepare caption-latents"
+
+SANA_LENGTH = 300
+"""Tokens of a caption in SANA."""
+
+
+class CaptionedImageData(ResumableDataModule):
+    """Captioned images or their latents; a kind of data implements :meth:`images` for training and validation.
+
+    Args:
+        prompts: prompts that predict draws.
+        options: as for :class:`ResumableDataModule`.
+    """
+
+    known_prompts: Sequence[str] = ()
+
+    def __init__(self, prompts: PromptRequest, **options: Any) -> None:
+        super().__init__(**options)
+        self.prompts = as_dataclass(PromptRequest, prompts)
+
+    def empty_caption(self) -> Tensor | None:
+        """Embeddings ``[l, D]`` of the empty caption's tokens, where captions come encoded; None where they are text."""
+        return None
+
+    def images(self, stage: str) -> SampleSource:
+        """The samples of ``"train"``, ``"validate"`` or ``"test"``."""
+        raise NotImplementedError
+
+    def real_images(self, part: str) -> SampleSource:
+        """Samples of ``"train"`` or ``"validate"`` that drawn ones are compared with."""
+        return self.images(part)
+
+    @override
+    def source(self, stage: str) -> SampleSource:
+        return RequestedSamples(self.prompts, self.known_prompts, "png") if stage == "predict" else self.images(stage)
+
+
+class DigitScenes(CaptionedImageData):
+    """Coloured handwritten digits of MNIST on 32 x 32 pixels, with captions such as "a red three left of a green seven".
+
+    20,000 scenes to train on, 400 held out, which show digits that training never shows.
+
+    Args:
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process; 0 is fastest for pictures this small.
+        prompts: prompts that predict draws.
+        seed: order and random numbers of the samples; null takes seed_everything.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        prompts: PromptRequest = PromptRequest(),
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(prompts, batch_size=batch_size, num_workers=num_workers, seed=seed)
+        self.save_hyperparameters(ignore=["prompts"])
+        self.known_prompts = every_caption()
+
+    @override
+    def images(self, stage: str) -> SampleSource:
+        return SceneSamples(stage == "train")
+
+
+class CaptionedImageShards(CaptionedImageData):
+    """Images with captions in WebDataset tar shards (NNN.jpg with NNN.txt or NNN.json), or in folders.
+
+    A folder holds images, each with NNN.txt or NNN.json beside it, or a metadata.jsonl with a file_name and a caption on
+    each line. Images that cannot be decoded or lack a caption are skipped in training, with a warning each, and counted.
+
+    Args:
+        train: shards to train on: a folder of shards, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a
+            folder of images.
+        val: data to validate on, in the same forms.
+        height: in pixels; images are scaled to cover it, and the middle is cut out.
+        width: in pixels; images are scaled to cover it, and the middle is cut out.
+        caption_key: entry of NNN.json, or of a line of metadata.jsonl, that is the caption.
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process.
+        prompts: prompts that predict draws.
+        seed: order and random numbers of the samples; null takes seed_everything.
+        max_skipped: broken training samples that one process skips before it stops.
+        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
+        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        val: str | list[str],
+        height: int = 512,
+        width: int = 512,
+        caption_key: str = "caption",
+        batch_size: int = 32,
+        num_workers: int = 8,
+        prompts: PromptRequest = PromptRequest(),
+        seed: int | None = None,
+        max_skipped: int = 100,
+        shuffle_window: int | None = 16,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(
+            prompts,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            max_skipped=max_skipped,
+            shuffle_window=shuffle_window,
+        )
+        self.save_hyperparameters(ignore=["prompts"])
+        self.size, self.caption_key = (height, width), caption_key
+        self.locations = {"train": train, "validate": val, "test": val}
+        sets: ShardSets = ShardSets(train, val, cache_dir)
+        self._sets = sets
+        self.shards = None if any(image_folder(location) for location in (train, val)) else sets
+
+    @override
+    def images(self, stage: str) -> SampleSource:
+        folder = image_folder(self.locations[stage])
+        files: CaptionedFiles
+        if folder is None:
+            files = ShardFiles(self._sets.reader(stage), self.caption_key)
+        else:
+            files = FolderFiles(folder, EXTENSIONS, self.caption_key)
+        return CaptionedImages(files, to_size(*self.size))
+
+
+class ImageLatentShards(CaptionedImageData):
+    """Latents and encoded captions in shards, as ``lightning prepare caption-latents`` writes them.
+
+    Args:
+        train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, or a list of these.
+        val: shards to validate on, in the same forms.
+        text_length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut. null takes the length that
+            the shards were encoded with (their manifest says it).
+        batch_size: samples of a batch over all processes together.
+        num_workers: worker processes for each training process.
+        prompts: prompts that predict draws.
+        seed: order and random numbers of the samples; null takes seed_everything.
+        max_skipped: broken training samples that one process skips before it stops.
+        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
+        cache_dir: folder for member tables of read-only folders; null for the user's cache.
+    """
+
+    def __init__(
+        self,
+        train: str | list[str],
+        val: str | list[str],
+        text_length: int | None = None,
+        batch_size: int = 32,
+        num_workers: int = 4,
+        prompts: PromptRequest = PromptRequest(),
+        seed: int | None = None,
+        max_skipped: int = 100,
+        shuffle_window: int | None = 16,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(
+            prompts,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            seed=seed,
+            max_skipped=max_skipped,
+            shuffle_window=shuffle_window,
+        )
+        self.save_hyperparameters(ignore=["prompts"])
+        self._text_length = text_length
+        self.shards: ShardSets = ShardSets(train, val, cache_dir)
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of a caption: as given, as the shards' manifest says, or SANA's 300."""
+        if self._text_length is None:
+            self._text_length = encoded_length(self.shards, SANA_LENGTH)
+        return self._text_length
+
+    @override
+    def images(self, stage: str) -> SampleSource:
+        return EncodedSamples(self.shards.reader(stage), self.text_length, 3, PREPARE)
+
+    @override
+    def empty_caption(self) -> Tensor | None:
+        return read_empty_caption(self.shards, PREPARE)
+
+
+def image_folder(location: str | list[str]) -> Path | None:
+    """The folder of images that a location names; None where it names shards."""
+    folder = Path(location) if isinstance(location, str) else None
+    return folder if folder is not None and folder.is_dir() and not any(folder.glob("*.tar")) else None

@@ -1,0 +1,152 @@
+"""Whether a picture shows the scene of its caption: digits, colours, count and relation, each found by a program.
+
+GenEval (arXiv 2310.11513) asks the same of an object detector. Here strokes are connected areas of light, their colour is
+the nearest of the four, and a support vector machine on MNIST's training digits reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_mhla.data.digits import load_mnist
+from mhla_tasks.text_to_image.scenes import COLOURS, COUNTS, NAMES, RELATIONS, Scene
+
+DARK = 90
+"""Level of the brightest channel below which a pixel is background."""
+
+SMALLEST = 12
+"""Pixels of a stroke; smaller areas are noise."""
+
+READ = 12
+"""Side of the box into which a digit is scaled before it is read."""
+
+CHECKS = ("digit", "colour", "count", "relation")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A digit in a picture.
+
+    Attributes:
+        label: as which it is read.
+        colour: name of the nearest colour.
+        row: of its middle.
+        column: of its middle.
+    """
+
+    label: int
+    colour: str
+    row: float
+    column: float
+
+
+def parse_caption(caption: str) -> Scene:
+    """The scene of a caption.
+
+    Raises:
+        ValueError: for another caption.
+    """
+    colours, names, counts = "|".join(COLOURS), "|".join(NAMES), "|".join(COUNTS.values())
+    if match := re.fullmatch(rf"({counts}) ({colours}) ({names})e?s", caption):
+        number, colour, name = match.groups()
+        (count,) = (count for count, word in COUNTS.items() if word == number)
+        return Scene(((NAMES.index(name), colour),), count)
+    thing = rf"a ({colours}) ({names})"
+    if match := re.fullmatch(rf"{thing}(?: ({'|'.join(RELATIONS)}) {thing})?", caption):
+        colour, name, relation, other_colour, other = match.groups()
+        first = (NAMES.index(name), colour)
+        return Scene((first, (NAMES.index(other), other_colour)), 2, relation) if other else Scene((first,))
+    raise ValueError(f"{caption!r} is no caption of a scene of digits, such as 'a red three left of a green seven'")
+
+
+def find_digits(pixels: Tensor) -> list[Found]:
+    """The digits in a picture ``[3, H, W]`` uint8."""
+    from scipy import ndimage
+
+    light = pixels.amax(0).numpy() > DARK
+    areas, count = ndimage.label(light, structure=np.ones((3, 3)))
+    boxes = ndimage.find_objects(areas)
+    found, images = [], []
+    palette = torch.tensor(list(COLOURS.values()))
+    for number in range(1, count + 1):
+        mask = torch.from_numpy(areas[boxes[number - 1]] == number)
+        if int(mask.sum()) < SMALLEST:
+            continue
+        rows, columns = boxes[number - 1]
+        area = pixels[:, rows, columns].float()
+        colour = area[:, mask].mean(1)
+        nearest = int(F.cosine_similarity(palette, colour[None]).argmax())
+        images.append(_boxed(area.amax(0) * mask))
+        found.append((list(COLOURS)[nearest], (rows.start + rows.stop) / 2, (columns.start + columns.stop) / 2))
+    if not found:
+        return []
+    labels = _reader().predict(torch.stack(images).flatten(1).numpy())
+    return [Found(int(label), *each) for label, each in zip(labels, found, strict=True)]
+
+
+def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
+    """Whether a picture ``[3, H, W]`` uint8 has the right digits, colours, count and, where one is said, relation."""
+    scene, found = parse_caption(caption), find_digits(pixels)
+    right = {
+        "digit": sorted(each.label for each in found) == sorted(label for label, _ in scene.shown),
+        "colour": sorted(each.colour for each in found) == sorted(colour for _, colour in scene.shown),
+        "count": len(found) == scene.count,
+    }
+    if scene.relation is not None:
+        places = {each.colour: each for each in found}
+        first, second = (places.get(colour) for _, colour in scene.shown)
+        right["relation"] = len(found) == 2 and _stand(scene.relation, first, second)
+    return right
+
+
+def score_scenes(pictures: Tensor, captions: Sequence[str]) -> dict[str, float]:
+    """Shares of pictures ``[n, 3, H, W]`` uint8 that pass each of :data:`CHECKS` that applies, and ``all`` of them."""
+    checks = [check_scene(picture, caption) for picture, caption in zip(pictures, captions, strict=True)]
+    shares = {}
+    for name in CHECKS:
+        each = [check[name] for check in checks if name in check]
+        if each:
+            shares[name] = sum(each) / len(each)
+    return {**shares, "all": sum(all(check.values()) for check in checks) / len(checks)}
+
+
+def _stand(relation: str, first: Found | None, second: Found | None) -> bool:
+    if first is None or second is None:
+        return False
+    across, down = second.column - first.column, second.row - first.row
+    return across > abs(down) if relation == "left of" else down > abs(across)
+
+
+def _boxed(image: Tensor) -> Tensor:
+    """A digit ``[h, w]`` scaled to fill a box of :data:`READ` pixels, its proportions kept, its brightest pixel 1."""
+    height, width = image.shape
+    scale = READ / max(height, width)
+    size = max(1, round(height * scale)), max(1, round(width * scale))
+    small = F.interpolate(image[None, None], size, mode="bilinear", antialias=True)[0, 0]
+    out = torch.zeros(READ, READ)
+    top, left = (READ - size[0]) // 2, (READ - size[1]) // 2
+    out[top : top + size[0], left : left + size[1]] = small / small.max().clamp(min=1)
+    return out
+
+
+@cache
+def _reader() -> Any:
+    """A classifier of digits in boxes, trained on MNIST's training digits at the size of those among others."""
+    from sklearn.svm import SVC
+
+    images, labels = load_mnist(True)
+    small = F.interpolate(images, (14, 14), mode="bilinear", antialias=True)[:, 0] * 255
+    boxes = []
+    for image in small:
+        rows, columns = (image > DARK).any(1).nonzero(), (image > DARK).any(0).nonzero()
+        boxes.append(_boxed(image[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]))
+    return SVC(C=10, gamma="scale").fit(torch.stack(boxes).flatten(1).numpy(), labels.numpy())

@@ -1,0 +1,67 @@
+"""SANA's transformer, diffusers' own, with the attention that a configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from diffusers import SanaTransformer2DModel
+
+from lightning_mhla import AttentionConfig
+from lightning_mhla.swap import swap_attention
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Shape of a ``SanaTransformer2DModel``, with diffusers' names; the defaults are SANA-0.6B's at 512 pixels.
+
+    Args:
+        in_channels: channels of the latent; 32 for SANA's autoencoder, 3 for pixels.
+        out_channels: number of channels of the output.
+        num_attention_heads: heads of each self-attention.
+        attention_head_dim: width of a head of the self-attention.
+        num_layers: number of blocks.
+        num_cross_attention_heads: heads of each cross-attention.
+        cross_attention_head_dim: width of a head of the cross-attention.
+        cross_attention_dim: width of a token; heads times their width, for both attentions.
+        caption_channels: width of the caption's embeddings; 2304 for Gemma-2-2B.
+        mlp_ratio: inner width of the MLP over that of a token.
+        sample_size: rows of the latent, and its columns; other sizes work as well.
+        patch_size: rows and columns of the latent that are one token.
+        interpolation_scale: scale of sine-cosine positions; null for none (SANA at 512 and 1,024 pixels has none).
+        qk_norm: rms_norm_across_heads for SANA-1.5; null for none.
+    """
+
+    in_channels: int = 32
+    out_channels: int = 32
+    num_attention_heads: int = 36
+    attention_head_dim: int = 32
+    num_layers: int = 28
+    num_cross_attention_heads: int = 16
+    cross_attention_head_dim: int = 72
+    cross_attention_dim: int = 1152
+    caption_channels: int = 2304
+    mlp_ratio: float = 2.5
+    sample_size: int = 16
+    patch_size: int = 1
+    interpolation_scale: int | None = None
+    qk_norm: str | None = None
+
+    def __post_init__(self) -> None:
+        width = self.num_attention_heads * self.attention_head_dim
+        cross = self.num_cross_attention_heads * self.cross_attention_head_dim
+        if not width == cross == self.cross_attention_dim:
+            raise ValueError(
+                f"transformer: {self.num_attention_heads} heads of {self.attention_head_dim}, "
+                f"{self.num_cross_attention_heads} of {self.cross_attention_head_dim} in cross-attention and "
+                f"cross_attention_dim={self.cross_attention_dim} are different widths of a token; set them alike"
+            )
+
+
+def build_transformer(
+    shape: TransformerConfig, attention: AttentionConfig, layer_kinds: Sequence[str] | None
+) -> SanaTransformer2DModel:
+    """A transformer with its attention swapped; ``layer_kinds`` as for :func:`lightning_mhla.swap_attention`."""
+    model = SanaTransformer2DModel(**asdict(shape))
+    swap_attention(model, attention, layer_kinds=layer_kinds)
+    return model

@@ -1,0 +1,37 @@
+"""Images with their captions in one picture."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLUMNS, INCHES, LETTERS = 6, 1.5, 24
+"""Images in a row, the side of one, and letters in a line of its caption."""
+
+
+def draw_captioned(images: Sequence[tuple[str, Tensor]], title: str = "") -> Figure:
+    """Images in rows of six, each under its caption.
+
+    Args:
+        images: caption and pixels ``[C, H, W]`` uint8 of each.
+        title: above all.
+    """
+    from matplotlib.figure import Figure  # not before there is something to draw
+
+    columns = min(COLUMNS, len(images))
+    rows = -(-len(images) // columns)
+    figure = Figure(figsize=(columns * INCHES, rows * (INCHES + 0.4) + 0.3), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis in axes:
+        axis.axis("off")
+    for axis, (caption, pixels) in zip(axes, images, strict=False):
+        axis.imshow(pixels.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+        axis.set_title("\n".join(textwrap.wrap(caption, LETTERS)[:3]), fontsize=7)
+    figure.suptitle(title, fontsize=9)
+    return figure

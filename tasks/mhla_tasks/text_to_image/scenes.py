@@ -1,0 +1,153 @@
+"""Pictures of coloured handwritten digits, with captions that say which, how many and where: nothing to download."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_mhla.data.digits import load_mnist
+
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+COLOURS = {
+    "red": (1.0, 0.15, 0.15),
+    "green": (0.15, 1.0, 0.15),
+    "blue": (0.25, 0.35, 1.0),
+    "yellow": (1.0, 1.0, 0.15),
+}
+"""Red, green and blue of a stroke."""
+
+RELATIONS = ("left of", "above")
+COUNTS = {2: "two", 3: "three"}
+
+SIDE, LARGE, SMALL = 32, 20, 14
+"""Pixels of the canvas, of a digit alone, and of one among others."""
+
+SCENES, HELD_OUT_SCENES = 20_000, 400
+"""Scenes to train on, and held out, which show digits that training never shows."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a picture shows.
+
+    Args:
+        digits: label and colour of each digit; of equal ones, once.
+        count: number of digits.
+        relation: of the first digit to the second; None for one digit, or for equal ones.
+    """
+
+    digits: tuple[tuple[int, str], ...]
+    count: int = 1
+    relation: str | None = None
+
+    @property
+    def shown(self) -> list[tuple[int, str]]:
+        """Label and colour of every digit."""
+        return [self.digits[min(number, len(self.digits) - 1)] for number in range(self.count)]
+
+    @property
+    def caption(self) -> str:
+        """``a red three``, ``two blue fives`` or ``a red three left of a green seven``."""
+        names = [f"{colour} {NAMES[label]}" for label, colour in self.digits]
+        if self.relation is not None:
+            return f"a {names[0]} {self.relation} a {names[1]}"
+        if self.count == 1:
+            return f"a {names[0]}"
+        return f"{COUNTS[self.count]} {names[0]}{'es' if names[0].endswith('x') else 's'}"
+
+
+def draw_scene(random: np.random.Generator) -> Scene:
+    """One digit, two or three equal ones, or two that stand in a relation."""
+    kind = ("single", "count", "relation")[random.choice(3, p=[0.4, 0.2, 0.4])]
+    labels = random.integers(10, size=2 if kind == "relation" else 1)
+    colours = random.permutation(list(COLOURS))
+    digits = tuple((int(label), str(colour)) for label, colour in zip(labels, colours, strict=False))
+    if kind == "count":
+        return Scene(digits, int(random.choice(list(COUNTS))))
+    return Scene(digits, 2, str(random.choice(RELATIONS))) if kind == "relation" else Scene(digits)
+
+
+def every_caption() -> list[str]:
+    """Sixty captions: twenty of one digit, sixteen of equal ones, twenty-four of a relation."""
+    random, wanted = np.random.default_rng(0), {(1, False): 20, (2, False): 8, (3, False): 8, (2, True): 24}
+    captions: list[str] = []
+    while any(wanted.values()):
+        scene = draw_scene(random)
+        kind = scene.count, scene.relation is not None
+        if wanted[kind] and scene.caption not in captions:
+            captions.append(scene.caption)
+            wanted[kind] -= 1
+    return captions
+
+
+def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) -> Tensor:
+    """The picture ``[3, 32, 32]`` float32 in -1 .. 1 of a scene.
+
+    Args:
+        scene: what it shows.
+        digits: images ``[1, 28, 28]`` in 0 .. 1, one for each digit that is shown.
+        random: draws where they stand.
+    """
+    canvas = torch.zeros(3, SIDE, SIDE)
+    size = LARGE if scene.count == 1 else SMALL
+    for (top, left), (_, colour), digit in zip(_places(scene, size, random), scene.shown, digits, strict=True):
+        image = F.interpolate(digit[None], (size, size), mode="bilinear", antialias=True)[0]
+        stroke = image * torch.tensor(COLOURS[colour]).view(3, 1, 1)
+        here = canvas[:, top : top + size, left : left + size]
+        torch.maximum(here, stroke, out=here)
+    return canvas * 2 - 1
+
+
+def _places(scene: Scene, size: int, random: np.random.Generator) -> list[tuple[int, int]]:
+    """Top and left of each digit; digits among others stand in different quarters of the canvas."""
+    if scene.count == 1:
+        top, left = random.integers(SIDE - size + 1, size=2)
+        return [(int(top), int(left))]
+    half, room = SIDE // 2, SIDE // 2 - size + 1
+    if scene.relation is None:
+        quarters = [divmod(int(place), 2) for place in random.permutation(4)[: scene.count]]
+    else:
+        line = int(random.integers(2))
+        quarters = [(line, 0), (line, 1)] if scene.relation == "left of" else [(0, line), (1, line)]
+    places = []
+    for row, column in quarters:
+        down, right = int(random.integers(room)), int(random.integers(room))
+        places.append((row * half + down, column * half + right))
+    return places
+
+
+@cache
+def _by_label(train: bool) -> list[Tensor]:
+    images, labels = load_mnist(train)
+    return [images[labels == label] for label in range(10)]
+
+
+class SceneSamples:
+    """Scenes as a source: always the same for the same index.
+
+    Args:
+        train: scenes of MNIST's training digits, or of those held out.
+    """
+
+    def __init__(self, train: bool) -> None:
+        self.train = train
+        self.shard_sizes: Sequence[int] = [SCENES if train else HELD_OUT_SCENES]
+
+    def __len__(self) -> int:
+        """Number of scenes."""
+        return self.shard_sizes[0]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``image`` ``[3, 32, 32]`` in -1 .. 1, ``caption`` and ``index``."""
+        random = np.random.default_rng([index, self.train])
+        scene = draw_scene(random)
+        known = _by_label(self.train)
+        digits = [known[label][int(random.integers(len(known[label])))] for label, _ in scene.shown]
+        return {"image": render(scene, digits, random), "caption": scene.caption, "index": index}

@@ -1,0 +1,30 @@
+"""Images that predict writes: PNG files, a line for each, and a picture to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_mhla.generative.requests import SampleFolder
+from mhla_tasks.text_to_image.pictures import draw_captioned
+
+
+class ImageWriter(SampleFolder):
+    """Writes images as they are drawn, every process its own."""
+
+    kind = "images"
+
+    @override
+    def write(self, path: Path, pixels: Tensor, module: Any) -> None:
+        aside = path.with_name(f"{path.name}.part")
+        Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy()).save(aside, format="PNG")
+        aside.replace(path)
+
+    @override
+    def show(self, samples: Sequence[tuple[str, Tensor]], path: Path) -> None:
+        draw_captioned(samples).savefig(path, dpi=110)
