@@ -13,6 +13,7 @@ from typing import Any
 
 import lm_eval
 import numpy as np
+import sana
 import yaml
 from mhla_tasks.language.tokenizer import train_tokenizer
 from PIL import Image
@@ -65,9 +66,10 @@ def save_clips(folder: Path, count: int = 8) -> None:
 
 
 def save_models(folder: Path) -> None:
-    """A VAE, a Wan pipeline and a tokenizer, in the layouts of the hub."""
+    """A VAE, a Wan pipeline, a SANA pipeline and a tokenizer, in the layouts of the hub."""
     save_vae(folder / "vae")
     save_pipeline(folder / "wan")
+    sana.save_pipeline(folder / "sana")
     train_tokenizer(WORDS, 300).save_pretrained(folder / "tokenizer")
 
 
@@ -125,6 +127,20 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
             data |= {"train": f"{world}/tokens/train-*.tar", "val": f"{world}/tokens/val-*.tar"}
         else:
             data["vocab_size"] = 300
+    elif domain == "text_to_image":
+        model["sampling"] |= {"steps": 2}
+        if data.get("train"):
+            model |= {"transformer": sana.SHAPE, "pretrained": f"{world}/sana", "vae": f"{world}/sana"}
+            model["text"] |= {"encoder": f"{world}/sana", "length": 16}
+            model["attention"]["block_grid"] = [2, 2]
+            model["sampling"] |= {"height": 16, "width": 16}
+            data |= {"train": f"{world}/caption-latents/train-*.tar", "val": f"{world}/caption-latents/val-*.tar"}
+            data["prompts"] = {"prompts": ["a red three"]}
+        else:
+            model["transformer"] |= {"num_attention_heads": 2, "num_cross_attention_heads": 2, "cross_attention_dim": 32,
+                                     "num_layers": 2}  # fmt: skip
+            if "pretrained" in model:
+                model["pretrained"] = str(start or model["pretrained"])
     else:
         small = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 3}
         model["sampling"] |= {"steps": 2}
@@ -162,6 +178,8 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
         for name in ("every_n_train_steps", "every_n_steps"):
             if options.get(name) and not callback["class_path"].endswith("GenerationMetrics"):
                 options[name] = 2
+        if callback["class_path"].endswith("SceneScores"):
+            options["prompts"] = ["a red three"]
         if "prompts" in options:
             options["prompts"] = options["prompts"][:1]
     return config

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sana
 import torch
 import yaml
 from fork_server import ForkServer
@@ -38,12 +39,16 @@ def world(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_models(world)
     save_texts(world / "texts")
     save_clips(world / "clips")
+    sana.save_pictures(world / "pictures")
     (world / "prompts.txt").write_text("The old river\nThe town\n")
     for part in ("train", "val"):
         images_to_shards(world / "images" / part, world / "shards", part, 10, 0)
         commands = {
             "latents": ("images/" + part, "latents", "--vae", "vae", "--image_size", "16"),
             "text": ("tokens", "texts", "--tokenizer", "tokenizer"),
+            "captions": ("pictures", "caption-shards"),
+            "caption-latents": (f"caption-shards/{part}-*.tar", "caption-latents", "--model", "sana", "--height", "16",
+                                "--width", "16", "--text_length", "16"),
             "clips": ("clips", "clip-shards"),
             "clip-latents": (
                 "clips", "clip-latents", "--model", "wan", "--frames", "5", "--height", "32", "--width", "48",
@@ -61,6 +66,7 @@ def predict_options(domain: str, world: Path) -> list[str]:
         "classification": [f"--data.init_args.predict_dir={world}/images/val"],
         "diffusion": ["--data.init_args.samples.classes=[0,2]"],
         "language": [f"--data.init_args.prompts={world}/prompts.txt", "--model.init_args.generation.max_new_tokens=4"],
+        "text_to_image": ["--data.init_args.prompts.prompts=['a red three']"],
         "video": ["--data.init_args.prompts.prompts=['a one moving up']"],
     }[domain]
 
@@ -114,6 +120,7 @@ USES = {
     "classification": "assert model.eval()",
     "diffusion": "assert len(images) == 2",
     "language": "assert model.generate(tokenizer('The river', return_tensors='pt')['input_ids'], max_new_tokens=3) is not None",
+    "text_to_image": "assert model.eval()",
     "video": "assert model.eval()",
 }
 
