@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +11,8 @@ from typing import Protocol
 from lightning_mhla.data.shards import ShardReader
 from lightning_mhla.data.source import BrokenSampleError
 from lightning_mhla.system.untrusted import reason
+
+log = logging.getLogger(__name__)
 
 TEXT, JSON = "txt", "json"
 
@@ -87,6 +90,7 @@ class FolderFiles:
             raise FileNotFoundError(f"{folder} is no folder with .{' or .'.join(extensions)} files in it")
         self.shard_sizes: Sequence[int] = [len(self.paths)]
         self._lines = self._read_metadata()
+        self._mention_orphans()
 
     def describe(self, index: int) -> str:
         """The path."""
@@ -112,6 +116,17 @@ class FolderFiles:
         if line is None:
             raise BrokenSampleError(f"{self.paths[index]} has no line in {METADATA}")
         return parse_caption(line, JSON, self.caption_key, f"{METADATA}: {self.paths[index].name}")
+
+    def _mention_orphans(self) -> None:
+        """Warn of captions that belong to no file."""
+        if self._lines is None:
+            files = {path.with_suffix("") for path in self.paths}
+            captions = (path for path in self.folder.rglob("*") if path.suffix in (f".{TEXT}", f".{JSON}"))
+            orphans = sorted(path.name for path in captions if path.with_suffix("") not in files)
+        else:
+            orphans = sorted(path.name for path in set(self._lines) - set(self.paths))
+        if orphans:
+            log.warning("%s: %d captions without a file beside them, such as %s", self.folder, len(orphans), orphans[0])
 
     def _read_metadata(self) -> dict[Path, bytes] | None:
         path = self.folder / METADATA
