@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import sana
 import yaml
 from fork_server import ForkServer
 from mhla_tasks import commands
@@ -31,6 +32,7 @@ FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 LOCAL = {
     "stabilityai/sd-vae-ft-ema": "vae",
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "wan",
+    "Efficient-Large-Model/Sana_600M_512px_diffusers": "sana",
 }
 """Models of the hub, and what stands for them here."""
 SMALLER = {
@@ -41,6 +43,7 @@ SMALLER = {
 }
 ENDINGS = {
     "prepare clip-latents": "--frames 5 --height 32 --width 48 --fps 8 --text_length 16",
+    "prepare caption-latents": "--height 16 --width 16 --text_length 16",
     "fit --config mhla://c": "--trainer.limit_train_batches=2 --trainer.limit_val_batches=1",
     "mhla-lm-eval": "--data_dir DATA --limit 1",
     "llama.yaml": "--trainer.max_steps=4 --trainer.limit_val_batches=1",
@@ -57,6 +60,9 @@ WRITTEN = {
         "runs/dit/predict/samples/000001-class2.png", "runs/dit/generation.jsonl", "latents/train-manifest.json",
     ),
     "docs/tutorials/language.md": ("runs/mine/samples.md", "runs/mine/predict/continuations.jsonl", "shards/tokenizer/tokenizer.json"),
+    "docs/tutorials/text-to-image.md": (
+        "runs/sana/predict/images/a red three left of a green seven-1.png", "latents/train-empty-caption.npy",
+    ),
     "docs/tutorials/video.md": (
         "runs/clips/predict/videos/*.mp4", "vbench/mhla/videos/*-0.mp4", "vbench/softmax/videos.jsonl",
         "latents/train-empty-caption.npy",
@@ -106,6 +112,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "story.txt").write_text((ROOT / "docs/operator.md").read_text())
     for folder in ("videos", "videos-held-out"):
         save_clips(home / folder, 4)
+    for folder in ("pictures", "pictures-held-out"):
+        sana.save_pictures(home / folder)
     save_task_data(home / "DATA")
     for path in (ROOT / "configs").rglob("*.yaml"):
         small = home / path.relative_to(ROOT)

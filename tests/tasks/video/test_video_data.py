@@ -77,7 +77,9 @@ def test_the_command_makes_shards_of_a_folder(
     assert {clips.files.caption(index): clips.files.member(index, ("mp4",))[1] for index in range(len(clips))} == {
         f"caption {number}": video for number, video in enumerate(videos)
     }
-    assert [clips.files.caption(index) for index in range(6)] != sorted(clips.files.caption(index) for index in range(6))
+    assert [clips.files.caption(index) for index in range(6)] != sorted(
+        clips.files.caption(index) for index in range(6)
+    )
     data = VideoShards(
         str(tmp_path / "out"), str(tmp_path / "out"), **SIZE, batch_size=2, num_workers=0, caption_key="said"
     )
