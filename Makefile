@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test check fuzz hosts mutate lint docs constraints resources gpu clean
+.PHONY: help demo test thorough check fuzz hosts mutate lint docs constraints resources gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -23,11 +23,14 @@ help:  ## list the targets
 demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, say where the results are
 	$(BIN)/lightning fit --config configs/classification/mnist.yaml
 
-test: .venv/test-installed  ## install, run all tests (no GPU, no network beyond the package index)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: .venv/test-installed  ## install, run the tests (no GPU, no network beyond the package index): about ten minutes
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
+
+thorough: .venv/test-installed  ## run the tests that make test leaves out: documentation, clusters, kills, compilers; ten more
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
 check: lint  ## lint, and the tests that start no process of their own and take no minute: for between two edits
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not processes and not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not processes and not slow and not long"
 
 mutate: .venv/test-installed  ## break the product in over a hundred places, one at a time: the tests must notice (resumes)
 	$(BIN)/python tests/mutate.py
@@ -49,7 +52,7 @@ docs: .venv/test-installed  ## build the documentation into site/, strictly and 
 
 constraints: .venv/test-installed  ## install the newest versions, run all tests, record the versions if they pass
 	$(PIP) --upgrade --upgrade-strategy eager -e '.[all,test]'
-	$(MAKE) lint test
+	$(MAKE) lint test thorough
 	$(BIN)/python tests/constraints.py > constraints.new
 	mv constraints.new constraints.txt
 	@touch .venv/demo-installed .venv/test-installed

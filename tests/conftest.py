@@ -66,6 +66,22 @@ LONGEST = (
 """Test files that take a minute or so, begun first: no worker is left with one at the end."""
 
 
+LONG = (
+    "test_slurm::test_a_signal_and_a_killed_rank_lose_nothing", "test_kills::test_kills_lose_nothing",
+    "test_benchmarks::test_kernels_compile_ahead_of_time_within_their_limits", "test_benchmarks::test_what_wan_takes_is_counted",
+    "test_gpu_program::test_every_part_runs_once", "test_docs::test_a_page_works_from_top_to_bottom",
+    "test_configs::test_a_shipped_evaluation_scores_all_its_tasks", "test_configs::test_a_shipped_overlay_on_one_process",
+    "test_compile::test_a_compiled_run_is_the_same_run", "test_sharding::test_a_checkpoint_of_two_processes_goes_on_with",
+    "test_language_evaluation::test_three_ways_to_the_same_numbers", "test_language_processes::test_two_processes_score_as_one_does",
+    "test_distributed::test_two_processes_see_the_samples_that_one_sees",
+    "test_diffusion_metrics::test_metrics_are_those_of_torch_fidelitys_command",
+    "test_sweep::test_a_sweep_trains_every_combination_once_and_compares",
+    "test_video_training::test_distillation_matches_layers_then_the_velocity", "test_kinds::test_one_command_trains",
+    "test_video_training::test_fine_tuning_starts_from_the_checkpoint", "test_doctor::test_this_machine",
+)  # fmt: skip
+"""Tests that take from twenty seconds to minutes: ``make thorough`` runs them, ``make test`` runs the others."""
+
+
 @cache
 def _with_processes(path: Path) -> set[str]:
     """Functions of a test file that start processes, or use one of its functions or fixtures that do."""
@@ -90,6 +106,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.processes)
         if item.path.stem in SLOW:
             item.add_marker(pytest.mark.slow)
+        if f"{item.path.stem}::{getattr(item, 'originalname', '')}" in LONG:
+            item.add_marker(pytest.mark.long)
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
