@@ -22,6 +22,7 @@ SMALL = {
     "language/stdlib": ["--model.init_args.depth=2", "--model.init_args.dim=32", "--model.init_args.context=64",
                         "--model.init_args.vocab_size=512", "--data.init_args.vocab_size=512",
                         "--data.init_args.context=64", "--model.init_args.generation.max_new_tokens=4"],
+    "text_to_image/digits_finetune": ["--model.init_args.transformer.num_layers=2", "--model.init_args.sampling.steps=2"],
     "video/digits_finetune": ["--model.init_args.transformer.num_layers=2", "--model.init_args.sampling.steps=2"],
 }  # fmt: skip
 
@@ -32,23 +33,25 @@ def run(folder: Path, *words: str, status: int = 0, module: str = "mhla_tasks.cl
     return said
 
 
+@pytest.fixture(scope="module", params=SMALL)
+def domain(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A softmax video model to fine-tune."""
+def start(domain: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options that name a model with its own attention, where a domain fine-tunes one."""
+    if "finetune" not in domain:
+        return []
     folder = tmp_path_factory.mktemp("pretrained")
-    config = str(ROOT / "configs/video/digits_pretrain.yaml")
-    run(folder, "fit", "--config", config, *SMALL["video/digits_finetune"], *SHORT)
-    return next(folder.glob("runs/*/version_0/checkpoints/last.ckpt"))
+    config = str(ROOT / f"configs/{domain.replace('finetune', 'pretrain')}.yaml")
+    run(folder, "fit", "--config", config, *SMALL[domain], *SHORT, "--trainer.callbacks=[]")
+    return [f"--model.init_args.pretrained={next(folder.rglob('*.ckpt'))}"]
 
 
-@pytest.mark.parametrize("domain", SMALL)
 @pytest.mark.parametrize("kind", NEW)
-def test_one_command_trains(
-    kind: str, domain: str, tmp_path: Path, cache_dir: Path, request: pytest.FixtureRequest
-) -> None:
-    options = [*SMALL[domain], *SHORT, f"--model.init_args.attention.kind={kind}"]
-    if domain == "video/digits_finetune":
-        options.append(f"--model.init_args.pretrained={request.getfixturevalue('pretrained')}")
+def test_one_command_trains(kind: str, domain: str, start: list[str], tmp_path: Path, cache_dir: Path) -> None:
+    options = [*SMALL[domain], *SHORT, *start, f"--model.init_args.attention.kind={kind}"]
     if domain == "language/stdlib":
         options.append(f"--data.init_args.cache_dir={cache_dir}")
     if domain == "diffusion/digits":
