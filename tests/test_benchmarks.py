@@ -22,6 +22,7 @@ from benchmarks import (
     loss_identity,
     models,
     peers,
+    sana,
     wan,
 )
 from benchmarks.shapes import MODELS, Rates, Shape, least_cost
@@ -161,3 +162,24 @@ def test_what_wan_takes_is_counted(
     assert 0 < more <= layers * (blocks**2 - 1) * mixed, "at most the mixing; less where pairs of tokens cost less"
     assert rows["mhla"]["parameters"] - rows["linear"]["parameters"] == layers * blocks**2
     assert "| `mhla in 2 of 3 layers` |" in capsys.readouterr().out
+
+
+def test_what_sana_takes_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Softmax grows with the square of the tokens, all others with their number."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = ["--size", "0.6B", "--pixels", "512", "1024", "--layers", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["sana", *arguments])
+    sana.main()
+    flops: dict[str, list[int]] = {}
+    for pixels in (512, 1024):
+        for row in json.loads((tmp_path / f"sana-0.6b-{pixels}-meta.json").read_text())["rows"]:
+            assert row["peak_bytes"] > 16 * row["parameters"]
+            flops.setdefault(row["variant"], []).append(row["forward_flops"])
+    text = 2 * 300 * (2304 * 1152 + 1152 * 1152 + 2 * 2 * 1152 * 1152)  # caption and its keys and values: once an image
+    for kind in ("SANA's own", "linear"):
+        small, large = flops[kind]
+        assert (large - text) / (small - text) == pytest.approx(4, rel=0.02)
+    squares = [flops["softmax"][i] - flops["linear"][i] for i in range(2)]
+    summaries = [2 * 36 * tokens * 2 * 32 * 33 for tokens in (256, 1024)]
+    for tokens, square, own in zip((256, 1024), squares, summaries, strict=True):
+        assert square == pytest.approx(2 * (2 * 2 * 1152 * tokens**2 - own), rel=0.15)

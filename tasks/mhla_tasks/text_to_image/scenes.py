@@ -29,6 +29,9 @@ COUNTS = {2: "two", 3: "three"}
 SIDE, LARGE, SMALL = 32, 20, 14
 """Pixels of the canvas, of a digit alone, and of one among others."""
 
+SHIFT = 3
+"""Pixels by which a digit alone may stand off the middle, along each axis."""
+
 SCENES, HELD_OUT_SCENES = 20_000, 400
 """Scenes to train on, and held out, which show digits that training never shows."""
 
@@ -108,8 +111,9 @@ def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) 
 def _places(scene: Scene, size: int, random: np.random.Generator) -> list[tuple[int, int]]:
     """Top and left of each digit; digits among others stand in different quarters of the canvas."""
     if scene.count == 1:
-        top, left = random.integers(SIDE - size + 1, size=2)
-        return [(int(top), int(left))]
+        middle = (SIDE - size) // 2
+        down, right = random.integers(-SHIFT, SHIFT + 1, size=2)
+        return [(middle + int(down), middle + int(right))]
     half, room = SIDE // 2, SIDE // 2 - size + 1
     if scene.relation is None:
         quarters = [divmod(int(place), 2) for place in random.permutation(4)[: scene.count]]

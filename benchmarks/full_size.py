@@ -1,0 +1,190 @@
+"""Models at full size with each kind of attention: parameters, operations, memory of a training step, times on a GPU.
+
+Without a GPU nothing is computed: torch counts the operations of a forward pass on the meta device, and torch's memory
+tracker follows a training step of fake tensors on a CPU (the operator's PyTorch form, bfloat16 autocast, blocks recomputed,
+AdamW in float32) for models of a few depths: memory grows evenly with the depth, which gives the rest. With a GPU a benchmark
+also measures one layer's attention and the whole model, forward alone (a step of sampling, without guidance) and a training
+step; each of them the median of several, after two that do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.machine import describe
+from lightning_mhla.system.files import write_whole
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FullSize:
+    """A model and what it is given.
+
+    Args:
+        variants: kinds of the layers by name, repeated to the depth; the first is what others are compared with.
+        layers: blocks of the model.
+        build: the model on the current default device, from kinds and blocks.
+        inputs: one sample on a device.
+        call: the model's prediction.
+        layer: the last layer's attention.
+        tracked: blocks of the models that the memory tracker follows; its own time grows with their square.
+    """
+
+    variants: Mapping[str, list[str]]
+    layers: int
+    build: Callable[[list[str], int], Any]
+    inputs: Callable[[str], tuple[Tensor, ...]]
+    call: Callable[..., Tensor]
+    layer: Callable[[Any], Any]
+    tracked: tuple[int, int, int] = (3, 6, 9)
+
+
+def count(case: FullSize, kinds: list[str]) -> Row:
+    """Parameters, and floating-point operations of a forward pass (two for each multiply-add)."""
+    with torch.device("meta"):
+        model = case.build(kinds, case.layers)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        case.call(model, *case.inputs("meta"))
+    return {"parameters": sum(p.numel() for p in model.parameters()), "forward_flops": counter.get_total_flops()}
+
+
+def track(case: FullSize, kinds: list[str], layers: int) -> int:
+    """Peak bytes of the second training step."""
+    with FakeTensorMode():
+        model = case.build(kinds, layers).train()
+        model.enable_gradient_checkpointing()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        given = case.inputs("cpu")
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer, *given)
+        with tracker:
+            for _ in range(2):
+                training_step(case, model, given, "cpu")
+                optimizer.step()
+                optimizer.zero_grad()
+                tracker.reset_mod_stats()
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+    return next(size for kind, size in peak.items() if str(kind).lower().endswith("total"))
+
+
+def peak_memory(case: FullSize, kinds: list[str]) -> Row:
+    """Peak bytes of a training step, for a model of any depth from those of ``case.tracked``.
+
+    Raises:
+        SystemExit: when memory does not grow evenly with the depth.
+    """
+    tracked = case.tracked
+    if case.layers <= tracked[-1]:
+        return {"peak_bytes": track(case, kinds, case.layers)}
+    peaks = [track(case, kinds, layers) for layers in tracked]
+    step = peaks[2] - peaks[1]
+    if abs(step - (peaks[1] - peaks[0])) > 0.001 * step:
+        raise SystemExit(f"error: models of {tracked} blocks take {peaks} bytes, which do not grow evenly")
+    blocks = tracked[2] - tracked[1]
+    return {
+        "peak_bytes": peaks[2] + step * (case.layers - tracked[2]) // blocks,
+        "tracked_peak_bytes": dict(zip(map(str, tracked), peaks, strict=True)),
+    }
+
+
+def training_step(case: FullSize, model: Any, given: tuple[Tensor, ...], device: str) -> None:
+    """Forward and backward in bfloat16 autocast."""
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = case.call(model, *given)
+    out.float().square().mean().backward()
+
+
+def measure(case: FullSize, kinds: list[str]) -> Row:
+    """Milliseconds on a GPU: attention of the last layer, the whole model forward, and a training step."""
+    with torch.device("cuda"):
+        model = case.build(kinds, case.layers)
+    given = case.inputs("cuda")
+    layer, seen = case.layer(model), []
+    hook = layer.register_forward_pre_hook(lambda module, args: seen.append(args))
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        case.call(model, *given)
+        hook.remove()
+        arguments = seen[0]
+        row = {
+            "layer_ms": milliseconds(lambda: layer(*arguments)),
+            "forward_ms": milliseconds(lambda: case.call(model, *given)),
+        }
+    model.enable_gradient_checkpointing()
+
+    def step() -> None:
+        training_step(case, model, given, "cuda")
+        model.zero_grad(set_to_none=True)
+
+    torch.cuda.reset_peak_memory_stats()
+    row["training_ms"] = milliseconds(step, 3)
+    row["training_peak_bytes_without_optimizer"] = torch.cuda.max_memory_allocated()
+    return row
+
+
+def milliseconds(run: Callable[[], Any], times: int = 5) -> float:
+    """Median time of ``run`` on the GPU."""
+    spent = []
+    for _ in range(times + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        spent.append((time.perf_counter() - start) * 1e3)
+    return median(spent[2:])
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown, each figure over the first one's beside it."""
+    timed = all("forward_ms" in row for row in rows)
+    head = ["attention", "parameters", "forward pass", "training step, peak memory"]
+    head += ["layer", "forward pass, time", "training step, time"] if timed else []
+    lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
+    base = rows[0]
+    digits = 1 if base["forward_flops"] > 1e13 else 3
+    for row in rows:
+        cells = [
+            f"`{row['variant']}`",
+            f"{row['parameters'] / 1e9:.3f}B",
+            f"{row['forward_flops'] / 1e12:.{digits}f} TFLOP ({base['forward_flops'] / row['forward_flops']:.2f}x fewer)",
+            f"{row['peak_bytes'] / 2**30:.1f} GiB",
+        ]
+        if timed:
+            keys = ("layer_ms", "forward_ms", "training_ms")
+            cells += [f"{row[key]:,.1f} ms ({base[key] / row[key]:.2f}x faster)" for key in keys]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def run(case: FullSize, name: str, out: Path | None, described: Mapping[str, Any]) -> None:
+    """Count and track every variant, measure it where there is a GPU, print a table.
+
+    Args:
+        case: the model.
+        name: name of the JSON file, before ``-meta`` or ``-cuda``.
+        out: folder for it; None for none.
+        described: sizes, for the file.
+    """
+    rows: list[Row] = []
+    cuda = torch.cuda.is_available()
+    for variant, kinds in case.variants.items():
+        row = {"variant": variant, **count(case, kinds), **peak_memory(case, kinds)}
+        rows.append(row | (measure(case, kinds) if cuda else {}))
+        print(f"{variant}: {row['forward_flops'] / 1e12:.3f} TFLOP, {row['peak_bytes'] / 2**30:.1f} GiB", flush=True)
+    device = torch.device("cuda" if cuda else "cpu")
+    print(table(rows))
+    if out is not None:
+        result = {"machine": describe(device), "layers": case.layers, **described, "rows": rows}
+        write_whole(out / f"{name}-{'cuda' if cuda else 'meta'}.json", json.dumps(result, indent=2) + "\n")
