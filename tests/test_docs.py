@@ -7,6 +7,7 @@ blocks are programs of their own, commands run one after the other. Configuratio
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -62,6 +63,7 @@ WRITTEN = {
     "docs/tutorials/language.md": ("runs/mine/samples.md", "runs/mine/predict/continuations.jsonl", "shards/tokenizer/tokenizer.json"),
     "docs/tutorials/text-to-image.md": (
         "runs/sana/predict/images/a red three left of a green seven-1.png", "latents/train-empty-caption.npy",
+        "geneval/00000/samples/0003.png", "geneval/00000/metadata.jsonl",
     ),
     "docs/tutorials/video.md": (
         "runs/clips/predict/videos/*.mp4", "vbench/mhla/videos/*-0.mp4", "vbench/softmax/videos.jsonl",
@@ -109,6 +111,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_texts(home / folder)
     (home / "more.jsonl").write_text('{"text": "The old town."}\n')
     (home / "prompts.txt").write_text("The old river\nThe town\n")
+    (home / "evaluation_metadata.jsonl").write_text(f"{json.dumps({'prompt': 'a red three'})}\n")
     (home / "story.txt").write_text((ROOT / "docs/operator.md").read_text())
     for folder in ("videos", "videos-held-out"):
         save_clips(home / folder, 4)

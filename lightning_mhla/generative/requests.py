@@ -37,8 +37,9 @@ class PromptRequest:
     """Samples that predict draws.
 
     Args:
-        prompts: text file with a prompt on each line, name<TAB>prompt where files are to be named otherwise; or a list of
-            prompts; null for all captions of the embedded data.
+        prompts: text file with a prompt on each line, name<TAB>prompt where files are to be named otherwise; the lists of
+            GenEval (.jsonl), MJHQ-30K (.json) and DPG-Bench (a folder of .txt); or a list of prompts; null for all captions
+            of the embedded data.
         per_prompt: samples of each prompt.
         seed: seed of the noise; sample i always starts from the same.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
+
+from lightning_mhla.system.untrusted import reason
 
 WORD_BYTES = 8
 """Of a word's hash, which seeds its vector."""
@@ -169,17 +172,39 @@ def make_encoder(config: TextConfig, width: int | None) -> CaptionEncoder:
 
 
 def read_prompts(path: str | Path) -> list[tuple[str, str]]:
-    """Name and prompt of each line of a text file: ``name<TAB>prompt``, or the prompt, which is then its name too.
+    """Name and prompt of each sample.
+
+    Args:
+        path: a text file with a prompt on each line, ``name<TAB>prompt``, or the prompt, which is then its name too; a
+            ``.jsonl`` with a ``prompt`` on each line, named ``00000`` and so on (GenEval); a ``.json`` of names with a
+            ``prompt`` each (MJHQ-30K); or a folder of ``NAME.txt`` (DPG-Bench).
 
     Raises:
         FileNotFoundError: when there is no such file.
         ValueError: when it holds no prompt.
     """
     file = Path(path)
-    if not file.is_file():
+    if file.is_dir():
+        pairs = [(each.stem, each.read_text().strip()) for each in sorted(file.glob("*.txt"))]
+    elif not file.is_file():
         raise FileNotFoundError(f"prompts {file} is no file; give a text file with a prompt on each line")
-    lines = [line.strip() for line in file.read_text().splitlines()]
-    pairs = [(line.split("\t", 1)[0].strip(), line.split("\t", 1)[-1].strip()) for line in lines if line]
+    elif file.suffix in (".json", ".jsonl"):
+        pairs = _listed_prompts(file)
+    else:
+        lines = [line.strip() for line in file.read_text().splitlines()]
+        pairs = [(line.split("\t", 1)[0].strip(), line.split("\t", 1)[-1].strip()) for line in lines if line]
     if not pairs:
         raise ValueError(f"prompts {file} is empty; write a prompt on each line")
     return pairs
+
+
+def _listed_prompts(file: Path) -> list[tuple[str, str]]:
+    try:
+        if file.suffix == ".json":
+            entries = dict(json.loads(file.read_text()))
+        else:
+            lines = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+            entries = {f"{number:05d}": line for number, line in enumerate(lines)}
+        return [(name, str(entry["prompt"]).strip()) for name, entry in entries.items()]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"prompts {file}: an entry has no prompt ({reason(error)})") from error

@@ -151,7 +151,7 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
         ([], {"_class_path": "mhla_tasks.gone.Gone"}, "mhla_tasks.gone.Gone, which is not there"),
         ([], {"_class_path": "lightning.fabric.utilities.cloud_io._load"}, "_load, which is no module of training"),
         ([], {"_class_path": "lightning.pytorch.LightningModule"}, "LightningModule, which is no module of training"),
-        ([], {"unheard_of": 1}, "holds no module of classification, diffusion, language, video"),
+        ([], {"unheard_of": 1}, "holds no module of classification, diffusion, language, text_to_image, video"),
     ],
 )
 def test_what_cannot_be_exported_is_told(

@@ -21,7 +21,7 @@ from mhla_tasks.own_modules import log_handler, short_errors
 Run = Callable[[argparse.Namespace], int | None]
 
 LIGHTNING = {
-    "fit": "Train, and validate on the way; --run_dir=FOLDER resumes, --sweep KEY=VALUE,VALUE trains several runs.",
+    "fit": "Train and validate; --run_dir=FOLDER resumes, --sweep KEY=VALUE,VALUE trains several runs.",
     "validate": "Evaluate weights on the validation data.",
     "test": "Evaluate weights on the test data.",
     "predict": "Write what a model makes: samples, classes, clips, text.",
@@ -48,6 +48,7 @@ TOOLS: dict[str, dict[str, str]] = {
     "measuring": {
         "evaluate": "measuring:evaluate",
         "score": "measuring:score",
+        "arrange": "measuring:arrange",
         "compare": "measuring:compare",
         "bench": "measuring:bench",
         "paper": "measuring:paper",

@@ -60,6 +60,29 @@ def score(parser: ArgumentParser) -> Run:
     return run
 
 
+def arrange(parser: ArgumentParser) -> Run:
+    """Copy drawn images into the folders that GenEval, DPG-Bench or MJHQ-30K's FID read.
+
+        lightning arrange runs/sana/predict/images geneval --layout geneval --prompts evaluation_metadata.jsonl
+
+    The images are those that ``predict`` drew for the same list of prompts, four for each prompt (per_prompt=4) for GenEval
+    and DPG-Bench, one for MJHQ-30K. The list is evaluation_metadata.jsonl of GenEval, the folder of prompts of DPG-Bench, or
+    meta_data.json of MJHQ-30K.
+    """
+    parser.add_argument("images", type=Path, help="folder of images that predict wrote")
+    parser.add_argument("target", type=Path, help="folder to write")
+    parser.add_argument("--layout", choices=("geneval", "dpg", "mjhq"), required=True, help="whose layout")
+    parser.add_argument("--prompts", type=Path, required=True, help="list of prompts that the images were drawn for")
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.text_to_image import layouts
+
+        count = layouts.arrange(args.images, args.prompts, args.layout, args.target)
+        sys.stdout.write(f"images of {count} prompts in {args.target}\n")
+
+    return run
+
+
 def compare(parser: ArgumentParser) -> Run:
     """Lay runs side by side: options that differ, metrics, time, parameters, and curves in one picture.
 

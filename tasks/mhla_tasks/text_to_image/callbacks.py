@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_mhla.callbacks import PeriodicEvaluation
 from lightning_mhla.callbacks.averaging import evaluation_weights
@@ -131,6 +133,73 @@ class SceneScores(ImagePictures):
         line = json.dumps({"step": step, "images": len(pixels), "seed": self.seed, **scores})
         write_whole(path, "\n".join([*kept, line]) + "\n")
         self.log_values(trainer, "scenes", scores)
+
+
+class ClipScore(ImagePictures):
+    """Draws an image for each prompt and logs ``clip/score``, the CLIP score (arXiv 2104.08718) on a scale of 100.
+
+    It is the mean over the images of the cosine between image and prompt in CLIP, times 100, and 0 where that is negative.
+
+    Args:
+        model: folder or hub name of a CLIP model of transformers with its processor.
+        prompts: an image is drawn for each.
+        every_n_steps: optimiser steps between two evaluations; null for none on the way.
+        at_end: whether the last weights are scored.
+        at_start: whether the first weights are scored: right after replacing, of a pretrained model.
+        seed: seed of the noise.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        prompts: list[str],
+        every_n_steps: int | None = None,
+        at_end: bool = True,
+        at_start: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(prompts, every_n_steps, at_end, at_start, seed)
+        self.model = model
+        self._parts: tuple[Any, Any] | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load CLIP on the first process.
+
+        Raises:
+            FileNotFoundError: when it is not there.
+        """
+        super().on_fit_start(trainer, pl_module)
+        if trainer.is_global_zero:
+            self._load()
+
+    @torch.no_grad()
+    def score(self, pixels: Tensor) -> float:
+        """The score of images ``[n, C, H, W]`` uint8 of the prompts."""
+        model, processor = self._load()
+        values = []
+        for image, prompt in zip(pixels.expand(-1, 3, -1, -1), self.prompts, strict=True):
+            given = processor(text=[prompt], images=[image], return_tensors="pt", truncation=True)
+            out = model(**given)
+            values.append(100 * F.cosine_similarity(out.image_embeds, out.text_embeds).clamp(min=0))
+        return float(torch.cat(values).mean())
+
+    def keep(self, trainer: Trainer, pixels: Tensor) -> None:
+        """Score what was drawn."""
+        self.log_values(trainer, "clip", {"score": self.score(pixels)})
+
+    def _load(self) -> tuple[Any, Any]:
+        """Model and processor."""
+        if self._parts is None:
+            from transformers import CLIPModel, CLIPProcessor
+
+            try:
+                model = CLIPModel.from_pretrained(self.model).eval().requires_grad_(False)
+                self._parts = model, CLIPProcessor.from_pretrained(self.model)
+            except (OSError, ValueError) as error:
+                raise FileNotFoundError(
+                    f"model {self.model} is no folder and no hub name of a CLIP model ({str(error).splitlines()[0]})"
+                ) from error
+        return self._parts
 
 
 def _checked(module: LightningModule, callback: ImagePictures) -> TextToImage:

@@ -1,0 +1,102 @@
+"""Lists of prompts of GenEval, DPG-Bench and MJHQ-30K, the folders that they read, and CLIP's score."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from mhla_tasks import commands
+from mhla_tasks.text_to_image import ClipScore
+from PIL import Image
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizerFast
+
+from lightning_mhla.generative.requests import PromptRequest, RequestedSamples
+
+PROMPTS = {"one": "a red three", "two": "a blue seven"}
+
+
+def draw(source: RequestedSamples, folder: Path) -> None:
+    """Images whose level is their index."""
+    folder.mkdir()
+    for index in range(len(source)):
+        Image.new("RGB", (4, 4), (index, index, index)).save(folder / source[index]["file"])
+
+
+def level(path: Path, x: int = 0, y: int = 0) -> int:
+    return int(Image.open(path).getpixel((x, y))[0])  # type: ignore[index]
+
+
+def test_geneval(tmp_path: Path) -> None:
+    lines = [json.dumps({"tag": "single_object", "prompt": prompt}) for prompt in PROMPTS.values()]
+    (tmp_path / "list.jsonl").write_text("\n".join(lines) + "\n")
+    draw(RequestedSamples(PromptRequest(str(tmp_path / "list.jsonl"), 4), [], "png"), tmp_path / "images")
+    arguments = [str(tmp_path / "images"), str(tmp_path / "out"), "--prompts", str(tmp_path / "list.jsonl")]
+    commands.run("arrange", [*arguments, "--layout", "geneval"])
+    assert (tmp_path / "out/00001/metadata.jsonl").read_text() == lines[1] + "\n"
+    levels = [level(tmp_path / f"out/0000{prompt}/samples/000{number}.png") for prompt in (0, 1) for number in range(4)]
+    assert levels == list(range(8))
+    (tmp_path / "images/00001-0.png").unlink()
+    with pytest.raises(SystemExit, match="draw all prompts of the list first"):
+        commands.run("arrange", [*arguments, "--layout", "geneval"])
+
+
+def test_dpg_and_mjhq(tmp_path: Path) -> None:
+    (tmp_path / "prompts").mkdir()
+    for name, prompt in PROMPTS.items():
+        (tmp_path / f"prompts/{name}.txt").write_text(prompt)
+    draw(RequestedSamples(PromptRequest(str(tmp_path / "prompts"), 4), [], "png"), tmp_path / "images")
+    arguments = [str(tmp_path / "images"), str(tmp_path / "dpg"), "--prompts", str(tmp_path / "prompts")]
+    commands.run("arrange", [*arguments, "--layout", "dpg"])
+    tiles = [level(tmp_path / "dpg/two.png", x, y) for y in (0, 4) for x in (0, 4)]
+    assert tiles == [4, 5, 6, 7], "as the program crops them: right, then below"
+    (tmp_path / "meta.json").write_text(
+        json.dumps({name: {"category": "any", "prompt": text} for name, text in PROMPTS.items()})
+    )
+    assert RequestedSamples(PromptRequest(str(tmp_path / "meta.json")), [], "png")[1]["caption"] == PROMPTS["two"]
+    arguments = [str(tmp_path / "images"), str(tmp_path / "mjhq"), "--prompts", str(tmp_path / "meta.json")]
+    commands.run("arrange", [*arguments, "--layout", "mjhq"])
+    assert level(tmp_path / "mjhq/two.png") == 4
+    (tmp_path / "images/two-3.png").unlink()
+    with pytest.raises(SystemExit, match="has 3 images of two, DPG-Bench wants 4"):
+        commands.run(
+            "arrange",
+            [str(tmp_path / "images"), str(tmp_path / "x"), "--prompts", str(tmp_path / "prompts"), "--layout", "dpg"],
+        )
+    (tmp_path / "wrong.jsonl").write_text('{"text": 1}')
+    with pytest.raises(ValueError, match="an entry has no prompt"):
+        RequestedSamples(PromptRequest(str(tmp_path / "wrong.jsonl")), [], "png")
+
+
+def save_clip(folder: Path) -> Path:
+    """A tiny random CLIP."""
+    torch.manual_seed(0)
+    words = ["<|startoftext|>", "<|endoftext|>", "a</w>", "red</w>", "blue</w>", "three</w>", "seven</w>"]
+    tower = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "projection_dim": 4,
+    }
+    text = {**tower, "vocab_size": len(words), "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 1}
+    config = CLIPConfig(text_config=text, vision_config={**tower, "image_size": 8, "patch_size": 4}, projection_dim=4)
+    CLIPModel(config).save_pretrained(folder)
+    tokenizer = CLIPTokenizerFast(vocab={word: number for number, word in enumerate(words)}, merges=[])
+    images = CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    CLIPProcessor(images, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_clip_score(tmp_path: Path) -> None:
+    """As by the model's own logits, whose scale is known."""
+    callback = ClipScore(str(save_clip(tmp_path / "clip")), list(PROMPTS.values()))
+    pixels = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
+    model, processor = CLIPModel.from_pretrained(callback.model), CLIPProcessor.from_pretrained(callback.model)
+    given = processor(text=callback.prompts, images=list(pixels), return_tensors="pt", padding=True)
+    with torch.no_grad():
+        cosine = model(**given).logits_per_image.diagonal() / model.logit_scale.exp()
+    assert callback.score(pixels) == pytest.approx(100 * cosine.clamp(min=0).mean().item(), abs=1e-4)
+    with pytest.raises(FileNotFoundError, match="model nowhere is no folder and no hub name of a CLIP model"):
+        ClipScore("nowhere", ["a"])._load()
