@@ -31,7 +31,7 @@ SIZES = {
     ),
 }
 VARIANTS = {"SANA's own": ["keep"], "linear": ["linear"], "mhla": ["mhla"], "softmax": ["softmax"]}
-ATTENTION = AttentionConfig(block_grid=[4, 4], mixing_init="uniform")
+ATTENTION = AttentionConfig(block_grid=[4, 4], mixing_init="uniform", feature_map="sana")
 TEXT, STEP = 300, 32
 """Tokens of a caption, and pixels of a latent's row."""
 

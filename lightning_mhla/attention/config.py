@@ -14,7 +14,7 @@ from lightning_mhla.system.options import as_dataclass
 
 log = logging.getLogger(__name__)
 
-Features = Literal["relu", "elu", "softplus", "identity"]
+Features = Literal["relu", "elu", "softplus", "sana", "identity"]
 
 CHOICES = {
     "mixing": ("dense", "exponential"),
@@ -52,7 +52,8 @@ class AttentionConfig:
         mixing_per_head: whether every head has coefficients of its own.
         mixing_trainable: whether they are learned.
         normalize: whether the weights of a query are divided by their sum (mhla, linear).
-        feature_map: applied to queries and keys (mhla, linear). relu and elu are relu(x) + 1e-6 and elu(x) + 1.
+        feature_map: applied to queries and keys (mhla, linear). relu and elu are relu(x) + 1e-6 and elu(x) + 1;
+            sana is relu(x), with 1e-15 instead of 1e-6 added to the normaliser, as diffusers' SANA has it.
         lepe: width of the depthwise convolution of the values that is added to the output, odd; 0 for none.
         rotary: whether queries and keys are turned by their position, after the feature map; sequences. It makes features
             signed, so mhla and linear need normalize off.

@@ -20,6 +20,8 @@ def apply_features(
         q, k = F.elu(q) + 1, F.elu(k) + 1
     elif features == "softplus":
         q, k = F.softplus(q), F.softplus(k)
+    elif features == "sana":
+        q, k = F.relu(q), F.relu(k)
     else:
         rest = features
     if rotary is None:

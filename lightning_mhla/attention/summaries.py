@@ -15,6 +15,9 @@ from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.features import apply_features
 from lightning_mhla.attention.inputs import AttentionInputs
 
+EPS, SANA_EPS = 1e-6, 1e-15
+"""Added to the normaliser: the operator's own, and that of diffusers' ``SanaLinearAttnProcessor2_0``."""
+
 
 class SummaryAttention(Attention):
     """The operator with the coefficients and blocks of :meth:`coefficients`; arguments as for :class:`Attention`."""
@@ -69,4 +72,5 @@ class SummaryAttention(Attention):
     def _operands(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, MixingLike, dict[str, Any]]:
         q, k, feature_map = apply_features(inputs.q, inputs.k, self.config.feature_map, inputs.rotary)
         mixing, blocks = self.coefficients(q)
-        return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, **blocks}
+        eps = SANA_EPS if self.config.feature_map == "sana" else EPS
+        return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, "eps": eps, **blocks}

@@ -1,0 +1,140 @@
+"""Training by the command line: what is trained, distillation, adapters, several processes, resuming; the swap keeps the loss."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from fork_server import ForkServer
+from mhla_tasks.text_to_image import DigitScenes, TextToImage
+from sana import SHAPE
+
+from lightning_mhla import load_swapped
+
+PIXELS = {**SHAPE, "in_channels": 3, "out_channels": 3, "patch_size": 4}
+UNIFORM = {"kind": "mhla", "feature_map": "sana", "block_grid": [2, 2], "mixing_init": "uniform"}
+
+
+def config(folder: Path, name: str, model: dict[str, Any] | None = None, steps: int = 4) -> str:
+    """A small SANA on the scenes, with a log of numbers."""
+    settings = {
+        "transformer": PIXELS,
+        "text": {"length": 8},
+        "sampling": {"steps": 2, "height": 32, "width": 32},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 0},
+        "flow": {"shift": 1.0},
+        **(model or {"attention": {"kind": "linear"}, "layer_kinds": ["keep"]}),
+    }
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(folder), "name": name, "version": ""}}
+    checkpoints = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 2, "save_top_k": -1}}
+    content = {
+        "seed_everything": 0,
+        "model": {"class_path": "mhla_tasks.text_to_image.TextToImage", "init_args": settings},
+        "data": {"class_path": "mhla_tasks.text_to_image.DigitScenes", "init_args": {"batch_size": 4}},
+        "trainer": {
+            "max_steps": steps, "accelerator": "cpu", "logger": [logger], "log_every_n_steps": 1, "limit_val_batches": 1,
+            "enable_progress_bar": False, "num_sanity_val_steps": 0, "callbacks": [checkpoints],
+        },
+    }  # fmt: skip
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def column(folder: Path, name: str) -> dict[int, str]:
+    with (folder / "metrics.csv").open() as stream:
+        return {int(row["step"]): row[name] for row in csv.DictReader(stream) if row.get(name)}
+
+
+def fit(server: ForkServer, folder: Path, *arguments: str, module: str = "mhla_tasks") -> str:
+    status, said = server.run(*arguments, module=module, folder=folder)
+    assert status == 0, said[-4000:]
+    return said
+
+
+@pytest.fixture(scope="module")
+def pretrained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of SANA's own attention."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    fit(server, folder, "fit", "--config", config(folder, "plain"))
+    return folder / "plain"
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return next(path for path in run.rglob("*.ckpt") if f"step={step}" in path.name)
+
+
+def test_the_swap_keeps_the_loss(pretrained: Path) -> None:
+    source = str(checkpoint(pretrained, 4))
+    data = DigitScenes(batch_size=8)
+    batch = next(iter(data.val_dataloader()))
+    losses = []
+    for kind, same in (
+        ({"kind": "linear", "feature_map": "sana"}, True),
+        (UNIFORM, True),
+        ({**UNIFORM, "mixing_init": "locality"}, False),
+    ):
+        for options in ({"layer_kinds": ["keep"]}, {}):
+            module = TextToImage(
+                kind, PIXELS, text={"length": 8}, pretrained=source, **options,  # type: ignore[arg-type]
+            ).eval()  # fmt: skip
+            module.configure_model()
+            generators = [torch.Generator().manual_seed(index) for index in range(8)]
+            with torch.no_grad():
+                losses.append(module.sample_losses(batch, generators))
+        difference = ((losses[-1] - losses[-2]) / losses[-2]).abs().max().item()
+        assert (difference < 1e-5) == same, (kind, difference)
+
+
+def test_resume_is_bitwise_exact(server: ForkServer, pretrained: Path, tmp_path: Path) -> None:
+    again = config(tmp_path, "plain")
+    fit(server, tmp_path, "fit", "--config", again, "--ckpt_path", str(checkpoint(pretrained, 2)))
+    want, found = column(pretrained, "train/loss"), column(tmp_path / "plain", "train/loss")
+    assert list(found) == [2, 3]
+    assert found == {step: want[step] for step in (2, 3)}
+
+
+def test_two_processes_train_as_one_does(server: ForkServer, pretrained: Path, tmp_path: Path) -> None:
+    """The same samples; noise is each process's own, so losses agree as validation has them: before training."""
+    options = ("--ckpt_path", str(checkpoint(pretrained, 4)))
+    alone = fit(server, tmp_path, "validate", "--config", config(tmp_path, "one"), *options)
+    both = fit(
+        server, tmp_path, "validate", "--config", config(tmp_path, "two"), *options, "--trainer.devices=2",
+        "--trainer.strategy=ddp", "--trainer.limit_val_batches=2", "--data.init_args.batch_size=4",
+    )  # fmt: skip
+    assert "val/samples" in alone
+    assert "val/samples" in both
+    one, two = (column(tmp_path / name, "val/loss") for name in ("one", "two"))
+    assert len(one) == len(two) == 1
+
+
+def test_distillation_then_adapters(server: ForkServer, pretrained: Path, tmp_path: Path) -> None:
+    source = str(checkpoint(pretrained, 4))
+    distillation = {"teacher": source, "layer_steps": 2}
+    options = {"attention": {**UNIFORM, "mixing_init": "locality"}, "train": "lora", "lora": {"rank": 2}}
+    path = config(tmp_path, "lora", {**options, "pretrained": source, "distillation": distillation})
+    fit(server, tmp_path, "fit", "--config", path)
+    run = tmp_path / "lora"
+    layer, teacher = (column(run, f"train/{name}_distance") for name in ("layer", "teacher"))
+    assert list(teacher) == [2, 3]
+    assert list(layer)[:2] == [0, 1]
+    last = checkpoint(run, 4)
+    trained = torch.load(last, weights_only=True)["state_dict"]
+    before = torch.load(source, weights_only=True)["state_dict"]
+    frozen = "network.transformer_blocks.0.ff.conv_point.weight"
+    assert torch.equal(trained[frozen], before[frozen])
+    assert any(".lora_A." in name for name in trained)
+    fit(server, tmp_path, "export", str(last), "merged")
+    fit(server, tmp_path, "export", str(last), "base", "--adapters", "adapters")
+    merged, base = load_swapped(tmp_path / "merged"), load_swapped(tmp_path / "base")
+    torch.manual_seed(0)
+    noisy, times, text = torch.randn(1, 3, 32, 32), torch.tensor([500.0]), torch.randn(1, 8, 8)
+    with torch.no_grad():
+        want = TextToImage.velocity(merged, noisy, times, text)
+        assert not torch.allclose(TextToImage.velocity(base, noisy, times, text), want, atol=1e-6)
+        base.load_lora_adapter(tmp_path / "adapters", weight_name="pytorch_lora_weights.safetensors")
+        torch.testing.assert_close(TextToImage.velocity(base, noisy, times, text), want, atol=1e-5, rtol=1e-4)
