@@ -133,16 +133,15 @@ STUDIES = (
             "four for softmax (with `lepe`, seed 0: 34.9% at 1e-3, 52.4 at 2e-3, 73.8 at 4e-3, 71.5 at 8e-3)."
         ),
         reading=(
-            "**What the figures say.** MHLA with learned dense coefficients is ahead of softmax, linear attention, retention "
-            "and GLA with every seed, with and without `lepe`, and its seeds differ by at most two points, where most of theirs "
-            "differ by ten and more. Coefficients of each head's own add most where there is no convolution. The start of the "
-            "coefficients matters little; that they are learned, and free, matters much: frozen and exponential ones "
-            "stay near linear attention. "
-            "Rank does not explain that, since their attention matrices have about the rank of MHLA's, and those of retention "
-            "and GLA have nearly full rank.\n\n"
+            "**What the figures say.** MHLA with learned dense coefficients is ahead of softmax, linear attention, "
+            "retention and GLA with every seed, with and without `lepe`, and its seeds differ by at most two points, "
+            "where most of theirs differ by ten and more. Coefficients of each head's own add most where there is no "
+            "convolution. The start of the coefficients matters little; that they are learned, and free, matters much: "
+            "frozen and exponential ones stay near linear attention. Rank does not explain that, since their attention "
+            "matrices have about the rank of MHLA's, and those of retention and GLA have nearly full rank.\n\n"
             "**What they do not say.** That MHLA represents more than softmax: six epochs of 4,000 images compare what is "
-            "learned quickly, and softmax learns slowly here at all four rates. Nor that MHLA is the only way: Gated DeltaNet, "
-            "with a short convolution of its own, is level with `lepe` and ahead without, at about twice the "
+            "learned quickly, and softmax learns slowly here at all four rates. Nor that MHLA is the only way: Gated "
+            "DeltaNet, with a short convolution of its own, is level with `lepe` and ahead without, at about twice the "
             "processor time."
         ),
         printed=PRINTED,
