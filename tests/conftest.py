@@ -69,6 +69,11 @@ LONGEST = (
 LONG = (
     "test_slurm::test_a_signal_and_a_killed_rank_lose_nothing", "test_kills::test_kills_lose_nothing",
     "test_benchmarks::test_kernels_compile_ahead_of_time_within_their_limits", "test_benchmarks::test_what_wan_takes_is_counted",
+    "test_benchmarks::test_what_sana_takes_is_counted", "test_benchmarks::test_losses_are_compared_to_the_last_bit",
+    "test_distributed::test_fsdp_trains_validates_resumes_and_becomes_one_file",
+    "test_verdicts::test_a_kernel_that_fails_after_its_trial_is_withdrawn", "test_language_networks::test_two_processes_shard_it",
+    "test_sharding::test_processes_that_share_sequences_train_as_one_does",
+    "test_run_folder::test_a_longer_run_goes_on_where_the_shorter_one_ended",
     "test_gpu_program::test_every_part_runs_once", "test_docs::test_a_page_works_from_top_to_bottom",
     "test_configs::test_a_shipped_evaluation_scores_all_its_tasks", "test_configs::test_a_shipped_overlay_on_one_process",
     "test_compile::test_a_compiled_run_is_the_same_run", "test_sharding::test_a_checkpoint_of_two_processes_goes_on_with",

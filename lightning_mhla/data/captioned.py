@@ -70,7 +70,7 @@ class ShardFiles:
 
 
 class FolderFiles:
-    """Files below a folder, each with a caption beside it (``.txt`` or ``.json``), or in the folder's ``metadata.jsonl``.
+    """Files below a folder, each with a caption in the folder's ``metadata.jsonl``, or beside it (``.txt`` or ``.json``).
 
     Args:
         folder: searched with all folders in it.
@@ -84,13 +84,13 @@ class FolderFiles:
 
     def __init__(self, folder: str | Path, extensions: Sequence[str], caption_key: str) -> None:
         self.folder, self.caption_key = Path(folder), caption_key
-        found = self.folder.rglob("*") if self.folder.is_dir() else iter(())
+        found = list(self.folder.rglob("*")) if self.folder.is_dir() else []
         self.paths = sorted(path for path in found if path.suffix.lower().lstrip(".") in extensions and path.is_file())
         if not self.paths:
             raise FileNotFoundError(f"{folder} is no folder with .{' or .'.join(extensions)} files in it")
         self.shard_sizes: Sequence[int] = [len(self.paths)]
         self._lines = self._read_metadata()
-        self._mention_orphans()
+        self._mention_orphans([path for path in found if path.suffix in (f".{TEXT}", f".{JSON}")])
 
     def describe(self, index: int) -> str:
         """The path."""
@@ -109,29 +109,24 @@ class FolderFiles:
 
     def caption(self, index: int) -> str:
         """See :meth:`CaptionedFiles.caption`."""
-        if self._lines is None:
-            extension, data = self.member(index, (TEXT, JSON))
-            return parse_caption(data, extension, self.caption_key, self.describe(index))
         line = self._lines.get(self.paths[index])
-        if line is None:
-            raise BrokenSampleError(f"{self.paths[index]} has no line in {METADATA}")
-        return parse_caption(line, JSON, self.caption_key, f"{METADATA}: {self.paths[index].name}")
+        if line is not None:
+            return parse_caption(line, JSON, self.caption_key, f"{METADATA}: {self.paths[index].name}")
+        extension, data = self.member(index, (TEXT, JSON))
+        return parse_caption(data, extension, self.caption_key, self.describe(index))
 
-    def _mention_orphans(self) -> None:
+    def _mention_orphans(self, captions: Sequence[Path]) -> None:
         """Warn of captions that belong to no file."""
-        if self._lines is None:
-            files = {path.with_suffix("") for path in self.paths}
-            captions = (path for path in self.folder.rglob("*") if path.suffix in (f".{TEXT}", f".{JSON}"))
-            orphans = sorted(path.name for path in captions if path.with_suffix("") not in files)
-        else:
-            orphans = sorted(path.name for path in set(self._lines) - set(self.paths))
+        files = {path.with_suffix("") for path in self.paths}
+        orphans = sorted(path.name for path in captions if path.with_suffix("") not in files)
+        orphans += sorted(path.name for path in set(self._lines) - set(self.paths))
         if orphans:
             log.warning("%s: %d captions without a file beside them, such as %s", self.folder, len(orphans), orphans[0])
 
-    def _read_metadata(self) -> dict[Path, bytes] | None:
+    def _read_metadata(self) -> dict[Path, bytes]:
         path = self.folder / METADATA
         if not path.is_file():
-            return None
+            return {}
         lines: dict[Path, bytes] = {}
         for number, line in enumerate(filter(None, path.read_bytes().splitlines()), 1):
             try:

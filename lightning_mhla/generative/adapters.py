@@ -72,7 +72,9 @@ def _add_adapters(model: nn.Module, layers: Sequence[int], lora: LoraOptions) ->
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("train: lora needs peft: pip install 'lightning-mhla[video]'") from error
+        raise ModuleNotFoundError(
+            "train: lora needs peft: pip install 'lightning-mhla[video]' (or [text-to-image])"
+        ) from error
     hosts, names = attention_layers(model), {module: name for name, module in model.named_modules()}
     targets = [f"{names[hosts[index]]}.{part}" for index in layers for part in LORA_TARGETS]
     config = LoraConfig(

@@ -166,7 +166,13 @@ class CaptionedDiffusion(GenerativeModule):
         if length != self.captions.config.length:
             raise ValueError(
                 f"captions have {length} tokens in the data (text_length) and {self.captions.config.length} in the model "
-                "(text.length); cross-attention sees the filling too, so set them alike"
+                "(text.length); set them alike"
+            )
+        instruction = getattr(self.trainer.datamodule, "instruction", self.captions.config.instruction)  # type: ignore[attr-defined]
+        if instruction != self.captions.config.instruction:
+            raise ValueError(
+                f"captions were encoded with instruction {instruction!r:.40}, and prompts would be with "
+                f"{self.captions.config.instruction!r:.40}; set --model.init_args.text.instruction to that of the data"
             )
 
     def _check_layer_steps(self) -> None:

@@ -42,19 +42,23 @@ class FrozenVAE:
             FileNotFoundError: when there is none at the path.
         """
         if self._model is None:
-            import diffusers
-
-            try:
-                model = getattr(diffusers, self.vae_class).from_pretrained(self.path, **self._where())
-            except OSError as error:
-                reason = str(error).splitlines()[0]
-                raise FileNotFoundError(f"vae {self.path} is no folder and no name on the hub ({reason})") from error
-            self._model = model.eval().requires_grad_(False)
+            self._model = self._read().eval().requires_grad_(False)
         return self._model.to(device)
 
-    def _where(self) -> dict[str, str]:
-        """Options of ``from_pretrained`` that find the VAE at the path."""
-        return {"subfolder": "vae"} if (Path(self.path) / "vae").is_dir() else {}
+    def _read(self) -> Any:
+        """The VAE in ``vae/`` of a pipeline, or at the path itself."""
+        import diffusers
+
+        kind, local = getattr(diffusers, self.vae_class), Path(self.path)
+        failed: OSError | None = None
+        places = [{"subfolder": "vae"}, {}]
+        for where in reversed(places) if (local / "config.json").is_file() else places:
+            try:
+                return kind.from_pretrained(self.path, **where)
+            except OSError as error:
+                failed = failed or error
+        reason = str(failed).splitlines()[0]
+        raise FileNotFoundError(f"vae {self.path} is no folder and no name on the hub ({reason})") from failed
 
 
 class LatentCodec(FrozenVAE):
@@ -93,12 +97,9 @@ class LatentCodec(FrozenVAE):
 
 
 class ClipCodec(FrozenVAE):
-    """Clips by Wan's VAE; arguments as for :class:`FrozenVAE`, a hub name being that of a whole pipeline."""
+    """Clips by Wan's VAE; arguments as for :class:`FrozenVAE`."""
 
     vae_class = "AutoencoderKLWan"
-
-    def _where(self) -> dict[str, str]:
-        return {} if (Path(self.path) / "config.json").is_file() else {"subfolder": "vae"}
 
     @torch.no_grad()
     def encode(self, clips: Tensor) -> Tensor:
@@ -159,12 +160,9 @@ def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> 
 
 
 class ImageCodec(FrozenVAE):
-    """Images by SANA's deep compression autoencoder (arXiv 2410.10733); a hub name is that of a whole pipeline."""
+    """Images by SANA's deep compression autoencoder (arXiv 2410.10733); arguments as for :class:`FrozenVAE`."""
 
     vae_class = "AutoencoderDC"
-
-    def _where(self) -> dict[str, str]:
-        return {} if (Path(self.path) / "config.json").is_file() else {"subfolder": "vae"}
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:

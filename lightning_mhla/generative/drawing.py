@@ -107,7 +107,10 @@ class SampleGrid(PeriodicEvaluation):
             FileNotFoundError: for what is not there.
         """
         module = self._checked(pl_module)
+        if module.num_conditions < 1:
+            raise ValueError(f"{type(self).__name__} has no conditions to draw samples of")
         module.check_drawable(self._sampling(module))
+        _rest(module)
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,6 +133,7 @@ class SampleGrid(PeriodicEvaluation):
             trainer.precision_plugin.forward_context(),
         ):
             yield
+        _rest(module)
 
     def _rounds(self, trainer: Trainer, module: ImageGenerator, samples: int) -> Iterator[tuple[list[Ticket], Tensor]]:
         """Tickets that this process draws in each round, and their pixels ``[b, C, S, S]``."""
@@ -158,6 +162,12 @@ class SampleGrid(PeriodicEvaluation):
                 f"{type(module).__name__} does not"
             )
         return module
+
+
+def _rest(module: Any) -> None:
+    """Let encoders and VAEs of a module leave the GPU to training."""
+    if hasattr(module, "rest"):
+        module.rest()
 
 
 def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, *columns: Tensor) -> list[Tensor]:

@@ -30,10 +30,15 @@ def empty_caption_file(shard: Path) -> Path:
     return beside_shard(shard, "empty-caption.npy")
 
 
+def read_manifest(sets: ShardSets) -> dict[str, Any]:
+    """What the command wrote down that encoded the training shards; empty if the file is not there."""
+    manifest = beside_shard(sets.find("train")[0], "manifest.json")
+    return dict(read_json(manifest)) if manifest.is_file() else {}
+
+
 def encoded_length(sets: ShardSets, default: int) -> int:
     """Tokens of a caption as the training shards' manifest says, or a default."""
-    manifest = beside_shard(sets.find("train")[0], "manifest.json")
-    length = read_json(manifest).get("text_length") if manifest.is_file() else None
+    length = read_manifest(sets).get("text_length")
     return length if isinstance(length, int) and length > 0 else default
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.generative.text import read_prompts
+from lightning_mhla.generative.text import TextConfig, read_prompts
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.options import as_dataclass
@@ -40,7 +40,7 @@ class PromptRequest:
         prompts: text file with a prompt on each line, name<TAB>prompt where files are to be named otherwise; the lists of
             GenEval (.jsonl), MJHQ-30K (.json) and DPG-Bench (a folder of .txt); or a list of prompts; null for all captions
             of the embedded data.
-        per_prompt: samples of each prompt.
+        per_prompt: samples of each prompt; VBench wants 5, GenEval and DPG-Bench 4.
         seed: seed of the noise; sample i always starts from the same.
     """
 
@@ -161,6 +161,7 @@ class SampleFolder(Callback):
         for record in (origin, before):  # an earlier version knew fewer options
             record["attention"] = asdict(as_dataclass(AttentionConfig, record["attention"]))
             record["sampling"] = asdict(as_dataclass(sampling, record["sampling"]))
+            record["text"] = asdict(as_dataclass(TextConfig, record["text"]))
         differing = [name for name in origin if before.get(name) != origin[name]]
         if differing:
             raise ValueError(
@@ -217,7 +218,7 @@ class SampleFolder(Callback):
         frames = f"{first['frames']} frames of " if "frames" in first else ""
         Console(soft_wrap=True, highlight=False).print(
             f"{len(rows)} {self.kind} of {frames}{first['height']} x {first['width']} in {self.folder / self.kind}: "
-            f"{seconds:.2f} s each (median), {first['at_once']} at once"
+            f"{seconds:.2f} s each (median), {first.get('at_once', 1)} at once"
         )
 
     def _lines(self) -> list[Row]:

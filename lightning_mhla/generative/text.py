@@ -27,11 +27,11 @@ class TextConfig:
 
     Args:
         encoder: folder or hub name of a diffusers pipeline, whose tokenizer and text encoder are used (UMT5 of Wan, Gemma-2
-            of SANA, T5, or another of transformers); null for a fixed random vector for each word, which small models
-            learn to read.
+            of SANA, T5, mT5, or another model of transformers that is no encoder-decoder); null for a fixed random vector
+            for each word, which small models learn to read.
         length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut.
-        instruction: text that the encoder reads before each caption but the empty one; of its tokens, the first and the
-            last one stay. sana for SanaPipeline's own.
+        instruction: text before each caption, except the empty one. The encoder reads it; the embeddings of its first and
+            its last token are kept. sana for SanaPipeline's own.
     """
 
     encoder: str | None = None
@@ -66,16 +66,22 @@ class CaptionEncoder:
     def rest(self) -> None:
         """Leave the GPU to training."""
 
-    def encode(self, captions: Sequence[str], device: torch.device) -> Tensor:
-        """``[B, length, width]`` float32 on ``device``; zeros beyond a caption's tokens."""
-        rows = [self.tokens(caption, device) for caption in captions]
+    def encode(self, captions: Sequence[str], device: torch.device, instructed: bool = True) -> Tensor:
+        """``[B, length, width]`` float32 on ``device``; zeros beyond a caption's tokens.
+
+        Args:
+            captions: the texts.
+            device: where.
+            instructed: whether the instruction stands before them; pipelines leave it out of negative prompts.
+        """
+        rows = [self.tokens(caption, device, instructed) for caption in captions]
         out = torch.zeros(len(rows), self.config.length, self.width, device=device)
         for row, tokens in zip(out, rows, strict=True):
             row[: len(tokens)] = tokens
         return out
 
-    def tokens(self, caption: str, device: torch.device) -> Tensor:
-        """``[l, width]`` float32: the caption's own tokens, at most ``length``."""
+    def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
+        """``[l, width]`` float32: the caption's own tokens, at most ``length``; arguments as of :meth:`encode`."""
         raise NotImplementedError
 
 
@@ -83,7 +89,7 @@ class WordVectors(CaptionEncoder):
     """A standard normal vector for each word, drawn from its hash: any vocabulary, the same on every machine."""
 
     @override
-    def tokens(self, caption: str, device: torch.device) -> Tensor:
+    def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
         words = caption.lower().split()[: self.config.length]
         seeds = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:WORD_BYTES], "big") for word in words]
         vectors = [np.random.default_rng(seed).standard_normal(self.width, dtype=np.float32) for seed in seeds]
@@ -99,7 +105,7 @@ class TransformersText(CaptionEncoder):
 
     @torch.no_grad()
     @override
-    def tokens(self, caption: str, device: torch.device) -> Tensor:
+    def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
         """Clean and tokenise the text as the encoder's pipeline in diffusers does (Wan's for UMT5, else SANA's)."""
         tokenizer, model = self._load(device)
         if model.config.model_type == "umt5":
@@ -108,10 +114,12 @@ class TransformersText(CaptionEncoder):
             text = prompt_clean(caption)
         else:
             text = caption.lower().strip()
-        instruction = self._instruction() if text else ""
+        instruction = self._instruction() if text and instructed else ""
         before = len(tokenizer.encode(instruction)) if instruction else 0
         length = before + self.config.length - 2 if before else self.config.length
         words = tokenizer(instruction + text, truncation=True, max_length=length, return_tensors="pt").to(device)
+        if not words.input_ids.shape[1]:  # the empty caption, where a tokenizer adds nothing
+            return torch.zeros(0, self.width, device=device)
         with torch.autocast(device.type, enabled=False):
             hidden = model(words.input_ids, attention_mask=words.attention_mask).last_hidden_state[0].float()
         return torch.cat([hidden[:1], hidden[before - 1 :]]) if before else hidden
@@ -131,13 +139,22 @@ class TransformersText(CaptionEncoder):
 
     def _load(self, device: torch.device) -> tuple[Any, Any]:
         if self._parts is None:
-            from transformers import AutoConfig, AutoModel, AutoTokenizer, T5EncoderModel, UMT5EncoderModel
+            from transformers import (
+                AutoConfig,
+                AutoModel,
+                AutoTokenizer,
+                MT5EncoderModel,
+                T5EncoderModel,
+                UMT5EncoderModel,
+            )
 
             path, dtype = str(self.config.encoder), torch.bfloat16
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path, subfolder="tokenizer")
                 named = AutoConfig.from_pretrained(path, subfolder="text_encoder").model_type
-                kind: Any = {"umt5": UMT5EncoderModel, "t5": T5EncoderModel}.get(named, AutoModel)
+                kind: Any = {"umt5": UMT5EncoderModel, "t5": T5EncoderModel, "mt5": MT5EncoderModel}.get(
+                    named, AutoModel
+                )
                 model = kind.from_pretrained(path, subfolder="text_encoder", dtype=dtype)
             except (OSError, ValueError) as error:
                 reason = str(error).splitlines()[0]
@@ -149,8 +166,8 @@ class TransformersText(CaptionEncoder):
             if self._width not in (None, width):
                 raise ValueError(
                     f"the text encoder {path} gives embeddings of width {width}, not {self._width}; set "
-                    "--model.init_args.transformer's text_dim or caption_channels (in training), --text_width (of lightning "
-                    "prepare)"
+                    "--model.init_args.transformer.text_dim (of SANA: caption_channels) in training, --text_width of "
+                    "lightning prepare clip-latents"
                 )
             self._width = width
             self._parts = tokenizer, model.eval().requires_grad_(False)

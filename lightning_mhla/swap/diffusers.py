@@ -41,6 +41,9 @@ UNSUPPORTED = {
 """Options of diffusers' attention that the swapped one does not know, and what they must be."""
 
 
+HALF_MAX = torch.finfo(torch.float16).max
+
+
 class TokenGrid:
     """The token grid of the model's present input, which its attention processors are not told: a forward pre-hook.
 
@@ -164,7 +167,7 @@ def _merge_heads(attn: Any, x: Tensor) -> Tensor:
         x = x.half()
     for layer in attn.to_out:
         x = layer(x)
-    return x
+    return x.clip(-HALF_MAX, HALF_MAX) if x.dtype == torch.float16 else x  # as SANA's own processor does
 
 
 def attention_layers(model: nn.Module) -> list[Any]:

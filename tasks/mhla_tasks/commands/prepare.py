@@ -26,7 +26,9 @@ def _skipping(parser: ArgumentParser, what: str) -> None:
 
 def _caption_key(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--caption_key", default="caption", help="entry of NNN.json that is the caption (default: caption)"
+        "--caption_key",
+        default="caption",
+        help="entry of NNN.json, or of a line of metadata.jsonl, that is the caption (default: caption)",
     )
 
 
@@ -205,7 +207,7 @@ def caption_latents(parser: ArgumentParser) -> Run:
         torchrun --nproc-per-node 8 -m mhla_tasks prepare caption-latents photos latents --model SANA --height 1024 --width 1024
 
     The source is WebDataset shards of NNN.jpg with NNN.txt (or NNN.json), or a folder of such files. Images are scaled to
-    cover the size, their middle is encoded by SANA's autoencoder and their caption by its text encoder, both in float16.
+    cover the size; their middle is encoded by SANA's autoencoder and their caption by its text encoder, and stored in float16.
     Images that cannot be read or lack a caption are skipped, with a warning each, up to a limit. A shard gets its name when it
     is complete, so calling again after a stop resumes, with any number of processes: those of torchrun or srun share the
     shards, and each takes the GPU of its local rank.

@@ -59,13 +59,17 @@ class ImagePictures(PeriodicEvaluation):
         module, failed = _checked(pl_module, self), ""
         if trainer.is_global_zero or shards_weights(trainer):
             try:
-                module.check_drawable()
+                self.check(module)
             except (ValueError, FileNotFoundError) as error:
                 failed = str(error)
             module.rest()
         failed = trainer.strategy.broadcast(failed)
         if failed:
             raise ValueError(failed)
+
+    def check(self, module: TextToImage) -> None:
+        """Load what is needed; ValueError or FileNotFoundError for what does not fit together or is not there."""
+        module.check_drawable()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw from the first weights, if that is wanted."""
@@ -162,15 +166,10 @@ class ClipScore(ImagePictures):
         self.model = model
         self._parts: tuple[Any, Any] | None = None
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load CLIP on the first process.
-
-        Raises:
-            FileNotFoundError: when it is not there.
-        """
-        super().on_fit_start(trainer, pl_module)
-        if trainer.is_global_zero:
-            self._load()
+    def check(self, module: TextToImage) -> None:
+        """Load CLIP too."""
+        super().check(module)
+        self._load()
 
     @torch.no_grad()
     def score(self, pixels: Tensor) -> float:

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles
 from lightning_mhla.data.images import EXTENSIONS
-from lightning_mhla.generative.encoded import EncodedSamples, encoded_length, read_empty_caption
+from lightning_mhla.generative.encoded import EncodedSamples, encoded_length, read_empty_caption, read_manifest
 from lightning_mhla.generative.requests import PromptRequest, RequestedSamples
 from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.text_to_image.scenes import SceneSamples, every_caption
@@ -194,6 +194,15 @@ class ImageLatentShards(CaptionedImageData):
         if self._text_length is None:
             self._text_length = encoded_length(self.shards, SANA_LENGTH)
         return self._text_length
+
+    @property
+    def instruction(self) -> str | None:
+        """Text that stood before the captions when they were encoded, as the shards' manifest says; SANA's if it does not."""
+        return read_manifest(self.shards).get("instruction", "sana") or None
+
+    @override
+    def real_images(self, part: str) -> SampleSource:
+        raise ValueError(f"reference={part!r} names latents, which are no images; name a folder of images, or an .npz")
 
     @override
     def images(self, stage: str) -> SampleSource:

@@ -63,6 +63,8 @@ def parse_caption(caption: str) -> Scene:
     thing = rf"a ({colours}) ({names})"
     if match := re.fullmatch(rf"{thing}(?: ({'|'.join(RELATIONS)}) {thing})?", caption):
         colour, name, relation, other_colour, other = match.groups()
+        if colour == other_colour:
+            raise ValueError(f"{caption!r} has two digits of one colour, whose places cannot be told apart")
         first = (NAMES.index(name), colour)
         return Scene((first, (NAMES.index(other), other_colour)), 2, relation) if other else Scene((first,))
     raise ValueError(f"{caption!r} is no caption of a scene of digits, such as 'a red three left of a green seven'")

@@ -39,6 +39,8 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
 
 def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) -> None:
     """``00000/metadata.jsonl`` and ``00000/samples/0000.png``."""
+    if prompts.suffix != ".jsonl":
+        raise ValueError(f"--prompts {prompts} is not GenEval's evaluation_metadata.jsonl")
     lines = [line for line in prompts.read_text().splitlines() if line.strip()]
     for name, line in zip(names, lines, strict=True):
         folder = target / name

@@ -15,6 +15,7 @@ from lightning_mhla.generative.captioned import CaptionedDiffusion
 from lightning_mhla.generative.codecs import ImageCodec
 from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.generative.flow import FlowConfig
+from lightning_mhla.generative.requests import RequestedSamples
 from lightning_mhla.generative.text import TextConfig, make_encoder
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
@@ -25,7 +26,7 @@ from mhla_tasks.text_to_image.pretrained import load_weights, read_transformer
 from mhla_tasks.text_to_image.sampling import SamplingConfig, draw_images, latent_shape, token_mask
 from mhla_tasks.text_to_image.writer import ImageWriter
 
-SANA_TEXT = TextConfig(length=300)
+SANA_TEXT = TextConfig(length=300, instruction="sana")
 SANA_FLOW = FlowConfig(shift=3.0)
 
 
@@ -35,7 +36,7 @@ class TextToImage(CaptionedDiffusion):
     Args:
         attention: the attention that replaces the transformer's self-attention, which is linear.
         transformer: shape of the transformer.
-        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace, replace] replaces two of three; [keep] none;
+        layer_kinds: kinds of the layers, repeated to the depth: [keep, replace] replaces every second one; [keep] none;
             null for attention.kind everywhere.
         flow: times and shift of flow matching, and caption dropout.
         text: encoder of the captions.
@@ -142,16 +143,14 @@ class TextToImage(CaptionedDiffusion):
         """Images ``[B, C, H, W]`` uint8; see :func:`mhla_tasks.text_to_image.sampling.draw_images`."""
         chosen = sampling or self.sampling
         text = self.captions.encode(prompts, self.device)
-        negative = self.captions.encode([chosen.negative_prompt], self.device)[0]
+        negative = self.captions.encode([chosen.negative_prompt], self.device, instructed=False)[0]
         return draw_images(self.network, self.codec, chosen, self.flow.shift, text, negative, indices, seed)
 
     @property
     def prompts(self) -> list[str]:
         """Prompts that metrics of samples are balanced over: those of the data."""
-        known = list(getattr(self.trainer.datamodule, "known_prompts", ()))  # type: ignore[attr-defined]
-        if not known:
-            raise ValueError("the data names no prompts to draw samples for; its known_prompts are empty")
-        return known
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
+        return [prompt for _, prompt in RequestedSamples(data.prompts, data.known_prompts, "png").prompts]
 
     @property
     def num_conditions(self) -> int:

@@ -130,5 +130,5 @@ class VideoDiffusion(CaptionedDiffusion):
         """Clips ``[B, F, C, H, W]`` uint8; see :func:`mhla_tasks.video.sampling.draw_clips`."""
         chosen = sampling or self.sampling
         text = self.captions.encode(prompts, self.device)
-        negative = self.captions.encode([chosen.negative_prompt], self.device)[0]
+        negative = self.captions.encode([chosen.negative_prompt], self.device, instructed=False)[0]
         return draw_clips(self.network, self.codec, chosen, self.flow.shift, text, negative, indices, seed)

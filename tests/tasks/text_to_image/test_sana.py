@@ -120,6 +120,11 @@ def test_captions_are_those_of_the_pipeline(pipeline: Path) -> None:
     encoder = make_encoder(TextConfig(str(pipeline), 6, "\n".join(instruction)), None)
     found = encoder.tokens("A blue seven left of a red three ", torch.device("cpu"))
     torch.testing.assert_close(found, embeds[0][mask[0].bool()].float(), atol=2e-2, rtol=2e-2)
+    *_, negative, mask = own.encode_prompt(
+        "a", True, negative_prompt="a red seven", max_sequence_length=6, complex_human_instruction=instruction
+    )
+    (found,) = encoder.encode(["a red seven"], torch.device("cpu"), instructed=False)
+    torch.testing.assert_close(found[mask[0].bool()], negative[0][mask[0].bool()].float(), atol=1e-2, rtol=1e-2)
     empty, mask, *_ = own.encode_prompt("", False, max_sequence_length=6)
     found = encoder.tokens("", torch.device("cpu"))
     torch.testing.assert_close(found, empty[0][mask[0].bool()].float(), atol=1e-6, rtol=1e-6)

@@ -46,6 +46,8 @@ def test_captions_say_what_is_shown() -> None:
     assert [parse_caption(caption).caption for caption in captions] == captions
     assert parse_caption("three blue sixes") == Scene(((6, "blue"),), 3)
     assert parse_caption("a red three left of a green seven") == Scene(((3, "red"), (7, "green")), 2, "left of")
+    with pytest.raises(ValueError, match="has two digits of one colour"):
+        parse_caption("a red three left of a red seven")
     with pytest.raises(ValueError, match="is no caption of a scene of digits"):
         SceneScores(["a photo of a cat"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,20 @@ def test_distillation_then_adapters(server: ForkServer, pretrained: Path, tmp_pa
         assert not torch.allclose(TextToImage.velocity(base, noisy, times, text), want, atol=1e-6)
         base.load_lora_adapter(tmp_path / "adapters", weight_name="pytorch_lora_weights.safetensors")
         torch.testing.assert_close(TextToImage.velocity(base, noisy, times, text), want, atol=1e-5, rtol=1e-4)
+
+
+def test_fid_during_training(server: ForkServer, tmp_path: Path) -> None:
+    """By the callback that class-to-image uses, on the prompts of the data."""
+    path = Path(config(tmp_path, "fid", steps=2))
+    content = yaml.safe_load(path.read_text())
+    features = {"class_path": "lightning_mhla.generative.fidelity.RandomFeatures"}
+    options = {"samples": 6, "batch_size": 4, "reference": "validate", "features": features}
+    callback = {"class_path": "lightning_mhla.generative.fidelity.GenerationMetrics", "init_args": options}
+    content["trainer"]["callbacks"].append(callback)
+    path.write_text(yaml.safe_dump(content))
+    fit(server, tmp_path, "fit", "--config", str(path))
+    (line,) = (tmp_path / "fid/generation.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert (found["samples"], found["sampling_steps"], found["reference_images"]) == (6, 2, 400)
+    assert found["fid"] > 0
+    assert list((tmp_path / "fid/pictures").glob("generation-step*.png"))

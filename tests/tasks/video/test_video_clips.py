@@ -77,7 +77,7 @@ def test_captions_as_the_pipeline_encodes_them(pipeline: Path) -> None:
         ValueError, match=r"embeddings of width 16, not 32; set --model.init_args.transformer\.text_dim"
     ):
         make_encoder(TextConfig(str(pipeline)), 32).encode(["a"], torch.device("cpu"))
-    with pytest.raises(FileNotFoundError, match="no folder and no hub name of a Wan pipeline"):
+    with pytest.raises(FileNotFoundError, match="no folder and no hub name of a pipeline"):
         make_encoder(TextConfig(str(pipeline / "vae")), 16).encode(["a"], torch.device("cpu"))
 
 
