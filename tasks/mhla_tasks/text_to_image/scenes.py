@@ -38,7 +38,7 @@ SCENES, HELD_OUT_SCENES = 20_000, 400
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows.
+    """Digits of a picture, with their colours and places.
 
     Args:
         digits: label and colour of each digit; of equal ones, once.
