@@ -121,22 +121,6 @@ def save_adapters(model: Any, folder: str | Path, pipeline: Any) -> None:
     _take_out_adapters(model, merge=False)
 
 
-def write_transformer(model: Any, folder: Path, adapters: Path | None, pipeline: Any) -> None:
-    """Write a transformer as :func:`lightning_mhla.load_swapped` loads it.
-
-    Args:
-        model: in place: its adapters are taken out.
-        folder: folder of the transformer.
-        adapters: folder for LoRA adapters; None to add them to the weights.
-        pipeline: class of diffusers that the model belongs to.
-    """
-    if adapters is None:
-        merge_adapters(model)
-    else:
-        save_adapters(model, adapters, pipeline)
-    model.save_pretrained(folder)
-
-
 def _take_out_adapters(model: Any, merge: bool) -> None:
     for name, module in list(model.named_modules()):
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):

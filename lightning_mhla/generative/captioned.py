@@ -24,9 +24,6 @@ from lightning_mhla.generative.text import CaptionEncoder
 from lightning_mhla.swap import swapped_layers
 from lightning_mhla.system.lightning_private import ddp_options
 
-AT_ONCE = 32
-"""Samples of a picture or a score that are drawn together."""
-
 
 class CaptionedDiffusion(GenerativeModule):
     """A swapped transformer that predicts the velocity of captioned samples; arguments as for :class:`TrainingModule`.
@@ -100,7 +97,7 @@ class CaptionedDiffusion(GenerativeModule):
     @staticmethod
     @abstractmethod
     def velocity(network: Any, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """Prediction of a transformer for samples at ``times`` ``[B]`` with captions ``[B, L, D]``."""
+        """What a transformer predicts for samples at ``times`` ``[B]`` with captions ``[B, L, D]``."""
 
     @abstractmethod
     def load_pretrained(self, path: str) -> None:
@@ -246,12 +243,6 @@ class CaptionedDiffusion(GenerativeModule):
         took = {"seconds": (time.perf_counter() - start) / len(slots), "at_once": len(slots)}
         kept = [indices.index(row["index"]) for row in rows]
         return {"pixels": pixels[kept], "rows": [{**row, **took} for row in rows]}
-
-    @torch.no_grad()
-    def draw_prompts(self, prompts: list[str], seed: int) -> Tensor:
-        """A sample ``[n, ...]`` uint8 on the CPU for each of ``prompts``, :data:`AT_ONCE` at a time."""
-        parts = [range(start, min(start + AT_ONCE, len(prompts))) for start in range(0, len(prompts), AT_ONCE)]
-        return torch.cat([self.draw([prompts[i] for i in part], list(part), seed).cpu() for part in parts])
 
     def clean(self, batch: dict[str, Any]) -> Tensor:
         """The clean samples of a batch, ``[B, C, ...]``: latents as they come or encoded, or pixels.

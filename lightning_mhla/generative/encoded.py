@@ -31,7 +31,7 @@ def empty_caption_file(shard: Path) -> Path:
 
 
 def read_manifest(sets: ShardSets) -> dict[str, Any]:
-    """Manifest of the training shards, from the command that encoded them; empty if the file is not there."""
+    """What the command wrote down that encoded the training shards; empty if the file is not there."""
     manifest = beside_shard(sets.find("train")[0], "manifest.json")
     return dict(read_json(manifest)) if manifest.is_file() else {}
 

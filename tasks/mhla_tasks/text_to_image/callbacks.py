@@ -6,13 +6,15 @@ import json
 from typing import Any
 
 import torch
-from lightning import Trainer
+from lightning import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.nn import functional as F
-from typing_extensions import override
 
-from lightning_mhla.generative.captioned import CaptionedDiffusion
-from lightning_mhla.generative.prompted import PromptedSamples, save_figure
+from lightning_mhla.callbacks import PeriodicEvaluation
+from lightning_mhla.callbacks.averaging import evaluation_weights
+from lightning_mhla.checkpoints.weights import shards_weights
+from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
 from mhla_tasks.text_to_image.judge import parse_caption, score_scenes
@@ -21,7 +23,7 @@ from mhla_tasks.text_to_image.pictures import draw_captioned
 from mhla_tasks.text_to_image.scenes import every_caption
 
 
-class ImagePictures(PromptedSamples):
+class ImagePictures(PeriodicEvaluation):
     """Draws an image for each of a few prompts, from the weights that validation uses, with their captions.
 
     ``images-step*.png`` goes to ``pictures/`` in the log folder, and to TensorBoard. The noise of an image is always the
@@ -35,8 +37,6 @@ class ImagePictures(PromptedSamples):
         seed: seed of the noise.
     """
 
-    draws_from = TextToImage
-
     def __init__(
         self,
         prompts: list[str],
@@ -45,15 +45,61 @@ class ImagePictures(PromptedSamples):
         at_start: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(prompts, every_n_steps, at_end, at_start, seed)
+        super().__init__(every_n_steps, at_end)
+        if not prompts:
+            raise ValueError("prompts is empty; give at least one")
+        self.prompts, self.seed, self.at_start = prompts, seed, at_start
 
-    @override
-    def keep(self, trainer: Trainer, module: CaptionedDiffusion, pixels: Tensor) -> None:
-        samples = list(zip(self.prompts, pixels, strict=True))
-        save_figure(trainer, draw_captioned(samples, f"step {trainer.global_step:,}"), "images")
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out now, not hours later, whether images can be drawn; on the processes that draw, so that others load nothing.
+
+        Raises:
+            ValueError: on every process, for what does not fit together.
+        """
+        module, failed = _checked(pl_module, self), ""
+        if trainer.is_global_zero or shards_weights(trainer):
+            try:
+                self.check(module)
+            except (ValueError, FileNotFoundError) as error:
+                failed = str(error)
+            module.rest()
+        failed = trainer.strategy.broadcast(failed)
+        if failed:
+            raise ValueError(failed)
+
+    def check(self, module: TextToImage) -> None:
+        """Load what is needed; ValueError or FileNotFoundError for what does not fit together or is not there."""
+        module.check_drawable()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw from the first weights, if that is wanted."""
+        if self.at_start and trainer.global_step == 0:
+            self.evaluate(trainer, pl_module)
+
+    @torch.no_grad()
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw on the first process, or on all where they gather weights from each other; write on the first."""
+        module, pixels = _checked(pl_module, self), None
+        if trainer.is_global_zero or shards_weights(trainer):
+            with kept_random_state(), evaluation_weights(trainer, module), trainer.precision_plugin.forward_context():
+                pixels = module.draw_prompts(self.prompts, self.seed)
+            module.rest()
+        if trainer.is_global_zero and pixels is not None:
+            self.keep(trainer, pixels)
+        trainer.strategy.barrier()
+
+    def keep(self, trainer: Trainer, pixels: Tensor) -> None:
+        """Write what was drawn."""
+        folder, step = run_folder(trainer) / "pictures", trainer.global_step
+        figure = draw_captioned(list(zip(self.prompts, pixels, strict=True)), f"step {step:,}")
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / f"images-step{step:07d}.png", dpi=110)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure("images", figure, step)
 
 
-class SceneScores(PromptedSamples):
+class SceneScores(ImagePictures):
     """Draws scenes of digits and looks at them: right digits, colours, count and relation, each as a share.
 
     Logs ``scenes/digit``, ``colour``, ``count``, ``relation`` and ``all``; ``scenes.jsonl`` in the log folder gets a line
@@ -67,8 +113,6 @@ class SceneScores(PromptedSamples):
         at_start: whether the first weights are scored: right after replacing, of a pretrained model.
         seed: seed of the noise.
     """
-
-    draws_from = TextToImage
 
     def __init__(
         self,
@@ -84,8 +128,8 @@ class SceneScores(PromptedSamples):
             parse_caption(prompt)
         super().__init__(chosen * per_prompt, every_n_steps, at_end, at_start, seed)
 
-    @override
-    def keep(self, trainer: Trainer, module: CaptionedDiffusion, pixels: Tensor) -> None:
+    def keep(self, trainer: Trainer, pixels: Tensor) -> None:
+        """Score what was drawn."""
         scores, step = score_scenes(pixels, self.prompts), trainer.global_step
         path = run_folder(trainer) / "scenes.jsonl"
         before = path.read_text().splitlines() if path.exists() else []
@@ -95,7 +139,7 @@ class SceneScores(PromptedSamples):
         self.log_values(trainer, "scenes", scores)
 
 
-class ClipScore(PromptedSamples):
+class ClipScore(ImagePictures):
     """Draws an image for each prompt and logs ``clip/score``, the CLIP score (arXiv 2104.08718) on a scale of 100.
 
     It is the mean over the images of the cosine between image and prompt in CLIP, times 100, and 0 where that is negative.
@@ -108,8 +152,6 @@ class ClipScore(PromptedSamples):
         at_start: whether the first weights are scored: right after replacing, of a pretrained model.
         seed: seed of the noise.
     """
-
-    draws_from = TextToImage
 
     def __init__(
         self,
@@ -124,8 +166,8 @@ class ClipScore(PromptedSamples):
         self.model = model
         self._parts: tuple[Any, Any] | None = None
 
-    @override
-    def check(self, module: CaptionedDiffusion) -> None:
+    def check(self, module: TextToImage) -> None:
+        """Load CLIP too."""
         super().check(module)
         self._load()
 
@@ -140,8 +182,8 @@ class ClipScore(PromptedSamples):
             values.append(100 * F.cosine_similarity(out.image_embeds, out.text_embeds).clamp(min=0))
         return float(torch.cat(values).mean())
 
-    @override
-    def keep(self, trainer: Trainer, module: CaptionedDiffusion, pixels: Tensor) -> None:
+    def keep(self, trainer: Trainer, pixels: Tensor) -> None:
+        """Score what was drawn."""
         self.log_values(trainer, "clip", {"score": self.score(pixels)})
 
     def _load(self) -> tuple[Any, Any]:
@@ -157,3 +199,9 @@ class ClipScore(PromptedSamples):
                     f"model {self.model} is no folder and no hub name of a CLIP model ({str(error).splitlines()[0]})"
                 ) from error
         return self._parts
+
+
+def _checked(module: LightningModule, callback: ImagePictures) -> TextToImage:
+    if not isinstance(module, TextToImage):
+        raise ValueError(f"{type(callback).__name__} draws from a TextToImage, not from a {type(module).__name__}")
+    return module

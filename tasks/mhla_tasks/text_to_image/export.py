@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diffusers import SanaPipeline
 
-from lightning_mhla.generative.adapters import write_transformer
+from lightning_mhla.generative.adapters import merge_adapters, save_adapters
 from mhla_tasks.text_to_image.module import TextToImage
 
 OPTIONS = ("adapters",)
@@ -29,4 +29,8 @@ def write(module: TextToImage, folder: Path, adapters: Path | None = None) -> No
         folder: folder of the transformer.
         adapters: folder for LoRA adapters; None to add them to the weights.
     """
-    write_transformer(module.network, folder, adapters, SanaPipeline)
+    if adapters is None:
+        merge_adapters(module.network)
+    else:
+        save_adapters(module.network, adapters, SanaPipeline)
+    module.network.save_pretrained(folder)

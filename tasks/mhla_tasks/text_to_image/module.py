@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -165,3 +166,9 @@ class TextToImage(CaptionedDiffusion):
         """Options that a metric of samples depends on."""
         options = asdict(sampling)
         return {"sampling_steps": options.pop("steps"), **options, "shift": self.flow.shift}
+
+    @torch.no_grad()
+    def draw_prompts(self, prompts: list[str], seed: int) -> Tensor:
+        """An image ``[n, C, H, W]`` uint8 on the CPU for each of ``prompts``, thirty-two at a time."""
+        parts = [range(start, min(start + 32, len(prompts))) for start in range(0, len(prompts), 32)]
+        return torch.cat([self.draw([prompts[i] for i in part], list(part), seed).cpu() for part in parts])

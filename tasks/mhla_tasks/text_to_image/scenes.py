@@ -38,7 +38,7 @@ SCENES, HELD_OUT_SCENES = 20_000, 400
 
 @dataclass(frozen=True)
 class Scene:
-    """Digits of a picture, with their colours and places.
+    """What a picture shows.
 
     Args:
         digits: label and colour of each digit; of equal ones, once.

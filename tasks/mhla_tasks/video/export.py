@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diffusers import WanPipeline
 
-from lightning_mhla.generative.adapters import write_transformer
+from lightning_mhla.generative.adapters import merge_adapters, save_adapters
 from mhla_tasks.video.module import VideoDiffusion
 
 OPTIONS = ("adapters",)
@@ -29,4 +29,8 @@ def write(module: VideoDiffusion, folder: Path, adapters: Path | None = None) ->
         folder: folder of the transformer.
         adapters: folder for LoRA adapters; None to add them to the weights.
     """
-    write_transformer(module.network, folder, adapters, WanPipeline)
+    if adapters is None:
+        merge_adapters(module.network)
+    else:
+        save_adapters(module.network, adapters, WanPipeline)
+    module.network.save_pretrained(folder)
