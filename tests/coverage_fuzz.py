@@ -48,7 +48,7 @@ with atheris.instrument_imports(include=["lightning_mhla", "mhla_tasks"], enable
     from lightning_mhla.checkpoints.sharded_tensors import load_whole, save_sharded
     from lightning_mhla.data import ShardReader
     from lightning_mhla.data.images import decode_image
-    from lightning_mhla.data.shards import scan_shard
+    from lightning_mhla.data.tables import scan_shard
     from lightning_mhla.system.untrusted import check_yaml, parse_array
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))

@@ -28,7 +28,7 @@ from benchmarks.machine import describe
 from benchmarks.slurm.cluster import Cluster
 from benchmarks.slurm.installation import SlurmUnavailable, find_or_unpack
 from benchmarks.slurm.job import Job
-from lightning_mhla.data.shards import default_cache
+from lightning_mhla.data.tables import default_cache
 from lightning_mhla.system.files import write_whole
 
 STEPS = 1200

@@ -3,7 +3,7 @@
 from lightning_mhla.data.loader import ResumableLoader
 from lightning_mhla.data.module import ResumableDataModule, ShardSets
 from lightning_mhla.data.shards import ShardReader, find_shards
-from lightning_mhla.data.source import BrokenSampleError, SampleSource
+from lightning_mhla.data.source import BrokenSampleError, SampleSource, ShardUnavailableError
 from lightning_mhla.data.write import write_shards
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "SampleSource",
     "ShardReader",
     "ShardSets",
+    "ShardUnavailableError",
     "find_shards",
     "write_shards",
 ]

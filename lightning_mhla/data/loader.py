@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from lightning_mhla.data.cache import FetchAhead
 from lightning_mhla.data.sampling import (
     Ticket,
     epoch_order,
@@ -113,6 +116,7 @@ class ResumableLoader:
         max_skipped: broken samples that this process skips before it stops with an error.
         progress: for training, says whenever a pass starts where the run stands.
         num_workers: worker processes.
+        ahead: makes what fetches shards ahead, from the number of the shard of each sample that is read next.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class ResumableLoader:
         max_skipped: int = 100,
         progress: Callable[[], Progress] = Progress,
         num_workers: int = 0,
+        ahead: Callable[[np.ndarray], FetchAhead] | None = None,
     ) -> None:
         samples_each(batch_size, world)
         if not len(source):
@@ -136,7 +141,7 @@ class ResumableLoader:
             raise ValueError(f"{len(source)} training samples do not fill one batch of batch_size={batch_size}")
         self.source, self.batch_size, self.train, self.seed = source, batch_size, train, seed
         self.rank, self.world, self.window, self.max_skipped = rank, world, window, max_skipped
-        self.progress, self.skipped = progress, 0
+        self.progress, self.skipped, self.ahead = progress, 0, ahead
         self._batches = _Batches()
         self._loader = DataLoader(
             _SeededSamples(source, seed, skip_broken=train),
@@ -155,19 +160,29 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rest of the epoch that the run stands in."""
-        self._batches.pending = self._remaining()
-        for batch in self._loader:
-            self._count(int(batch.pop("skipped").sum()))
-            yield batch
+        order, epoch = self._order()
+        if self.train:
+            self._batches.pending = training_batches(order, epoch, self.batch_size, self.rank, self.world)
+        else:
+            self._batches.pending = evaluation_batches(len(order), self.batch_size, self.rank, self.world)
+        batches = iter(self._loader)  # worker processes are forked before there are threads
+        with nullcontext() if self.ahead is None else self.ahead(self._shards_of(order)) as ahead:
+            for number, batch in enumerate(batches):
+                if ahead is not None:
+                    ahead.passed(number * self.batch_size)
+                self._count(int(batch.pop("skipped").sum()))
+                yield batch
 
-    def _remaining(self) -> Iterator[list[Ticket]]:
+    def _order(self) -> tuple[np.ndarray, int]:
+        """The samples of all processes that are left of the epoch, in their order, and the epoch."""
         if not self.train:
-            yield from evaluation_batches(len(self.source), self.batch_size, self.rank, self.world)
-            return
+            return np.arange(len(self.source)), 0
         epoch, done, steps = self.progress()
         order = epoch_order(self.source.shard_sizes, self.seed, epoch, self.window)
-        order = order[done * self.batch_size : None if steps is None else steps * self.batch_size]
-        yield from training_batches(order, epoch, self.batch_size, self.rank, self.world)
+        return order[done * self.batch_size : None if steps is None else steps * self.batch_size], epoch
+
+    def _shards_of(self, order: np.ndarray) -> np.ndarray:
+        return np.searchsorted(np.cumsum(self.source.shard_sizes), order, side="right")
 
     def _count(self, skipped: int) -> None:
         self.skipped += skipped

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning import LightningDataModule, Trainer
 from typing_extensions import override
 
+from lightning_mhla.data.cache import FetchAhead, ShardCache
 from lightning_mhla.data.loader import Progress, ResumableLoader
 from lightning_mhla.data.shards import ShardReader, find_shards
 from lightning_mhla.data.source import SampleSource
+from lightning_mhla.data.tables import default_cache
 from lightning_mhla.system.hyperparameters import LoggedApart
 
 
@@ -22,11 +26,23 @@ class ShardSets:
         train: paths, see :func:`find_shards`.
         val: for validation and tests, in the same forms.
         cache_dir: folder for downloaded shards and for member tables of read-only folders; None for the user's cache.
+        cache_bytes: limit of the shards behind URLs that lie in ``cache_dir`` at a time, which are then fetched ahead and
+            removed when done; None downloads them whole and keeps them.
     """
 
-    def __init__(self, train: str | list[str], val: str | list[str], cache_dir: str | None) -> None:
+    def __init__(
+        self,
+        train: str | list[str],
+        val: str | list[str],
+        cache_dir: str | None = None,
+        cache_bytes: int | None = None,
+    ) -> None:
         self.locations = {"train": train, "validate": val, "test": val}
         self.cache = Path(cache_dir) if cache_dir else None
+        if cache_bytes is not None and cache_bytes < 1:
+            raise ValueError(f"cache_bytes={cache_bytes} must be a number of bytes, or null to keep all shards")
+        folder = (self.cache or default_cache()) / "streamed"
+        self.streamed = None if cache_bytes is None else ShardCache(folder, cache_bytes)
 
     def prepare(self, trainer: Trainer | None) -> None:
         """Find or download the shards that ``trainer`` is going to read, and read their member tables."""
@@ -45,11 +61,26 @@ class ShardSets:
 
     def find(self, stage: str) -> list[Path]:
         """Local paths of the shards of a stage."""
-        return find_shards(self.locations[stage], self.cache)
+        return find_shards(self.locations[stage], self.cache, self.streamed)
 
     def reader(self, stage: str) -> ShardReader:
         """The shards of a stage."""
-        return ShardReader(self.find(stage), self.cache)
+        return ShardReader(self.find(stage), self.cache, self.streamed)
+
+    def ahead(self, stage: str, window: int | None) -> Callable[[np.ndarray], FetchAhead] | None:
+        """What fetches the shards of a stage ahead; None where they are not streamed.
+
+        Raises:
+            ValueError: when ``window`` shards, which are shuffled together, and one ahead do not fit.
+        """
+        streamed = self.streamed
+        if streamed is None or self.class_folder(stage) is not None:
+            return None
+        paths = self.find(stage)
+        if not set(paths) & set(streamed.urls):
+            return None
+        streamed.check_window(paths, window)
+        return lambda shards: FetchAhead(streamed, paths, shards)
 
 
 def batches_trained(trainer: Trainer) -> int:
@@ -159,8 +190,10 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
 
     def _loader(self, stage: str, train: bool = False) -> ResumableLoader:
         rank, world = process_share(self.trainer)
+        source = self.source(stage)
+        shards = self.shards if isinstance(self.shards, ShardSets) and stage != "predict" else None
         return ResumableLoader(
-            self.source(stage),
+            source,
             self.batch_size,
             train=train,
             seed=self.seed,
@@ -169,4 +202,5 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
             num_workers=self.num_workers,
             rank=rank,
             world=world,
+            ahead=None if shards is None else shards.ahead(stage, self.shuffle_window if train else 1),
         )

@@ -10,6 +10,10 @@ class BrokenSampleError(ValueError):
     """A sample that cannot be used; the message names where it lies and what is wrong with it."""
 
 
+class ShardUnavailableError(OSError):
+    """A shard that cannot be fetched now; the message names it. No sample is skipped for it: the run can resume."""
+
+
 class SampleSource(Protocol):
     """Samples by index. Reading one uses the global random generators freely: they are seeded for each sample.
 

@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,24 @@ class TextConfig:
         length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut.
         instruction: text before each caption, except the empty one. The encoder reads it; the embeddings of its first and
             its last token are kept. sana for SanaPipeline's own.
+        carry: without an encoder, share of a word's embedding that the next word's has added to it, below 1. With 0 the
+            transformer sees a bag of words, and cannot tell a red three and a green seven from a green three and a red seven.
     """
 
     encoder: str | None = None
     length: int = 512
     instruction: str | None = None
+    carry: float = 0.0
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"text.length={self.length} must be at least 1")
+        if not 0 <= self.carry < 1:
+            raise ValueError(f"text.carry={self.carry} must be at least 0 and below 1")
+        if self.carry and self.encoder is not None:
+            raise ValueError(
+                f"text.carry={self.carry} is for captions without an encoder, whose words do not see each other"
+            )
 
 
 class CaptionEncoder:
@@ -86,13 +96,18 @@ class CaptionEncoder:
 
 
 class WordVectors(CaptionEncoder):
-    """A standard normal vector for each word, drawn from its hash: any vocabulary, the same on every machine."""
+    """A standard normal vector for each word, drawn from its hash: any vocabulary, the same on every machine.
+
+    A word's embedding is its vector, and ``carry`` times the embedding of the word before.
+    """
 
     @override
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
         words = caption.lower().split()[: self.config.length]
         seeds = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:WORD_BYTES], "big") for word in words]
         vectors = [np.random.default_rng(seed).standard_normal(self.width, dtype=np.float32) for seed in seeds]
+        for before, vector in pairwise(vectors):
+            vector += np.float32(self.config.carry) * before
         return torch.from_numpy(np.stack(vectors) if vectors else np.zeros((0, self.width), np.float32)).to(device)
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
 from lightning_mhla.data.images import decode_image, image_files
-from lightning_mhla.data.shards import load_table, scan_shard
+from lightning_mhla.data.tables import load_table, scan_shard
 from lightning_mhla.system.untrusted import check_yaml, parse_array, read_json
 
 

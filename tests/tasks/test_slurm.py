@@ -11,7 +11,7 @@ from processes import run_cli
 from benchmarks.slurm.cluster import Cluster
 from benchmarks.slurm.installation import SlurmUnavailable, find_or_unpack
 from benchmarks.slurm.job import ROOT, Job, curve, write_config
-from lightning_mhla.data.shards import default_cache
+from lightning_mhla.data.tables import default_cache
 
 STEPS = 300
 

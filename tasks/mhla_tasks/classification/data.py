@@ -112,6 +112,8 @@ class ImageNetShards(ResumableDataModule):
         max_skipped: broken training samples that one process skips, with a warning each, before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
         cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
+            removed when done. null downloads all and keeps them.
         predict_dir: folder of images for predict.
     """
 
@@ -130,6 +132,7 @@ class ImageNetShards(ResumableDataModule):
         max_skipped: int = 100,
         shuffle_window: int | None = 16,
         cache_dir: str | None = None,
+        cache_bytes: int | None = None,
         predict_dir: str | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, max_skipped, shuffle_window)
@@ -137,7 +140,7 @@ class ImageNetShards(ResumableDataModule):
         keep_plain(self)
         if channels not in (1, 3):
             raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
-        self.shards: ShardSets = ShardSets(train, val, cache_dir)
+        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
         self.channels = channels
         self.image_size, self.num_classes, self.crop_share = image_size, num_classes, crop_share
         self.augment = as_dataclass(AugmentConfig, augment)

@@ -174,6 +174,8 @@ class ImageShards(ClassImages):
         max_skipped: broken training samples that one process skips, with a warning each, before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
         cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
+            removed when done. null downloads all and keeps them.
     """
 
     def __init__(
@@ -191,9 +193,10 @@ class ImageShards(ClassImages):
         max_skipped: int = 100,
         shuffle_window: int | None = 16,
         cache_dir: str | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         super().__init__(batch_size, num_classes, samples, num_workers, seed, max_skipped, shuffle_window)
-        self.shards: ShardSets = ShardSets(train, val, cache_dir)
+        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
         self.save_hyperparameters(ignore=["samples"])
         if channels not in (1, 3):
             raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
@@ -221,7 +224,7 @@ class LatentShards(ClassImages):
     No VAE is needed in training: a latent is drawn from the stored posterior of the image, or of its mirror image.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{00000..01281}.tar, a glob, or a list of these.
+        train: shards to train on: a folder, DIR/train-{00000..01281}.tar, a glob, URLs, or a list of these.
         val: shards to validate on, in the same forms.
         sample_size: side of the latents.
         batch_size: samples of a batch over all processes together.
@@ -232,7 +235,9 @@ class LatentShards(ClassImages):
         seed: order and random numbers of the samples; null takes seed_everything.
         max_skipped: broken training samples that one process skips, with a warning each, before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for member tables of read-only folders; null for the user's cache.
+        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
+            removed when done. null downloads all and keeps them.
     """
 
     def __init__(
@@ -249,9 +254,10 @@ class LatentShards(ClassImages):
         max_skipped: int = 100,
         shuffle_window: int | None = 16,
         cache_dir: str | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         super().__init__(batch_size, num_classes, samples, num_workers, seed, max_skipped, shuffle_window)
-        self.shards: ShardSets = ShardSets(train, val, cache_dir)
+        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
         self.save_hyperparameters(ignore=["samples"])
         self.sample_size, self.flip = sample_size, flip
 

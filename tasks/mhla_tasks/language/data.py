@@ -256,6 +256,8 @@ class TokenShards(TextData):
         max_skipped: broken training samples that one process skips, with a warning each, before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
         cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
+            removed when done. null downloads all and keeps them.
         prompts: file for predict: one prompt a line, or .jsonl with a "prompt" in each.
     """
 
@@ -272,6 +274,7 @@ class TokenShards(TextData):
         max_skipped: int = 100,
         shuffle_window: int | None = None,
         cache_dir: str | None = None,
+        cache_bytes: int | None = None,
         prompts: str | None = None,
     ) -> None:
         super().__init__(
@@ -285,7 +288,7 @@ class TokenShards(TextData):
             shuffle_window=shuffle_window,
         )
         self.save_hyperparameters(ignore=["prompts"])
-        self.shards: ShardSets = ShardSets(train, val, cache_dir)
+        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
         self.tokenizer_name = tokenizer
 
     @cached_property

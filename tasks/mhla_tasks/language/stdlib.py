@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lightning_mhla.data.shards import default_cache
+from lightning_mhla.data.tables import default_cache
 from mhla_tasks.language.documents import encode_documents
 from mhla_tasks.language.tokenizer import load_tokenizer, train_tokenizer
 

@@ -103,6 +103,8 @@ class CaptionedImageShards(CaptionedImageData):
         max_skipped: broken training samples that one process skips before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
         cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
+            removed when done. null downloads all and keeps them.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class CaptionedImageShards(CaptionedImageData):
         max_skipped: int = 100,
         shuffle_window: int | None = 16,
         cache_dir: str | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         super().__init__(
             prompts,
@@ -131,7 +134,7 @@ class CaptionedImageShards(CaptionedImageData):
         self.save_hyperparameters(ignore=["prompts"])
         self.size, self.caption_key = (height, width), caption_key
         self.locations = {"train": train, "validate": val, "test": val}
-        sets: ShardSets = ShardSets(train, val, cache_dir)
+        sets: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
         self._sets = sets
         self.shards = None if any(image_folder(location) for location in (train, val)) else sets
 
@@ -150,7 +153,7 @@ class ImageLatentShards(CaptionedImageData):
     """Latents and encoded captions in shards, as ``lightning prepare caption-latents`` writes them.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, or a list of these.
+        train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, URLs, or a list of these.
         val: shards to validate on, in the same forms.
         text_length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut. null takes the length that
             the shards were encoded with (their manifest says it).
@@ -160,7 +163,9 @@ class ImageLatentShards(CaptionedImageData):
         seed: order and random numbers of the samples; null takes seed_everything.
         max_skipped: broken training samples that one process skips before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for member tables of read-only folders; null for the user's cache.
+        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
+            removed when done. null downloads all and keeps them.
     """
 
     def __init__(
@@ -175,6 +180,7 @@ class ImageLatentShards(CaptionedImageData):
         max_skipped: int = 100,
         shuffle_window: int | None = 16,
         cache_dir: str | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         super().__init__(
             prompts,
@@ -186,7 +192,7 @@ class ImageLatentShards(CaptionedImageData):
         )
         self.save_hyperparameters(ignore=["prompts"])
         self._text_length = text_length
-        self.shards: ShardSets = ShardSets(train, val, cache_dir)
+        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
 
     @property
     def text_length(self) -> int:

@@ -130,6 +130,8 @@ class VideoShards(ClipData):
         max_skipped: broken training samples that one process skips before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
         cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
+            removed when done. null downloads all and keeps them.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class VideoShards(ClipData):
         max_skipped: int = 100,
         shuffle_window: int | None = 16,
         cache_dir: str | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         super().__init__(
             prompts,
@@ -159,7 +162,7 @@ class VideoShards(ClipData):
         )
         self.save_hyperparameters(ignore=["prompts"])
         self.size, self.fps, self.caption_key = (frames, height, width), fps, caption_key
-        self.shards: ShardSets = ShardSets(train, val, cache_dir)
+        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
 
     @override
     def clips(self, stage: str) -> SampleSource:
@@ -171,7 +174,7 @@ class VideoLatentShards(ClipData):
     """Latents and encoded captions in shards, as ``lightning prepare clip-latents`` writes them.
 
     Args:
-        train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, or a list of these.
+        train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, URLs, or a list of these.
         val: shards to validate on, in the same forms.
         text_length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut. null takes the length that
             the shards were encoded with (their manifest says it).
@@ -181,7 +184,9 @@ class VideoLatentShards(ClipData):
         seed: order and random numbers of the samples; null takes seed_everything.
         max_skipped: broken training samples that one process skips before it stops.
         shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for member tables of read-only folders; null for the user's cache.
+        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
+            removed when done. null downloads all and keeps them.
     """
 
     def __init__(
@@ -196,6 +201,7 @@ class VideoLatentShards(ClipData):
         max_skipped: int = 100,
         shuffle_window: int | None = 16,
         cache_dir: str | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         super().__init__(
             prompts,
@@ -207,7 +213,7 @@ class VideoLatentShards(ClipData):
         )
         self.save_hyperparameters(ignore=["prompts"])
         self._text_length = text_length
-        self.shards: ShardSets = ShardSets(train, val, cache_dir)
+        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
 
     @property
     def text_length(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import datasets
 
-from lightning_mhla.data.shards import default_cache
+from lightning_mhla.data.tables import default_cache
 
 BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 """Names that ``datasets`` has for kinds of files, not for data sets."""

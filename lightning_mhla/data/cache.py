@@ -1,0 +1,378 @@
+"""Remote shards on a disk that does not hold them all: fetched ahead, removed when done, never more than a limit.
+
+All processes of a machine share one folder. Each change of what lies there is made under one lock file; a shard that is
+being fetched has its room reserved, and a shard that is being read is locked, so it is not removed. All locks are the
+kernel's (``flock``): they end with the process that held them, and what a killed one left behind is removed by the next.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_mhla.data.remote import (
+    DownloadStoppedError,
+    download,
+    kept_at,
+    remote_size,
+    side_files,
+)
+from lightning_mhla.data.source import ShardUnavailableError
+from lightning_mhla.data.tables import INDEX, MemberTable, read_table, scan_shard, table_bytes, table_file
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 4
+"""Shards that one process fetches ahead at the same time."""
+
+WAIT = 0.05
+"""Seconds between two looks at a full disk."""
+
+
+class ShardCache:
+    """Remote shards, at most ``limit`` bytes of them on the local disk, member tables included.
+
+    Args:
+        folder: of the shards; several processes may share it.
+        limit: in bytes; room for two shards at least.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self.urls: dict[Path, str] = {}
+        self.sizes: dict[Path, int] = {}
+        self._used: dict[Path, float] = {}
+
+    def add(self, urls: Sequence[str]) -> list[Path]:
+        """Paths at which the shards of URLs lie once they are fetched; their small side files are fetched now."""
+        paths = [kept_at(url, self.folder) for url in urls]
+        if not set(paths) <= set(self.urls):
+            self.urls |= dict(zip(paths, urls, strict=True))
+            for file, content in side_files(urls, self.folder):
+                self._keep(file, content)
+        return paths
+
+    def table(self, path: Path) -> MemberTable:
+        """The member table of a shard: kept, from ``NAME.tar.index.npz`` beside it on the server, or scanned.
+
+        Raises:
+            ShardUnavailableError: when the server fails.
+            ValueError: when the shard is broken, or the limit is below two shards.
+        """
+        file = table_file(path)
+        table = read_table(file)
+        if table is None:
+            found = io.BytesIO()
+            with suppress(FileNotFoundError):
+                download(self.urls[path] + INDEX, found)
+                self._keep(file, found.getvalue())
+                table = read_table(file)
+        if table is None:
+            with self.open(path):
+                table = scan_shard(path)
+            self._keep(file, table_bytes(table))
+        self.sizes[path] = table.size
+        self._check_size(path, table.size)
+        return table
+
+    def _keep(self, file: Path, content: bytes) -> None:
+        """Write a small file, in room made for it."""
+        while True:
+            with self._changing():
+                if self._make_room(len(content), None):
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    aside = file.with_name(f"{file.name}.part")
+                    aside.write_bytes(content)
+                    aside.replace(file)
+                    return
+            time.sleep(WAIT)
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[int]:
+        """Descriptor of a shard, which is fetched first if it is not there; not removed meanwhile.
+
+        Raises:
+            ShardUnavailableError: when the server fails.
+        """
+        try:
+            descriptor = _open(path, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except FileNotFoundError:
+            fetched = self.fetch(path)
+            assert fetched is not None
+            descriptor = fetched
+        try:
+            now = time.monotonic()
+            if now - self._used.get(path, -1.0) >= 1:
+                self._used[path] = now
+                os.utime(descriptor)
+            yield descriptor
+        finally:
+            _close(descriptor)
+
+    def fetch(
+        self, path: Path, keep: Collection[Path] | None = None, stop: threading.Event | None = None
+    ) -> int | None:
+        """Fetch a shard, and remove the shards that have been unused for longest where it needs room.
+
+        Args:
+            path: the shard.
+            keep: shards that are not removed for it; None removes any that nobody reads, and waits for room.
+            stop: once set, the download is given up.
+
+        Returns:
+            A descriptor of it, locked against removal; None where ``keep`` leaves no room or another process fetches it.
+        """
+        part = path.with_name(f"{path.name}.part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            descriptor, mine, whole = _open(part, os.O_RDWR | os.O_CREAT), False, False
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if keep is None else fcntl.LOCK_NB))
+                mine = _is_at(descriptor, part)  # or another process has finished it, or removed what was left
+                if mine and not path.exists():
+                    if not self._fill(descriptor, path, keep, stop):
+                        return None
+                    with self._changing():  # who counts bytes finds it under one name
+                        part.rename(path)
+                    fcntl.flock(descriptor, fcntl.LOCK_SH)
+                    whole = True
+                    return descriptor
+            except BlockingIOError:
+                return None
+            finally:
+                if not whole:
+                    if mine and _is_at(descriptor, part):
+                        part.unlink()
+                    _close(descriptor)
+            with suppress(FileNotFoundError):
+                descriptor = _open(path, os.O_RDONLY)
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                return descriptor
+
+    def _fill(self, descriptor: int, path: Path, keep: Collection[Path] | None, stop: threading.Event | None) -> bool:
+        """Download a shard into an open file, once there is room; False where ``keep`` leaves none."""
+        url, size = self.urls[path], self._size(path)
+        while True:
+            with self._changing():
+                if self._make_room(size, keep):
+                    os.ftruncate(descriptor, size)  # seen by others as used
+                    break
+            if keep is not None:
+                return False
+            time.sleep(WAIT)
+        with open(descriptor, "r+b", closefd=False) as sink:
+            try:
+                download(url, sink, stop)
+            except FileNotFoundError as error:
+                raise ShardUnavailableError(f"{url} is gone; it was there when its table was read") from error
+            if sink.tell() != size:
+                raise ShardUnavailableError(
+                    f"{url} has {sink.tell()} bytes, not {size}: it was replaced; remove {table_file(path)}"
+                )
+        return True
+
+    def check_window(self, paths: Sequence[Path], window: int | None) -> None:
+        """Raise a ValueError where samples of more shards are shuffled together than the limit has room for."""
+        sizes = sorted((self.sizes[path] for path in paths if path in self.sizes), reverse=True)
+        shards = min(len(sizes), (len(sizes) if window is None else window) + 1)
+        needed = sum(sizes[:shards])
+        if needed > self.room:
+            fitting = int(np.searchsorted(np.cumsum(sizes), self.room, side="right"))
+            raise ValueError(
+                f"shuffle_window={'null' if window is None else window} shuffles more shards together than fit in "
+                f"cache_bytes={self.limit}: they and one ahead have up to {needed} bytes; set shuffle_window to "
+                f"{max(1, fitting - 1)}, or better half of that, or raise cache_bytes"
+            )
+
+    @property
+    def room(self) -> int:
+        """Bytes for shards: the limit less what is kept of them all."""
+        kept = sum(file.stat().st_size for file in _files(self.folder) if not _is_shard(file))
+        return self.limit - kept
+
+    def _check_size(self, path: Path, size: int) -> None:
+        if 2 * size > self.limit:
+            raise ValueError(
+                f"cache_bytes={self.limit} is less than two shards: {self.urls[path]} has {size} bytes; set it to several "
+                "times that"
+            )
+
+    def _size(self, path: Path) -> int:
+        if path not in self.sizes:
+            self.sizes[path] = remote_size(self.urls[path])
+        self._check_size(path, self.sizes[path])
+        return self.sizes[path]
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What is done here, no other process does at the same time."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = _open(self.folder / "lock", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            _close(lock)
+
+    def _make_room(self, size: int, keep: Collection[Path] | None) -> bool:
+        """Remove what may go until there is room for ``size`` bytes; whether there is."""
+        used, shards = 0, []
+        for file in _files(self.folder):
+            with suppress(FileNotFoundError):
+                stat = file.stat()
+                if file.suffix == ".part" and _remove_unlocked(file):
+                    continue  # left by a process that was killed
+                used += stat.st_size
+                if file.suffix == ".tar" and (keep is None or file not in keep):
+                    shards.append((stat.st_mtime_ns, file, stat.st_size))
+        for _, file, there in sorted(shards):
+            if used + size <= self.limit:
+                break
+            with suppress(FileNotFoundError):
+                if _remove_unlocked(file):
+                    used -= there
+        return used + size <= self.limit
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the times of use, which are this process's own."""
+        return {**self.__dict__, "_used": {}}
+
+
+class FetchAhead:
+    """Fetches shards in the order of their first use, as far ahead as the limit allows; a context in which it runs.
+
+    Args:
+        cache: where to.
+        paths: all shards.
+        shards: ``[n]``, the number of the shard of each sample, in the order in which samples are read.
+    """
+
+    def __init__(self, cache: ShardCache, paths: Sequence[Path], shards: np.ndarray) -> None:
+        self.cache, self.paths = cache, paths
+        numbers, first = np.unique(shards, return_index=True)
+        last = len(shards) - 1 - np.unique(shards[::-1], return_index=True)[1]
+        order = np.argsort(first)
+        self._numbers, self._last = numbers[order], last[order]
+        self._next = int(self._last.min(initial=len(shards))) + 1
+        self._stop, self._changed = threading.Event(), threading.Condition()
+        self._wanted: list[Path] = []
+        self._threads: list[threading.Thread] = []
+        self._plan(0)
+
+    def passed(self, samples: int) -> None:
+        """Say that so many samples have been read, by all processes together."""
+        if samples >= self._next:
+            self._plan(samples)
+
+    def _plan(self, samples: int) -> None:
+        """Decide which shards should be here: those that are needed next, as many as fit."""
+        left = self._last >= samples
+        self._next = int(self._last[left].min(initial=np.iinfo(np.int64).max - 1)) + 1
+        coming = [self.paths[number] for number in self._numbers[left]]
+        fitting = np.cumsum([self.cache.sizes[path] for path in coming]) <= self.cache.room
+        with self._changed:
+            self._wanted = coming[: int(fitting.sum())]
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with self._changed:
+                wanted = self._wanted
+            fetched = False
+            for path in wanted:
+                if self._stop.is_set():
+                    return
+                if not path.exists():
+                    try:
+                        descriptor = self.cache.fetch(path, set(wanted), self._stop)
+                    except DownloadStoppedError:
+                        return
+                    except (OSError, ValueError) as error:
+                        log.warning(
+                            "nothing more is fetched ahead: %s", error
+                        )  # who reads the shard tries again, and says
+                        return
+                    if descriptor is not None:
+                        _close(descriptor)
+                        fetched = True
+                        break
+            if not fetched:
+                with self._changed:
+                    if self._wanted is wanted and not self._stop.is_set():
+                        self._changed.wait(1.0)
+
+    def __enter__(self) -> FetchAhead:
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(AT_ONCE)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+
+def _files(folder: Path) -> list[Path]:
+    """Every file in the folders of a cache."""
+    return [Path(entry.path) for inner in folder.iterdir() if inner.is_dir() for entry in os.scandir(inner)]
+
+
+def _is_shard(file: Path) -> bool:
+    return file.suffix == ".tar" or (file.suffix == ".part" and file.stem.endswith(".tar"))
+
+
+def _open(path: Path, flags: int) -> int:
+    """A descriptor that processes forked from this one do not keep: neither its lock nor the room of a removed file."""
+    descriptor = os.open(path, flags)
+    _held.add(descriptor)
+    return descriptor
+
+
+def _close(descriptor: int) -> None:
+    _held.discard(descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a process was forked just now, with it
+    os.close(descriptor)
+
+
+def _close_held() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+_held: set[int] = set()
+os.register_at_fork(after_in_child=_close_held)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_unlocked(file: Path) -> bool:
+    """Remove a file that no process has locked."""
+    descriptor = _open(file, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.unlink()
+    except BlockingIOError:
+        return False
+    finally:
+        _close(descriptor)
+    return True
