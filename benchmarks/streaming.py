@@ -53,7 +53,16 @@ def main() -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(home / "remote")]
+        command = [
+            sys.executable,
+            "-m",
+            "http.server",
+            str(port),
+            "--bind",
+            "127.0.0.1",
+            "--directory",
+            str(home / "remote"),
+        ]
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             _wait_for(port)
@@ -101,9 +110,7 @@ def _rate(where: str, cache: Path, limit: int | None, workers: int) -> float:
     transform = v2.Compose([v2.PILToTensor(), v2.Resize(224)])
     source = ShardImages(sets.reader("train"), transform, 10)
     ahead = sets.ahead("train", WINDOW)
-    batches = iter(
-        ResumableLoader(source, BATCH, train=True, seed=0, window=WINDOW, num_workers=workers, ahead=ahead)
-    )
+    batches = iter(ResumableLoader(source, BATCH, train=True, seed=0, window=WINDOW, num_workers=workers, ahead=ahead))
     next(batches)
     start, count = time.perf_counter(), 0
     for batch in batches:

@@ -17,7 +17,7 @@ from mhla_tasks.video.digits import MovingDigitSamples
 
 from benchmarks import recurrences
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import mnist, runs, video
+from benchmarks.paper import mnist, runs, scenes, video
 from benchmarks.paper.study import by_variant, spread
 
 ONE = [
@@ -38,6 +38,8 @@ SMALL: dict[str, tuple[list[str], list[str]]] = {
     "stdlib": (["gla"], [KEEP, "--model.init_args.dim=32", "--model.init_args.depth=1", "--model.init_args.context=64",
                          "--data.init_args.context=64", "--model.init_args.vocab_size=512", "--data.init_args.vocab_size=512"]),
     "mnist-images": (["mhla + lepe + gate"], [DRAW, "--model.init_args.dim=16", "--model.init_args.heads=1", "--model.init_args.depth=1"]),
+    "scenes": (["mhla, 16 blocks"], [KEEP, "--model.init_args.transformer.num_layers=1", "--model.init_args.sampling.steps=1",
+                                     "--trainer.val_check_interval=1"]),
     "video": (["mhla, 16 blocks"], [KEEP, "--model.init_args.transformer.num_layers=1", "--model.init_args.transformer.ffn_dim=16",
                                     "--model.init_args.sampling.steps=1", "--trainer.val_check_interval=1"]),
 }  # fmt: skip
@@ -73,6 +75,8 @@ def test_a_study_trains_each_row_once_and_writes_its_part_of_the_page(
     variants, options = SMALL[study]
     monkeypatch.setattr(video, "CLIPS_EACH", 1)
     monkeypatch.setattr(mnist, "LOOKED_AT", 1)
+    monkeypatch.setattr(scenes, "DRAWN", 4)
+    monkeypatch.setattr(scenes, "REAL", 20)
     seeds = [0, 1] if study == "mnist" else [0]
     words = ["--only", study, "--variants", *variants, "--seeds", *map(str, seeds), "--", *ONE, *options]
     monkeypatch.setattr("benchmarks.paper.language.LONG", 256)

@@ -36,6 +36,7 @@ class Study:
         reading: Markdown that stands after them: what they say, and what they do not.
         printed: Markdown of the table that the paper printed; empty where it has none.
         full: configurations of the size of that table.
+        start_seed: seed of the run that a variant starts from; None for the variant's own.
         after: more of the section, from other results; may write pictures like ``section``.
     """
 
@@ -51,6 +52,7 @@ class Study:
     reading: str = ""
     printed: str = ""
     full: Sequence[str] = field(default_factory=tuple)
+    start_seed: int | None = None
     after: Callable[[Path], str] | None = None
 
     def rows(self, results: Path) -> list[Row]:
@@ -86,8 +88,9 @@ class Study:
         options = [*self.options, *self.variants[variant], *more, f"--seed_everything={seed}"]
         if self.needs is not None:
             first, start = self.needs
-            first.run(start, seed, folder, results, more)
-            path = newest(folder / f"{first.name}-{slug(start)}-seed{seed}")
+            origin = seed if self.start_seed is None else self.start_seed
+            first.run(start, origin, folder, results, more)
+            path = newest(folder / f"{first.name}-{slug(start)}-seed{origin}")
             options = [option.replace("{pretrained}", str(path)) for option in options]
         checkpoint, seconds = train(self.config, name, folder, options)
         row = {"variant": variant, "seed": seed, **self.measure(checkpoint), "seconds": round(seconds)}
