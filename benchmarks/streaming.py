@@ -2,8 +2,9 @@
 
     lightning bench streaming --out benchmarks/results
 
-Random JPEGs with labels are packed into shards, which ``python -m http.server`` serves in a process of its own. Both readers go
-through an epoch in the same order: decoded, resized to 224 pixels, in batches of 64; every repetition begins with an empty cache.
+Random JPEGs with labels are packed into shards, which ``python -m http.server`` serves in a process of its own. Both readers
+go through an epoch in the same order: decoded, resized to 224 pixels, in batches of 64; every repetition begins with an empty
+cache.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def main() -> None:
     result.pop("out")
     result["machine"] = describe(torch.device("cpu"))
     print(
-        f"{total / 1e6:.0f} MB in {args.shards} shards, {args.workers} workers: {found['local']:,} samples a second from the disk, "
-        f"{found['streamed']:,} from a server with cache_bytes={total // 10} ({100 * found['ratio']:.1f}%)"
+        f"{total / 1e6:.0f} MB in {args.shards} shards, {args.workers} workers: {found['local']:,} samples a second from the "
+        f"disk, {found['streamed']:,} from a server with cache_bytes={total // 10} ({100 * found['ratio']:.1f}%)"
     )
     if args.out is not None:
         write_whole(args.out / "streaming-cpu.json", json.dumps(result, indent=1) + "\n")

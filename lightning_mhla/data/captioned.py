@@ -38,6 +38,9 @@ class CaptionedFiles(Protocol):
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
         """The first of ``wanted`` extensions that a sample has, and its bytes; BrokenSampleError if it has none."""
 
+    def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
+        """The first bytes of the member that :meth:`member` gives."""
+
     def caption(self, index: int) -> str:
         """The caption of a sample; BrokenSampleError if it has none."""
 
@@ -62,6 +65,10 @@ class ShardFiles:
         """See :meth:`CaptionedFiles.member`."""
         extension = self.reader.extension(index, wanted)
         return extension, self.reader.read(index, extension)
+
+    def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
+        """See :meth:`CaptionedFiles.head`."""
+        return self.reader.read(index, self.reader.extension(index, wanted), count=count)
 
     def caption(self, index: int) -> str:
         """See :meth:`CaptionedFiles.caption`."""
@@ -106,6 +113,11 @@ class FolderFiles:
             if (path := own.with_suffix(f".{name}")).is_file():
                 return name, path.read_bytes()
         raise BrokenSampleError(f"{own} has no .{' or .'.join(wanted)} beside it")
+
+    def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
+        """See :meth:`CaptionedFiles.head`."""
+        with self.paths[index].open("rb") as stream:
+            return stream.read(count)
 
     def caption(self, index: int) -> str:
         """See :meth:`CaptionedFiles.caption`."""

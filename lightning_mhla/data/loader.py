@@ -17,6 +17,7 @@ from lightning_mhla.data.sampling import (
     Ticket,
     epoch_order,
     evaluation_batches,
+    grouped_order,
     kept_random_state,
     seed_sample,
     training_batches,
@@ -24,6 +25,12 @@ from lightning_mhla.data.sampling import (
 from lightning_mhla.data.source import BrokenSampleError, SampleSource
 
 log = logging.getLogger(__name__)
+
+
+def sample_groups(source: SampleSource) -> np.ndarray | None:
+    """``[samples]`` int64, the groups whose samples may share a batch; None where all may."""
+    groups: np.ndarray | None = getattr(source, "groups", None)
+    return groups
 
 
 class _SeededSamples(Dataset):
@@ -40,8 +47,8 @@ class _SeededSamples(Dataset):
 
     def _read(self, ticket: Ticket) -> dict[str, Any]:
         skipped = 0
+        index = ticket.index
         while True:
-            index = (ticket.index + skipped) % len(self.source)
             seed_sample(self.seed, ticket)
             try:
                 return {**self.source[index], "valid": ticket.valid, "skipped": skipped}
@@ -50,6 +57,15 @@ class _SeededSamples(Dataset):
                     raise
                 log.warning("skipped a broken sample: %s", error)
                 skipped += 1
+                index = self._following(index)
+
+    def _following(self, index: int) -> int:
+        """The next sample of the same shape."""
+        groups = sample_groups(self.source)
+        if groups is None:
+            return (index + 1) % len(self.source)
+        alike = np.flatnonzero(groups == groups[index])
+        return int(alike[(np.searchsorted(alike, index) + 1) % len(alike)])
 
 
 class _Batches(Sampler[list[Ticket]]):
@@ -137,11 +153,12 @@ class ResumableLoader:
         samples_each(batch_size, world)
         if not len(source):
             raise ValueError("the data set holds no samples")
-        if train and len(source) < batch_size:
-            raise ValueError(f"{len(source)} training samples do not fill one batch of batch_size={batch_size}")
         self.source, self.batch_size, self.train, self.seed = source, batch_size, train, seed
         self.rank, self.world, self.window, self.max_skipped = rank, world, window, max_skipped
         self.progress, self.skipped, self.ahead = progress, 0, ahead
+        self.groups = sample_groups(source)
+        if not len(self):
+            raise ValueError(f"{len(source)} training samples do not fill one batch of batch_size={batch_size}")
         self._batches = _Batches()
         self._loader = DataLoader(
             _SeededSamples(source, seed, skip_broken=train),
@@ -155,8 +172,8 @@ class ResumableLoader:
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        samples = len(self.source)
-        return samples // self.batch_size if self.train else -(-samples // self.batch_size)
+        counts = [len(self.source)] if self.groups is None else np.bincount(self.groups).tolist()
+        return sum(count // self.batch_size if self.train else -(-count // self.batch_size) for count in counts)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rest of the epoch that the run stands in."""
@@ -164,7 +181,7 @@ class ResumableLoader:
         if self.train:
             self._batches.pending = training_batches(order, epoch, self.batch_size, self.rank, self.world)
         else:
-            self._batches.pending = evaluation_batches(len(order), self.batch_size, self.rank, self.world)
+            self._batches.pending = self._evaluation(order)
         batches = iter(self._loader)  # worker processes are forked before there are threads
         with nullcontext() if self.ahead is None else self.ahead(self._shards_of(order)) as ahead:
             for number, batch in enumerate(batches):
@@ -176,10 +193,19 @@ class ResumableLoader:
     def _order(self) -> tuple[np.ndarray, int]:
         """The samples of all processes that are left of the epoch, in their order, and the epoch."""
         if not self.train:
-            return np.arange(len(self.source)), 0
+            order = np.arange(len(self.source))
+            return (order if self.groups is None else np.argsort(self.groups, kind="stable")), 0
         epoch, done, steps = self.progress()
         order = epoch_order(self.source.shard_sizes, self.seed, epoch, self.window)
+        if self.groups is not None:
+            order = grouped_order(order, self.groups, self.batch_size)
         return order[done * self.batch_size : None if steps is None else steps * self.batch_size], epoch
+
+    def _evaluation(self, order: np.ndarray) -> Iterator[list[Ticket]]:
+        parts = [order] if self.groups is None else np.split(order, np.cumsum(np.bincount(self.groups))[:-1])
+        for samples in parts:
+            for batch in evaluation_batches(len(samples), self.batch_size, self.rank, self.world):
+                yield [ticket._replace(index=int(samples[ticket.index])) for ticket in batch]
 
     def _shards_of(self, order: np.ndarray) -> np.ndarray:
         return np.searchsorted(np.cumsum(self.source.shard_sizes), order, side="right")
@@ -203,7 +229,8 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Options that the order depends on, to be compared on resume; the position itself is the trainer's batch count."""
-        return {"samples": len(self.source), "batch_size": self.batch_size, "seed": self.seed, "window": self.window}
+        state = {"samples": len(self.source), "batch_size": self.batch_size, "seed": self.seed, "window": self.window}
+        return state if self.groups is None else {**state, "groups": np.bincount(self.groups).tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse to resume in another order than the checkpoint's.

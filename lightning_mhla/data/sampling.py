@@ -54,6 +54,24 @@ def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int |
     return np.concatenate(windows)
 
 
+def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarray:
+    """Samples in whole batches of one group each; a batch stands where its last sample stood.
+
+    Args:
+        order: ``[n]``, samples.
+        groups: ``[samples]``, the group of each.
+        batch: samples of a batch.
+
+    Returns:
+        ``[m]``, ``m <= n``: what does not fill a batch of its group is left out.
+    """
+    found = groups[order]
+    places = [np.flatnonzero(found == group) for group in np.unique(found)]
+    whole = [place[: len(place) // batch * batch].reshape(-1, batch) for place in places]
+    batches = np.concatenate([*whole, np.zeros((0, batch), np.int64)])
+    return order[batches[np.argsort(batches[:, -1])]].reshape(-1)
+
+
 def training_batches(order: np.ndarray, epoch: int, batch: int, rank: int, world: int) -> Iterator[list[Ticket]]:
     """This process's share of each whole global batch of ``batch`` samples; a last incomplete batch is left out."""
     share = batch // world

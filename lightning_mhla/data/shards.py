@@ -146,6 +146,16 @@ class ShardReader:
         has = [name for name, at in zip(table.extensions, table.offsets[row], strict=True) if at >= 0]
         raise BrokenSampleError(f"{self.describe(index)} has no .{' or .'.join(wanted)}, only {has}")
 
+    def sort_members(self, pattern: str) -> tuple[list[str], np.ndarray]:
+        """Extensions that match, sorted, and ``[samples]`` int64 which of them each sample has; 0 for none."""
+        names = sorted({name for table in self.tables for name in table.extensions if re.fullmatch(pattern, name)})
+        found = np.zeros(len(self), np.int64)
+        for table, end in zip(self.tables, self._ends, strict=True):
+            for name in set(names) & set(table.extensions):
+                has = table.offsets[:, table.extensions.index(name)] >= 0
+                found[end - len(table.keys) : end][has] = names.index(name)
+        return names, found
+
     def size(self, index: int, extension: str) -> int:
         """Bytes of one member that the sample has."""
         shard, row = self._find(index)

@@ -17,6 +17,9 @@ class ShardUnavailableError(OSError):
 class SampleSource(Protocol):
     """Samples by index. Reading one uses the global random generators freely: they are seeded for each sample.
 
+    A source whose samples have several shapes has an attribute ``groups`` too, ``[samples]`` int64: samples of one group have
+    one shape, and a batch holds samples of one group.
+
     Attributes:
         shard_sizes: samples in each shard, in order; a source without shards is one shard.
     """

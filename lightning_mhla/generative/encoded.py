@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ import torch
 from torch import Tensor
 
 from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, ShardSets
+from lightning_mhla.data.loader import sample_groups
 from lightning_mhla.data.shards import beside_shard
 from lightning_mhla.data.write import Skipped, array_bytes, check_manifest, fill_shards, shard_ranges
 from lightning_mhla.generative.text import CaptionEncoder
 from lightning_mhla.system.untrusted import read_json
 
 LATENT, EMBEDDING = "latent.npy", "text.npy"
-"""Members of an encoded sample: its latent, and the embeddings of its caption's tokens."""
+"""Members of an encoded sample: its latent, and the embeddings of its caption's tokens.
+
+In a set of several sizes, the latent's rows and columns stand before its name: ``16x12.latent.npy``.
+"""
 
 TRIED = 100
 """Samples that are read for the size of a set's latents."""
@@ -60,6 +65,9 @@ def read_empty_caption(sets: ShardSets, command: str) -> Tensor:
 class EncodedSamples:
     """Encoded samples of shards as a source.
 
+    Attributes:
+        groups: ``[samples]`` int64, number of the size of each latent; None where there is one.
+
     Args:
         reader: the shards.
         text_length: tokens that a caption is filled up to.
@@ -73,6 +81,10 @@ class EncodedSamples:
     def __init__(self, reader: ShardReader, text_length: int, axes: int, command: str) -> None:
         self.reader, self.text_length, self.axes = reader, text_length, axes
         self.shard_sizes: Sequence[int] = reader.shard_sizes
+        names, groups = reader.sort_members(rf"\d+x\d+\.{re.escape(LATENT)}")
+        self.names = names or [LATENT]
+        self.groups = groups if names else None
+        self._ends: list[tuple[int, ...] | None] = [None if name == LATENT else _side(name) for name in self.names]
         for index in range(len(reader)):
             try:
                 self.size = self._latent(index).shape
@@ -88,9 +100,11 @@ class EncodedSamples:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """``latent`` ``[C, ...]`` and ``text`` ``[text_length, D]`` float32, and ``index``."""
         latent, tokens = self._latent(index), self.reader.array(index, EMBEDDING)
-        if latent.shape != self.size or tokens.ndim != 2:
+        end = self._ends[self._group(index)]
+        size = self.size if end is None else (*self.size[: -len(end)], *end)
+        if latent.shape != size or tokens.ndim != 2:
             raise BrokenSampleError(
-                f"{self.reader.describe(index)}: latent {latent.shape} among those of {self.size}, or text {tokens.shape} "
+                f"{self.reader.describe(index)}: latent {latent.shape} among those of {size}, or text {tokens.shape} "
                 "that is not [tokens, width]"
             )
         text = torch.zeros(self.text_length, tokens.shape[1])
@@ -98,13 +112,22 @@ class EncodedSamples:
         text[: len(kept)] = kept
         return {"latent": torch.from_numpy(latent).float(), "text": text, "index": index}
 
+    def _group(self, index: int) -> int:
+        return 0 if self.groups is None else int(self.groups[index])
+
     def _latent(self, index: int) -> np.ndarray:
-        latent = self.reader.array(index, LATENT)
+        latent = self.reader.array(index, self.names[self._group(index)])
         if latent.ndim != self.axes:
             raise BrokenSampleError(
                 f"{self.reader.describe(index)}: .{LATENT} is {latent.shape}, not {AXES[self.axes]}"
             )
         return latent
+
+
+def _side(name: str) -> tuple[int, int]:
+    """Rows and columns in the name of a latent."""
+    rows, _, columns = name.partition(".")[0].partition("x")
+    return int(rows), int(columns)
 
 
 def encode_samples(
@@ -123,7 +146,7 @@ def encode_samples(
     """Write ``target/prefix-00000.tar`` and so on; the shards of this process of ``share``, rank and number.
 
     Args:
-        source: gives a sample ``[3, ...]`` in -1 .. 1 and its ``caption``.
+        source: gives a sample ``[3, ...]`` in -1 .. 1 and its ``caption``; of several sizes where it has ``groups``.
         key: entry of the sample.
         identity: description of the samples, so that shards of others are not mixed with these.
         target: made if missing.
@@ -152,6 +175,7 @@ def encode_samples(
         aside.write_bytes(array_bytes(captions.tokens("", device).half()))
         aside.replace(empty)
     mine, skipped = shards[share[0] :: share[1]], Skipped(max_skipped)
+    sizes = sample_groups(source)
 
     def samples(here: range) -> Iterator[dict[str, Any]]:
         for index in here:
@@ -162,7 +186,8 @@ def encode_samples(
                 continue
             latent = encode(sample[key][None].to(device))[0].half()
             tokens = captions.tokens(sample["caption"], device).half()
-            members = {LATENT: array_bytes(latent), EMBEDDING: array_bytes(tokens), "txt": sample["caption"].encode()}
+            name = LATENT if sizes is None else f"{latent.shape[-2]}x{latent.shape[-1]}.{LATENT}"
+            members = {name: array_bytes(latent), EMBEDDING: array_bytes(tokens), "txt": sample["caption"].encode()}
             yield {"__key__": f"{index:08d}", **members}
 
     fill_shards(

@@ -221,6 +221,12 @@ def caption_latents(parser: ArgumentParser) -> Run:
     )
     parser.add_argument("--height", type=int, default=512, help="height of an image in pixels (default: 512)")
     parser.add_argument("--width", type=int, default=512, help="width of an image in pixels (default: 512)")
+    parser.add_argument(
+        "--buckets",
+        nargs="+",
+        metavar="HEIGHTxWIDTH",
+        help="several sizes in place of one, such as 512x512 384x640; each image takes the one with the nearest ratio",
+    )
     _caption_key(parser)
     parser.add_argument(
         "--text_length", type=int, default=300, help="maximum number of tokens of a caption (default: 300)"
@@ -239,16 +245,21 @@ def caption_latents(parser: ArgumentParser) -> Run:
         from lightning_mhla.generative.encoded import encode_samples
         from lightning_mhla.generative.text import TextConfig, make_encoder
         from lightning_mhla.system.processes import process_device, process_ranks
+        from mhla_tasks.text_to_image.buckets import parse_buckets
         from mhla_tasks.text_to_image.prepare import open_source
 
         (rank, world, _), device = process_ranks(), process_device(args.device)
-        source, digest = open_source(args.source, args.height, args.width, args.caption_key)
+        sizes = parse_buckets(args.buckets) if args.buckets else [(args.height, args.width)]
         codec = ImageCodec(args.model)
-        codec.latent_size(args.height, args.width)
+        for size in sizes:
+            codec.latent_size(*size)
+        source, digest = open_source(args.source, sizes, args.caption_key)
         encoder = make_encoder(TextConfig(args.model, args.text_length, args.instruction or None), None)
         options = ("height", "width", "model", "caption_key", "text_length", "instruction")
+        identity = {"images": digest, **{name: getattr(args, name) for name in options}}
+        identity |= {"buckets": args.buckets} if args.buckets else {}
         paths, skipped = encode_samples(
-            source, "image", {"images": digest, **{name: getattr(args, name) for name in options}}, args.target,
+            source, "image", identity, args.target,
             codec.encode, encoder, args.prefix, args.per_shard, device, args.max_skipped, (rank, world),
         )  # fmt: skip
         share = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""

@@ -15,8 +15,9 @@ from lightning_mhla.data.images import EXTENSIONS
 from lightning_mhla.generative.encoded import EncodedSamples, encoded_length, read_empty_caption, read_manifest
 from lightning_mhla.generative.requests import PromptRequest, RequestedSamples
 from lightning_mhla.system.options import as_dataclass
+from mhla_tasks.text_to_image.buckets import Size, check_groups, parse_buckets
 from mhla_tasks.text_to_image.scenes import SceneSamples, every_caption
-from mhla_tasks.text_to_image.sources import CaptionedImages, to_size
+from mhla_tasks.text_to_image.sources import CaptionedImages
 
 PREPARE = "lightning prepare caption-latents"
 
@@ -95,6 +96,8 @@ class CaptionedImageShards(CaptionedImageData):
         val: data to validate on, in the same forms.
         height: in pixels; images are scaled to cover it, and the middle is cut out.
         width: in pixels; images are scaled to cover it, and the middle is cut out.
+        buckets: several sizes in place of one, as HEIGHTxWIDTH, such as [512x512, 384x640]: an image takes the one whose ratio
+            is nearest to its own, and a batch holds images of one size. The model's patches must divide each.
         caption_key: entry of NNN.json, or of a line of metadata.jsonl, that is the caption.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
@@ -113,6 +116,7 @@ class CaptionedImageShards(CaptionedImageData):
         val: str | list[str],
         height: int = 512,
         width: int = 512,
+        buckets: list[str] | None = None,
         caption_key: str = "caption",
         batch_size: int = 32,
         num_workers: int = 8,
@@ -132,7 +136,13 @@ class CaptionedImageShards(CaptionedImageData):
             shuffle_window=shuffle_window,
         )
         self.save_hyperparameters(ignore=["prompts"])
-        self.size, self.caption_key = (height, width), caption_key
+        self.sizes = [(height, width)] if buckets is None else parse_buckets(buckets)
+        if len(self.sizes) > 1 and cache_bytes is not None:
+            raise ValueError(
+                "buckets with cache_bytes would fetch every image for its size; encode the images first (lightning prepare "
+                "caption-latents --buckets ...) and train on ImageLatentShards"
+            )
+        self.caption_key = caption_key
         self.locations = {"train": train, "validate": val, "test": val}
         sets: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
         self._sets = sets
@@ -140,13 +150,20 @@ class CaptionedImageShards(CaptionedImageData):
 
     @override
     def images(self, stage: str) -> SampleSource:
+        return self._images(stage, self.sizes)
+
+    @override
+    def real_images(self, part: str) -> SampleSource:
+        return self._images(part, self.sizes[:1])  # what is drawn has one size too
+
+    def _images(self, stage: str, sizes: list[Size]) -> SampleSource:
         folder = image_folder(self.locations[stage])
         files: CaptionedFiles
         if folder is None:
             files = ShardFiles(self._sets.reader(stage), self.caption_key)
         else:
             files = FolderFiles(folder, EXTENSIONS, self.caption_key)
-        return CaptionedImages(files, to_size(*self.size))
+        return CaptionedImages(files, sizes, self.batch_size if stage == "train" else 0)
 
 
 class ImageLatentShards(CaptionedImageData):
@@ -212,7 +229,10 @@ class ImageLatentShards(CaptionedImageData):
 
     @override
     def images(self, stage: str) -> SampleSource:
-        return EncodedSamples(self.shards.reader(stage), self.text_length, 3, PREPARE)
+        source = EncodedSamples(self.shards.reader(stage), self.text_length, 3, PREPARE)
+        if stage == "train" and source.groups is not None:
+            check_groups(source.groups, [name.partition(".")[0] for name in source.names], self.batch_size, "latents")
+        return source
 
     @override
     def empty_caption(self) -> Tensor | None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.generative.adapters import LoraOptions, TrainedPart
-from lightning_mhla.generative.captioned import CaptionedDiffusion
+from lightning_mhla.generative.captioned import CaptionedDiffusion, check_patches
 from lightning_mhla.generative.codecs import ImageCodec
 from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.generative.flow import FlowConfig
@@ -119,6 +119,17 @@ class TextToImage(CaptionedDiffusion):
     @override
     def build_teacher(self, path: str) -> Any:
         return read_transformer(self._shape, path)
+
+    def on_fit_start(self) -> None:
+        """Find out whether the model takes all sizes of the data; then see :meth:`CaptionedDiffusion.on_fit_start`.
+
+        Raises:
+            ValueError: for a size that patches or autoencoder do not divide.
+        """
+        for size in getattr(self.trainer.datamodule, "sizes", ()):  # type: ignore[attr-defined]  # set by fit
+            latent = size if self.codec is None else self.codec.latent_size(*size)
+            check_patches(latent, self.network.config.patch_size, "images or latents")
+        super().on_fit_start()
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

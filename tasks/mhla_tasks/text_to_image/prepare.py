@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ from lightning_mhla.data import SampleSource, ShardReader, find_shards, write_sh
 from lightning_mhla.data.captioned import TEXT, FolderFiles, ShardFiles
 from lightning_mhla.data.images import EXTENSIONS, decode_image
 from lightning_mhla.data.write import files_digest
+from mhla_tasks.text_to_image.buckets import Size
 from mhla_tasks.text_to_image.data import image_folder
-from mhla_tasks.text_to_image.sources import CaptionedImages, to_size
+from mhla_tasks.text_to_image.sources import CaptionedImages
 
 
 def images_to_shards(
@@ -52,13 +54,13 @@ def images_to_shards(
     return paths, len(files.paths) - len(ShardReader(paths))
 
 
-def open_source(name: str, height: int, width: int, caption_key: str) -> tuple[SampleSource, str]:
-    """The captioned images of a folder or of shards, and what identifies them."""
-    folder, transform = image_folder(name), to_size(height, width)
+def open_source(name: str, sizes: Sequence[Size], caption_key: str) -> tuple[SampleSource, str]:
+    """The captioned images of a folder or of shards, brought to the best of some sizes, and what identifies them."""
+    folder = image_folder(name)
     if folder is not None:
         files = FolderFiles(folder, EXTENSIONS, caption_key)
         digest = files_digest((path, str(path.relative_to(folder))) for path in files.paths)
-        return CaptionedImages(files, transform), digest
+        return CaptionedImages(files, sizes), digest
     shards = find_shards(name)
     digest = files_digest((path, path.name) for path in shards)
-    return CaptionedImages(ShardFiles(ShardReader(shards), caption_key), transform), digest
+    return CaptionedImages(ShardFiles(ShardReader(shards), caption_key), sizes), digest

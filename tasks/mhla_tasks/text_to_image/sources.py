@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,32 +12,37 @@ from torchvision.transforms import v2
 
 from lightning_mhla.data.captioned import CaptionedFiles
 from lightning_mhla.data.images import EXTENSIONS, decode_image
+from mhla_tasks.text_to_image.buckets import Size, sort_into_buckets
 
 
 class CaptionedImages:
     """Images with captions as a source.
 
+    Attributes:
+        groups: number of the size of each image; None where there is one.
+
     Args:
         files: the images.
-        transform: image to ``[3, H, W]`` in -1 .. 1.
+        sizes: height and width that images are brought to.
+        batch_size: images that each of several sizes must have at least.
     """
 
-    def __init__(self, files: CaptionedFiles, transform: Callable[[Image.Image], Tensor]) -> None:
-        self.files, self.transform, self.shard_sizes = files, transform, files.shard_sizes
+    def __init__(self, files: CaptionedFiles, sizes: Sequence[Size], batch_size: int = 0) -> None:
+        self.files, self.shard_sizes = files, files.shard_sizes
+        self.transforms = [to_size(*size) for size in sizes]
+        self.groups = sort_into_buckets(files, sizes, batch_size) if len(sizes) > 1 else None
 
     def __len__(self) -> int:
         """Number of images."""
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``image`` as the transform gives it, ``caption`` and ``index``."""
+        """``image`` ``[3, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
         text = self.files.caption(index)
         data = self.files.member(index, EXTENSIONS)[1]
-        return {
-            "image": self.transform(decode_image(data, self.files.describe(index))),
-            "caption": text,
-            "index": index,
-        }
+        transform = self.transforms[0 if self.groups is None else self.groups[index]]
+        image = transform(decode_image(data, self.files.describe(index)))
+        return {"image": image, "caption": text, "index": index}
 
 
 def to_size(height: int, width: int) -> v2.Compose:

@@ -1,0 +1,94 @@
+"""Sizes that images of several shapes are brought to; a batch holds images of one size."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from PIL import Image
+from rich.progress import track
+
+from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.data.captioned import CaptionedFiles
+from lightning_mhla.data.images import EXTENSIONS, FORMATS
+from lightning_mhla.system.untrusted import BROKEN
+
+log = logging.getLogger(__name__)
+
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
+HEAD = 1 << 16
+"""Bytes of an image that are read for its size; the whole file where they do not hold it."""
+
+
+def parse_buckets(names: Sequence[str]) -> list[Size]:
+    """Sizes from their names, ``512x384`` for 512 rows of 384 pixels.
+
+    Raises:
+        ValueError: for another name, one that comes twice, or none at all.
+    """
+    sizes = []
+    for name in names:
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", str(name))
+        if match is None:
+            raise ValueError(f"buckets: {name!r} is no size; write HEIGHTxWIDTH in pixels, such as 512x384")
+        sizes.append((int(match[1]), int(match[2])))
+    if len(set(sizes)) < len(sizes) or not sizes:
+        raise ValueError(f"buckets={list(names)} must be different sizes, at least one")
+    return sizes
+
+
+def nearest_bucket(height: int, width: int, sizes: Sequence[Size]) -> int:
+    """The size whose ratio of height to width is nearest to that of an image, on a logarithmic scale."""
+    return min(
+        range(len(sizes)), key=lambda number: abs(math.log(height * sizes[number][1] / (width * sizes[number][0])))
+    )
+
+
+def sort_into_buckets(files: CaptionedFiles, sizes: Sequence[Size], batch_size: int) -> np.ndarray:
+    """The bucket of each image, ``[n]`` int64, from the heads of the files; broken images go into the first.
+
+    Raises:
+        ValueError: when a bucket gets fewer images than ``batch_size``.
+    """
+
+    def bucket(index: int) -> int:
+        try:
+            return nearest_bucket(*_image_size(files, index), sizes)
+        except BrokenSampleError:
+            return 0  # whoever reads it says so
+
+    count = sum(files.shard_sizes)
+    with ThreadPoolExecutor(8) as pool:
+        found = track(pool.map(bucket, range(count)), "reading image sizes", total=count, disable=count < 10_000)
+        groups = np.fromiter(found, np.int64, count)
+    check_groups(groups, [f"{height}x{width}" for height, width in sizes], batch_size, "images")
+    return groups
+
+
+def check_groups(groups: np.ndarray, names: Sequence[str], batch_size: int, what: str) -> None:
+    """Raise a ValueError that names a size with fewer samples than a batch has."""
+    for name, count in zip(names, np.bincount(groups, minlength=len(names)), strict=True):
+        if count < batch_size:
+            fit = f"only {count} {what} are nearest to it" if count else f"no {what} are nearest to it"
+            raise ValueError(f"bucket {name}: {fit}, fewer than batch_size={batch_size}; leave it out of the buckets")
+
+
+def _image_size(files: CaptionedFiles, index: int) -> Size:
+    try:
+        for data in (files.head(index, EXTENSIONS, HEAD), files.member(index, EXTENSIONS)[1]):
+            try:
+                width, height = Image.open(io.BytesIO(data), formats=FORMATS).size
+                if width and height:
+                    return height, width
+            except (OSError, Image.DecompressionBombError, *BROKEN):
+                continue
+    except OSError as error:
+        raise BrokenSampleError(f"{files.describe(index)}: {error}") from error
+    raise BrokenSampleError(f"{files.describe(index)}: no image")
