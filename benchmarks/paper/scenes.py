@@ -26,7 +26,7 @@ from benchmarks.paper.study import (
     validated,
 )
 from lightning_mhla.generative.fidelity import RandomFeatures
-from lightning_mhla.generative.fidelity.scores import frechet_distance, image_set, moments
+from lightning_mhla.generative.fidelity.scores import frechet_distance, image_set
 from lightning_mhla.training.loading import load_module
 
 DRAWN, REAL = 400, 4000
@@ -43,7 +43,10 @@ def fid(drawn: Tensor) -> float:
     source, features, device = SceneSamples(True), RandomFeatures(), torch.device("cpu")
     real = torch.stack([to_bytes(source[index]["image"]) for index in range(REAL)])
     sets = [image_set(name, images.split(100), features, device) for name, images in (("drawn", drawn), ("real", real))]
-    return frechet_distance(*(moments(each.pooled) for each in sets))
+    drawn_moments, real_moments = (each.moments("pooled") for each in sets)
+    assert drawn_moments is not None
+    assert real_moments is not None
+    return frechet_distance(drawn_moments, real_moments)
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ class Forecast(Callback):
 
 
 def needs(module: nn.Module, averages: bool, processes: int) -> str:
-    """Parameters, and bytes of each device for weights, gradients, AdamW and the average; activations come on top.
+    """Parameters, and bytes of each device for weights, gradients, optimiser and average; activations come on top.
 
     Args:
         module: sharded or not.
@@ -76,8 +76,10 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
     trained = [parameter for parameter in every if parameter.requires_grad]
     local = sum(_local_bytes(parameter) for parameter in every)
     trained_bytes = sum(_local_bytes(parameter) for parameter in trained)
-    total = local + trained_bytes * (3 + averages)
-    parts = "weights, gradients, AdamW" + (", average" if averages else "")
+    config = getattr(module, "optimizer_config", None)
+    moments, name = (1, "CAME") if config is not None and config.kind == "came" else (2, "AdamW")
+    total = local + trained_bytes * (1 + moments + averages)
+    parts = f"weights, gradients, {name}" + (", average" if averages else "")
     count = sum(parameter.numel() for parameter in trained)
     return (
         f"{_short(sum(p.numel() for p in every))} parameters, {_short(count)} of them trained, on {processes} "

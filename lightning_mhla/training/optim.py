@@ -1,4 +1,4 @@
-"""AdamW as every domain uses it: parameter groups, a warm-up and a schedule, and the clip of mixing coefficients.
+"""AdamW, or CAME, as every domain uses it: parameter groups, a warm-up and a schedule, and the clip of mixing coefficients.
 
 timm's parameter groups are not used here, since they write the decay over layers as ``lr_scale``, which optimisers of torch
 ignore, and know no group of mixing coefficients; nor its schedulers, which are no ``LRScheduler``.
@@ -19,19 +19,24 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mhla.attention.mixing import MixingCoefficients, clip_mixing
+from lightning_mhla.system.sharding import is_shard
 from lightning_mhla.system.torch_private import set_last_rates
 
 log = logging.getLogger(__name__)
 
 
+BETAS = {"adamw": (0.9, 0.999), "came": (0.9, 0.999, 0.9999)}
+"""Decay rates of the moments: torch's for AdamW; those of CAME's authors, and of SANA."""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule.
+    """The optimiser and its learning-rate schedule.
 
     Args:
         lr: peak learning rate.
         weight_decay: for matrices and convolutions; biases, norms, embeddings of positions and mixing have none.
-        betas: AdamW's.
+        betas: AdamW's two, or CAME's three; null for 0.9, 0.999 and CAME's 0.9999.
         eps: AdamW's.
         schedule: after the warm-up, cosine down to min_lr, or constant.
         min_lr: learning rate at the end of the cosine.
@@ -39,11 +44,13 @@ class OptimizerConfig:
         warmup_steps: optimiser steps of linear warm-up.
         mixing_lr_scale: learning rate of the mixing coefficients, over lr.
         layer_decay: factor on the learning rate from each layer to the one below it (1 for none).
+        kind: adamw; or came (arXiv 2307.02047, of the package pytorch-optimizer), as SANA is trained, which keeps one full
+            tensor for each parameter where AdamW keeps two; not for sharded parameters (FSDP).
     """
 
     lr: float = 1e-3
     weight_decay: float = 0.05
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, ...] | None = None
     eps: float = 1e-8
     schedule: Literal["cosine", "constant"] = "cosine"
     min_lr: float = 0.0
@@ -51,8 +58,14 @@ class OptimizerConfig:
     warmup_steps: int = 0
     mixing_lr_scale: float = 1.0
     layer_decay: float = 1.0
+    kind: Literal["adamw", "came"] = "adamw"
 
     def __post_init__(self) -> None:
+        wanted = BETAS[self.kind]
+        if self.betas is not None and len(self.betas) != len(wanted):
+            raise ValueError(
+                f"optimizer.betas={list(self.betas)}: {self.kind} takes {len(wanted)}, such as {list(wanted)}"
+            )
         if self.warmup_epochs and self.warmup_steps:
             raise ValueError(f"give warmup_epochs={self.warmup_epochs} or warmup_steps={self.warmup_steps}, not both")
         for name in ("lr", "weight_decay", "min_lr", "warmup_epochs", "warmup_steps", "mixing_lr_scale"):
@@ -208,7 +221,7 @@ def build_optimizer(
     steps_per_epoch: float,
     layers: Iterable[Iterable[str]] = (),
 ) -> tuple[Optimizer, LambdaLR, Asked]:
-    """AdamW over the groups of ``model`` and its schedule; mixing coefficients are clipped right after each step.
+    """The optimiser over the groups of ``model``, and its schedule; mixing coefficients are clipped right after each step.
 
     Args:
         model: to be trained.
@@ -221,11 +234,11 @@ def build_optimizer(
         Optimiser, schedule, and what they were asked for, which a resume compares with what a checkpoint brings.
 
     Raises:
-        ValueError: for a cosine over a run without an end.
+        ValueError: for a cosine over a run without an end, or CAME with sharded parameters.
     """
     if config.schedule == "cosine" and not math.isfinite(steps):
         raise ValueError("schedule 'cosine' needs an end: set trainer.max_epochs or trainer.max_steps")
-    optimizer = AdamW(parameter_groups(model, config, layers), lr=config.lr, betas=config.betas, eps=config.eps)
+    optimizer = _make(parameter_groups(model, config, layers), config)
 
     def clip(*_: Any) -> None:
         with torch.no_grad():
@@ -239,6 +252,18 @@ def build_optimizer(
         )
     factor = Schedule(config, steps, warmup)
     schedule = LambdaLR(optimizer, [factor] * len(optimizer.param_groups))
-    names = ("initial_lr", "weight_decay", "betas", "eps")
+    names = ("initial_lr", "weight_decay", "betas", *(["eps"] if config.kind == "adamw" else []))
     groups = [{name: group[name] for name in names} for group in optimizer.param_groups]
     return optimizer, schedule, Asked(groups, copy.copy(factor))
+
+
+def _make(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+    betas = config.betas or BETAS[config.kind]
+    if config.kind == "adamw":
+        return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)  # type: ignore[arg-type]  # two of them
+    if any(is_shard(parameter) for group in groups for parameter in group["params"]):
+        raise ValueError("optimizer.kind=came does not know sharded parameters; train with ddp, or with adamw")
+    from pytorch_optimizer import CAME  # not needed for AdamW
+
+    optimizer: Optimizer = CAME(groups, lr=config.lr, betas=betas)
+    return optimizer

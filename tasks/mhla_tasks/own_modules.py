@@ -29,8 +29,8 @@ def add_allow(parser: argparse.ArgumentParser) -> None:
 
 EXTRAS = {
     "accelerate": "language", "av": "video", "datasets": "language", "diffusers": "diffusion", "lm_eval": "language",
-    "mlxtend": "classification", "peft": "video", "sklearn": "classification", "tokenizers": "language",
-    "torch_fidelity": "diffusion", "transformers": "language",
+    "mlxtend": "classification", "peft": "video", "pytorch_optimizer": "text-to-image", "sklearn": "classification",
+    "tokenizers": "language", "torch_fidelity": "diffusion", "transformers": "language",
 }  # fmt: skip
 """Extras that install packages, by the packages' import names."""
 

@@ -65,7 +65,7 @@ class ImageClassifier(TrainingModule):
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.
-        optimizer: AdamW and its schedule.
+        optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
         class_names: names of the classes for predictions; null for those of the data, or numbers.
         pretrained: weights to start from, of a run, a checkpoint or an exported folder, at any resolution and for any

@@ -49,7 +49,7 @@ class ClassToImage(GenerativeModule):
         vae: folder or hub name of a diffusers AutoencoderKL, for latents; null for pixels.
         pretrained: weights to start from, see mhla_tasks.diffusion.pretrained; not read where --ckpt_path brings weights.
         output: format of predict: png (a file for each sample) or npz (one file, as ADM's evaluator reads it).
-        optimizer: AdamW and its schedule.
+        optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and samples use; null for none.
     """
 

@@ -59,7 +59,7 @@ class LanguageModel(TrainingModule):
         checkpointing: recompute layers in the backward pass, to save memory.
         compile: compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
-        optimizer: AdamW and its schedule.
+        optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
         generation: options of predict for continuations.
         pretrained: weights to start from, of a run, a checkpoint or an exported folder, with any context and vocabulary; not

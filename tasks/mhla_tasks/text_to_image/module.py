@@ -52,7 +52,7 @@ class TextToImage(CaptionedDiffusion):
         pretrained: weights to start from, see mhla_tasks.text_to_image.pretrained; not read where --ckpt_path brings weights.
         output: folder for the images that predict draws; those that are there already are not drawn again. null for the
             run's own.
-        optimizer: AdamW and its schedule.
+        optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and images use; null for none.
     """
 

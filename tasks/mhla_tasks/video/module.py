@@ -46,7 +46,7 @@ class VideoDiffusion(CaptionedDiffusion):
         pretrained: weights to start from, see mhla_tasks.video.pretrained; not read where --ckpt_path brings weights.
         output: folder for the clips that predict draws; those that are there already are not drawn again. null for the
             run's own.
-        optimizer: AdamW and its schedule.
+        optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and clips use; null for none.
     """
 
