@@ -27,21 +27,17 @@ from benchmarks.paper.study import (
 )
 from lightning_mhla.generative.fidelity import RandomFeatures
 from lightning_mhla.generative.fidelity.scores import frechet_distance, image_set
+from lightning_mhla.generative.images import to_pixels
 from lightning_mhla.training.loading import load_module
 
 DRAWN, REAL = 400, 4000
 """Images that are drawn for held-out captions, and real scenes that they are compared with."""
 
 
-def to_bytes(image: Tensor) -> Tensor:
-    """Pixels in -1 .. 1 as uint8."""
-    return ((image + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-
-
 def fid(drawn: Tensor) -> float:
     """Fréchet distance of random features, images ``[n, 3, H, W]`` uint8 against real training scenes."""
     source, features, device = SceneSamples(True), RandomFeatures(), torch.device("cpu")
-    real = torch.stack([to_bytes(source[index]["image"]) for index in range(REAL)])
+    real = torch.stack([to_pixels(source[index]["image"]) for index in range(REAL)])
     sets = [image_set(name, images.split(100), features, device) for name, images in (("drawn", drawn), ("real", real))]
     drawn_moments, real_moments = (each.moments("pooled") for each in sets)
     assert drawn_moments is not None

@@ -18,6 +18,7 @@ from sana import SHAPE, save_pictures, save_pipeline
 
 from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.generative.images import to_pixels
+from lightning_mhla.generative.text import TextConfig, make_encoder
 
 SCENES = SceneSamples(False)
 
@@ -81,6 +82,21 @@ def test_each_check_notices_its_own_mistake() -> None:
     assert said((first, red), (second, green), relation="above") == {"relation"}
     assert said((first, red), relation=None) == {"digit", "colour", "count"}
     assert not any(check_scene(torch.zeros(3, 32, 32, dtype=torch.uint8), caption).values())
+
+
+def test_captions_tell_the_order_of_their_words() -> None:
+    one, other = "a red three left of a green seven", "a green three left of a red seven"
+    for carry, told in ((0.0, False), (0.5, True)):
+        encoder = make_encoder(TextConfig(length=8, carry=carry), 32)
+        sums = [encoder.encode([text], torch.device("cpu")).sort(1).values for text in (one, other)]
+        assert torch.equal(*sums) != told
+    words = make_encoder(TextConfig(length=2), 32).encode(["red three"], torch.device("cpu"))[0]
+    carried = make_encoder(TextConfig(length=2, carry=0.5), 32).encode(["red three"], torch.device("cpu"))[0]
+    torch.testing.assert_close(carried, torch.stack([words[0], words[1] + 0.5 * words[0]]))
+    with pytest.raises(ValueError, match="at least 0 and below 1"):
+        TextConfig(carry=1.0)
+    with pytest.raises(ValueError, match="captions without an encoder"):
+        TextConfig("gemma", carry=0.5)
 
 
 @pytest.mark.parametrize("suffix", ["txt", "json", "jsonl"])
