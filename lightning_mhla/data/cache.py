@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 AT_ONCE = 4
 """Shards that one process fetches ahead at the same time."""
 
-WAIT = 0.05
-"""Seconds between two looks at a full disk."""
+WAIT, PATIENCE = 0.05, 600.0
+"""Seconds between two looks at a full disk, and until waiting for room is an error."""
 
 
 class ShardCache:
@@ -87,15 +87,11 @@ class ShardCache:
 
     def _keep(self, file: Path, content: bytes) -> None:
         """Write a small file, in room made for it."""
-        while True:
-            with self._changing():
-                if self._make_room(len(content), None):
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    aside = file.with_name(f"{file.name}.part")
-                    aside.write_bytes(content)
-                    aside.replace(file)
-                    return
-            time.sleep(WAIT)
+        with self._room_for(len(content), None):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            aside = file.with_name(f"{file.name}.part")
+            aside.write_bytes(content)
+            aside.replace(file)
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
@@ -163,14 +159,10 @@ class ShardCache:
     def _fill(self, descriptor: int, path: Path, keep: Collection[Path] | None, stop: threading.Event | None) -> bool:
         """Download a shard into an open file, once there is room; False where ``keep`` leaves none."""
         url, size = self.urls[path], self._size(path)
-        while True:
-            with self._changing():
-                if self._make_room(size, keep):
-                    os.ftruncate(descriptor, size)  # seen by others as used
-                    break
-            if keep is not None:
+        with self._room_for(size, keep) as found:
+            if not found:
                 return False
-            time.sleep(WAIT)
+            os.ftruncate(descriptor, size)  # seen by others as used
         with open(descriptor, "r+b", closefd=False) as sink:
             try:
                 download(url, sink, stop)
@@ -224,6 +216,27 @@ class ShardCache:
             yield
         finally:
             _close(lock)
+
+    @contextmanager
+    def _room_for(self, size: int, keep: Collection[Path] | None) -> Iterator[bool]:
+        """Whether there is room for ``size`` bytes, which nobody else takes here; without ``keep``, it is waited for.
+
+        Raises:
+            ShardUnavailableError: when there was none for :data:`PATIENCE` seconds.
+        """
+        end = time.monotonic() + PATIENCE
+        while True:
+            with self._changing():
+                found = self._make_room(size, keep)
+                if found or keep is not None:
+                    yield found
+                    return
+            if time.monotonic() > end:
+                raise ShardUnavailableError(
+                    f"{self.folder}: no room for {size} bytes within cache_bytes={self.limit} for {PATIENCE:.0f} s; other runs "
+                    "may use the folder with a higher limit: give each run its own cache_dir"
+                )
+            time.sleep(WAIT)
 
     def _make_room(self, size: int, keep: Collection[Path] | None) -> bool:
         """Remove what may go until there is room for ``size`` bytes; whether there is."""

@@ -107,16 +107,18 @@ def download(url: str, sink: BinaryIO, stop: threading.Event | None = None, atte
     while True:
         try:
             system, path = _system(url)
-            with system.open(path, "rb", block_size=CHUNK, cache_type="none") as source:
-                if sink.tell():
-                    try:
+            whole = sink.tell() == 0 and url_scheme(url) in ("http", "https")  # in one request, which any server answers
+            with system.open(path, "rb", block_size=0 if whole else CHUNK, cache_type="none") as source:
+                try:
+                    if sink.tell():
                         source.seek(sink.tell())
-                    except (ValueError, OSError):  # the server gives whole files only
-                        sink.seek(0)
-                while chunk := source.read(CHUNK):
-                    sink.write(chunk)
-                    if stop is not None and stop.is_set():
-                        raise DownloadStoppedError(url)
+                    while chunk := source.read(CHUNK):
+                        sink.write(chunk)
+                        if stop is not None and stop.is_set():
+                            raise DownloadStoppedError(url)
+                except ValueError:  # the server gives no parts of files
+                    sink.seek(0)
+                    raise
             expected = getattr(source, "size", None)
             if isinstance(expected, int) and sink.tell() < expected:
                 raise EOFError(f"the connection ended after {sink.tell()} of {expected} bytes")
