@@ -107,7 +107,10 @@ def download(url: str, sink: BinaryIO, stop: threading.Event | None = None, atte
     while True:
         try:
             system, path = _system(url)
-            whole = sink.tell() == 0 and url_scheme(url) in ("http", "https")  # in one request, which any server answers
+            whole = sink.tell() == 0 and url_scheme(url) in (
+                "http",
+                "https",
+            )  # in one request, which any server answers
             with system.open(path, "rb", block_size=0 if whole else CHUNK, cache_type="none") as source:
                 try:
                     if sink.tell():
