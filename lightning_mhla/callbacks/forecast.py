@@ -77,8 +77,10 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
     local = sum(_local_bytes(parameter) for parameter in every)
     trained_bytes = sum(_local_bytes(parameter) for parameter in trained)
     config = getattr(module, "optimizer_config", None)
-    moments, name = (1, "CAME") if config is not None and config.kind == "came" else (2, "AdamW")
-    total = local + trained_bytes * (1 + moments + averages)
+    factored = config is not None and config.kind == "came"
+    total, name = local + trained_bytes * (3 + averages), "CAME" if factored else "AdamW"
+    if factored:  # one moment of a matrix, not two
+        total -= sum(_local_bytes(parameter) for parameter in every if parameter.requires_grad and parameter.ndim == 2)
     parts = f"weights, gradients, {name}" + (", average" if averages else "")
     count = sum(parameter.numel() for parameter in trained)
     return (

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from lightning_mhla.data.remote import (
+    LARGEST_SIDE_FILE,
     DownloadStoppedError,
     download,
     kept_at,
@@ -51,6 +52,7 @@ class ShardCache:
         self.folder, self.limit = folder, limit
         self.urls: dict[Path, str] = {}
         self.sizes: dict[Path, int] = {}
+        self.ahead: FetchAhead | None = None
         self._used: dict[Path, float] = {}
 
     def add(self, urls: Sequence[str]) -> list[Path]:
@@ -74,7 +76,8 @@ class ShardCache:
         if table is None:
             found = io.BytesIO()
             with suppress(FileNotFoundError):
-                download(self.urls[path] + INDEX, found)
+                address, mark, query = self.urls[path].partition("?")
+                download(f"{address}{INDEX}{mark}{query}", found, min(LARGEST_SIDE_FILE, self.limit))
                 self._keep(file, found.getvalue())
                 table = read_table(file)
         if table is None:
@@ -82,7 +85,7 @@ class ShardCache:
                 table = scan_shard(path)
             self._keep(file, table_bytes(table))
         self.sizes[path] = table.size
-        self._check_size(path, table.size)
+        self._check_size(path, self.limit)
         return table
 
     def _keep(self, file: Path, content: bytes) -> None:
@@ -165,13 +168,11 @@ class ShardCache:
             os.ftruncate(descriptor, size)  # seen by others as used
         with open(descriptor, "r+b", closefd=False) as sink:
             try:
-                download(url, sink, stop)
+                download(url, sink, size, stop)
             except FileNotFoundError as error:
                 raise ShardUnavailableError(f"{url} is gone; it was there when its table was read") from error
-            if sink.tell() != size:
-                raise ShardUnavailableError(
-                    f"{url} has {sink.tell()} bytes, not {size}: it was replaced; remove {table_file(path)}"
-                )
+            if sink.tell() < size:
+                raise ShardUnavailableError(f"{url} has {sink.tell()} bytes, not the {size} that are expected")
         return True
 
     def check_window(self, paths: Sequence[Path], window: int | None) -> None:
@@ -190,20 +191,24 @@ class ShardCache:
     @property
     def room(self) -> int:
         """Bytes for shards: the limit less what is kept of them all."""
-        kept = sum(file.stat().st_size for file in _files(self.folder) if not _is_shard(file))
+        kept = 0
+        for file in _files(self.folder):
+            with suppress(FileNotFoundError):
+                kept += 0 if _is_shard(file) else file.stat().st_size
         return self.limit - kept
 
-    def _check_size(self, path: Path, size: int) -> None:
-        if 2 * size > self.limit:
+    def _check_size(self, path: Path, room: int) -> None:
+        if 2 * self.sizes[path] > room:
+            tables = f", and the tables of all shards {self.limit - room}" if room < self.limit else ""
             raise ValueError(
-                f"cache_bytes={self.limit} is less than two shards: {self.urls[path]} has {size} bytes; set it to several "
-                "times that"
+                f"cache_bytes={self.limit} is less than two shards: {self.urls[path]} has {self.sizes[path]} bytes{tables}; "
+                "set it to several times that"
             )
 
     def _size(self, path: Path) -> int:
         if path not in self.sizes:
             self.sizes[path] = remote_size(self.urls[path])
-        self._check_size(path, self.sizes[path])
+        self._check_size(path, self.room)
         return self.sizes[path]
 
     @contextmanager
@@ -223,7 +228,13 @@ class ShardCache:
 
         Raises:
             ShardUnavailableError: when there was none for :data:`PATIENCE` seconds.
+            ValueError: when there cannot be.
         """
+        if self.folder.exists() and size > self.room:
+            raise ValueError(
+                f"cache_bytes={self.limit} has no room for {size} bytes beside the {self.limit - self.room} of tables in "
+                f"{self.folder}; raise it"
+            )
         end = time.monotonic() + PATIENCE
         while True:
             with self._changing():
@@ -258,12 +269,14 @@ class ShardCache:
         return used + size <= self.limit
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the times of use, which are this process's own."""
-        return {**self.__dict__, "_used": {}}
+        """Without what is this process's own."""
+        return {**self.__dict__, "_used": {}, "ahead": None}
 
 
 class FetchAhead:
     """Fetches shards in the order of their first use, as far ahead as the limit allows; a context in which it runs.
+
+    Of several passes over one cache, training and validation, the one that moved last fetches; the others rest.
 
     Args:
         cache: where to.
@@ -285,6 +298,7 @@ class FetchAhead:
 
     def passed(self, samples: int) -> None:
         """Say that so many samples have been read, by all processes together."""
+        self.cache.ahead = self
         if samples >= self._next:
             self._plan(samples)
 
@@ -292,7 +306,7 @@ class FetchAhead:
         """Decide which shards should be here: those that are needed next, as many as fit."""
         left = self._last >= samples
         self._next = int(self._last[left].min(initial=np.iinfo(np.int64).max - 1)) + 1
-        coming = [self.paths[number] for number in self._numbers[left]]
+        coming = [self.paths[number] for number in self._numbers[left] if self.paths[number] in self.cache.urls]
         fitting = np.cumsum([self.cache.sizes[path] for path in coming]) <= self.cache.room
         with self._changed:
             self._wanted = coming[: int(fitting.sum())]
@@ -303,7 +317,7 @@ class FetchAhead:
             with self._changed:
                 wanted = self._wanted
             fetched = False
-            for path in wanted:
+            for path in wanted if self.cache.ahead is self else []:
                 if self._stop.is_set():
                     return
                 if not path.exists():
@@ -326,6 +340,7 @@ class FetchAhead:
                         self._changed.wait(1.0)
 
     def __enter__(self) -> FetchAhead:
+        self.cache.ahead = self
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(AT_ONCE)]
         for thread in self._threads:
             thread.start()
@@ -350,24 +365,27 @@ def _is_shard(file: Path) -> bool:
 
 def _open(path: Path, flags: int) -> int:
     """A descriptor that processes forked from this one do not keep: neither its lock nor the room of a removed file."""
-    descriptor = os.open(path, flags)
-    _held.add(descriptor)
+    with _holding:
+        descriptor = os.open(path, flags)
+        _held.add(descriptor)
     return descriptor
 
 
 def _close(descriptor: int) -> None:
-    _held.discard(descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a process was forked just now, with it
-    os.close(descriptor)
+    with _holding:
+        _held.discard(descriptor)
+        os.close(descriptor)
 
 
 def _close_held() -> None:
     while _held:
         os.close(_held.pop())
+    _holding.release()
 
 
 _held: set[int] = set()
-os.register_at_fork(after_in_child=_close_held)
+_holding = threading.Lock()
+os.register_at_fork(before=_holding.acquire, after_in_parent=_holding.release, after_in_child=_close_held)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from lightning_mhla.data.sampling import (
     seed_sample,
     training_batches,
 )
-from lightning_mhla.data.source import BrokenSampleError, SampleSource
+from lightning_mhla.data.source import BrokenSampleError, SampleSource, ShardUnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -47,25 +48,25 @@ class _SeededSamples(Dataset):
 
     def _read(self, ticket: Ticket) -> dict[str, Any]:
         skipped = 0
-        index = ticket.index
+        alike: np.ndarray | range = range(ticket.index, ticket.index + 1)  # samples that may stand in, from this one on
         while True:
             seed_sample(self.seed, ticket)
             try:
-                return {**self.source[index], "valid": ticket.valid, "skipped": skipped}
+                return {**self.source[int(alike[skipped])], "valid": ticket.valid, "skipped": skipped}
             except BrokenSampleError as error:
-                if not self.skip_broken or skipped + 1 >= len(self.source):
+                if not self.skip_broken:
                     raise
                 log.warning("skipped a broken sample: %s", error)
+                alike = self._alike(ticket.index) if not skipped else alike
                 skipped += 1
-                index = self._following(index)
+                if skipped == len(alike):
+                    raise
 
-    def _following(self, index: int) -> int:
-        """The next sample of the same shape."""
+    def _alike(self, index: int) -> np.ndarray:
+        """Samples of the same shape, from ``index`` on and around."""
         groups = sample_groups(self.source)
-        if groups is None:
-            return (index + 1) % len(self.source)
-        alike = np.flatnonzero(groups == groups[index])
-        return int(alike[(np.searchsorted(alike, index) + 1) % len(alike)])
+        found = np.arange(len(self.source)) if groups is None else np.flatnonzero(groups == groups[index])
+        return np.roll(found, -int(np.searchsorted(found, index)))
 
 
 class _Batches(Sampler[list[Ticket]]):
@@ -112,6 +113,17 @@ def outlive_signals(worker: int = 0) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda *_: signal.alarm(WORKER_SECONDS))
+
+
+def _with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Batches; what a worker process raised on reading comes without the process's own traceback in its message."""
+    try:
+        yield from batches
+    except (BrokenSampleError, ShardUnavailableError) as error:
+        name = f"{type(error).__name__}: "
+        if name not in str(error):
+            raise
+        raise type(error)(str(error).strip().rsplit(name, 1)[-1]) from error
 
 
 class ResumableLoader:
@@ -184,7 +196,7 @@ class ResumableLoader:
             self._batches.pending = self._evaluation(order)
         batches = iter(self._loader)  # worker processes are forked before there are threads
         with nullcontext() if self.ahead is None else self.ahead(self._shards_of(order)) as ahead:
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(_with_short_errors(batches)):
                 if ahead is not None:
                     ahead.passed(number * self.batch_size)
                 self._count(int(batch.pop("skipped").sum()))
@@ -229,8 +241,9 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Options that the order depends on, to be compared on resume; the position itself is the trainer's batch count."""
-        state = {"samples": len(self.source), "batch_size": self.batch_size, "seed": self.seed, "window": self.window}
-        return state if self.groups is None else {**state, "groups": np.bincount(self.groups).tolist()}
+        groups = None if self.groups is None else zlib.crc32(self.groups.tobytes())
+        options = {"batch_size": self.batch_size, "seed": self.seed, "window": self.window, "groups": groups}
+        return {"samples": len(self.source), **options}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse to resume in another order than the checkpoint's.
@@ -239,7 +252,7 @@ class ResumableLoader:
             ValueError: naming what differs.
         """
         for key, now in self.state_dict().items():
-            if state.get(key, now) != now:
+            if state.get(key, None if key == "groups" else now) != now:
                 raise ValueError(
                     f"the checkpoint was trained with {key}={state[key]}, this run has {key}={now}: it could not resume "
                     f"with the very next sample. Set {key} back, or start a new run from the weights alone"

@@ -79,6 +79,7 @@ class ShardSets:
         paths = self.find(stage)
         if not set(paths) & set(streamed.urls):
             return None
+        self.reader(stage)  # so that the sizes are known
         streamed.check_window(paths, window)
         return lambda shards: FetchAhead(streamed, paths, shards)
 
@@ -190,8 +191,9 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
 
     def _loader(self, stage: str, train: bool = False) -> ResumableLoader:
         rank, world = process_share(self.trainer)
-        source = self.source(stage)
         shards = self.shards if isinstance(self.shards, ShardSets) and stage != "predict" else None
+        ahead = None if shards is None else shards.ahead(stage, self.shuffle_window if train else 1)
+        source = self.source(stage)
         return ResumableLoader(
             source,
             self.batch_size,
@@ -202,5 +204,5 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
             num_workers=self.num_workers,
             rank=rank,
             world=world,
-            ahead=None if shards is None else shards.ahead(stage, self.shuffle_window if train else 1),
+            ahead=ahead,
         )

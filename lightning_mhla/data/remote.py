@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 SCHEMES = ("http", "https", "s3", "gs", "hf")
 """Remote locations that shards may come from; everything else but a plain path is rejected, ``pipe:`` above all."""
 
+HTTP = ("http", "https")
+
 ATTEMPTS, FIRST_ATTEMPTS = 8, 4
 """Attempts in a row that may bring nothing before a download fails, in training and at the start."""
 
@@ -37,6 +39,9 @@ CHUNK = 1 << 23
 
 ABSENT, PASSING = (401, 403, 404, 410), (408, 429)
 """HTTP's words for a file that is not there, or not for us, and for a server that is busy."""
+
+LARGEST_SIDE_FILE = 1 << 26
+"""Bytes of a file beside the shards."""
 
 SIDE_FILES = ("manifest.json", "empty-caption.npy", "classes.txt")
 """What belongs to all shards of a prefix, see :func:`lightning_mhla.data.shards.beside_shard`."""
@@ -63,9 +68,11 @@ def url_scheme(name: str) -> str | None:
 
 
 def kept_at(url: str, folder: Path) -> Path:
-    """Where the file of a URL is kept; files of one remote folder lie together."""
-    parent, _, name = url.partition("?")[0].rpartition("/")
-    return folder / hashlib.sha256(parent.encode()).hexdigest()[:16] / name
+    """Where a shard behind a URL is kept, always as ``.tar``; those of one remote folder lie together, if it has no query."""
+    address, _, query = url.partition("?")
+    parent, _, name = address.rpartition("/")
+    digest = hashlib.sha256(f"{parent}?{query}".encode()).hexdigest()[:16]
+    return folder / digest / (name if name.endswith(".tar") else f"{name}.tar")
 
 
 def remote_size(url: str) -> int:
@@ -89,33 +96,35 @@ def remote_size(url: str) -> int:
     return size
 
 
-def download(url: str, sink: BinaryIO, stop: threading.Event | None = None, attempts: int = ATTEMPTS) -> None:
+def download(
+    url: str, sink: BinaryIO, most: int, stop: threading.Event | None = None, attempts: int = ATTEMPTS
+) -> None:
     """Write a remote file into ``sink``, from where it was cut where the server knows ranges.
 
     Args:
         url: the file.
         sink: written from its start on.
+        most: number of bytes that it may have.
         stop: once set, the download is given up.
         attempts: in a row that may bring nothing.
 
     Raises:
         FileNotFoundError: when there is no such file.
-        ShardUnavailableError: when the server failed that often.
+        ShardUnavailableError: when the server failed that often, or the file is larger.
         DownloadStoppedError: when ``stop`` was set.
     """
     failures = furthest = 0
     while True:
         try:
             system, path = _system(url)
-            whole = sink.tell() == 0 and url_scheme(url) in (
-                "http",
-                "https",
-            )  # in one request, which any server answers
+            whole = sink.tell() == 0 and url_scheme(url) in HTTP  # in one request, which any server answers
             with system.open(path, "rb", block_size=0 if whole else CHUNK, cache_type="none") as source:
                 try:
                     if sink.tell():
                         source.seek(sink.tell())
                     while chunk := source.read(CHUNK):
+                        if sink.tell() + len(chunk) > most:
+                            raise ShardUnavailableError(f"{url} has more than the {most} bytes that are expected")
                         sink.write(chunk)
                         if stop is not None and stop.is_set():
                             raise DownloadStoppedError(url)
@@ -126,7 +135,7 @@ def download(url: str, sink: BinaryIO, stop: threading.Event | None = None, atte
             if isinstance(expected, int) and sink.tell() < expected:
                 raise EOFError(f"the connection ended after {sink.tell()} of {expected} bytes")
             return
-        except DownloadStoppedError:
+        except (DownloadStoppedError, ShardUnavailableError):
             raise
         except Exception as error:
             failures = 1 if sink.tell() > furthest else failures + 1
@@ -136,19 +145,21 @@ def download(url: str, sink: BinaryIO, stop: threading.Event | None = None, atte
 
 def side_files(urls: Sequence[str], folder: Path) -> Iterator[tuple[Path, bytes]]:
     """Path and content of what belongs to all shards of a prefix, where the server has it and it is not in ``folder``."""
-    for start in sorted({url.partition("?")[0].rpartition("-")[0] for url in urls} - {""}):
+    shards = [url.rpartition("/") for url in urls if "?" not in url]
+    for parent, prefix in sorted({(parent, name.rpartition("-")[0]) for parent, _, name in shards if "-" in name}):
         for name in SIDE_FILES:
-            url, content = f"{start}-{name}", io.BytesIO()
-            if not kept_at(url, folder).exists():
+            url, content = f"{parent}/{prefix}-{name}", io.BytesIO()
+            target = kept_at(f"{parent}/{prefix}.tar", folder).with_name(f"{prefix}-{name}")
+            if not target.exists():
                 with suppress(FileNotFoundError):
-                    download(url, content, attempts=FIRST_ATTEMPTS)
-                    yield kept_at(url, folder), content.getvalue()
+                    download(url, content, LARGEST_SIDE_FILE, attempts=FIRST_ATTEMPTS)
+                    yield target, content.getvalue()
 
 
 def _system(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path in it."""
     options: dict[str, Any] = {}
-    if url_scheme(url) in ("http", "https"):
+    if url_scheme(url) in HTTP:
         from aiohttp import ClientTimeout  # its own limit of five minutes cuts large shards
 
         options["client_kwargs"] = {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=SILENCE)}

@@ -26,6 +26,9 @@ from lightning_mhla.data.tables import MemberTable, default_cache, load_table, s
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.untrusted import parse_array
 
+LARGEST_SHARD = 1 << 44
+"""Bytes of a shard that is downloaded whole."""
+
 OPEN_FILES = 64
 """Shards that one process keeps open."""
 
@@ -79,7 +82,7 @@ def _download(urls: list[str], folder: Path) -> list[Path]:
         partial = target.with_name(f"{target.name}.{os.getpid()}.part")
         try:
             with partial.open("wb") as sink:
-                download(url, sink)
+                download(url, sink, LARGEST_SHARD)
             scan_shard(partial)
             partial.replace(target)
         finally:

@@ -168,6 +168,10 @@ def _checked_table(kept: Mapping[str, np.ndarray], total: int, written: int) -> 
     whole = offsets.dtype == sizes.dtype == np.int64 and offsets.shape == sizes.shape == shape
     if not (plain and whole and (offsets >= -1).all() and (sizes >= 0).all()):
         raise ValueError("no member table")
+    if len(keys) * 512 > total or (len(keys) and not len(extensions)) or len(extensions) > MOST_EXTENSIONS:
+        raise ValueError("more samples or kinds of members than a shard of its size has")
+    if max(keys.dtype.itemsize, extensions.dtype.itemsize) > 4 * LONGEST_NAME:
+        raise ValueError("names longer than a shard has")
     if (offsets > total).any() or (sizes > total - np.maximum(offsets, 0)).any():
         raise ValueError("members outside the shard")
     return MemberTable(keys, tuple(extensions.tolist()), offsets, sizes, total, written)

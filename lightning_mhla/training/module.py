@@ -32,7 +32,7 @@ from lightning_mhla.system.lightning_private import steps_between_saves
 from lightning_mhla.system.sharding import SEQUENCE, is_sharded_module, shard
 from lightning_mhla.system.torch_private import flatten_mesh
 from lightning_mhla.training.compilation import CompileOptions, CompileReport, compile_layers
-from lightning_mhla.training.optim import Asked, OptimizerConfig, build_optimizer, parameter_groups, take_over
+from lightning_mhla.training.optim import BETAS, Asked, OptimizerConfig, build_optimizer, parameter_groups, take_over
 
 log = logging.getLogger(__name__)
 
@@ -308,6 +308,12 @@ class TrainingModule(LoggedApart, LightningModule):
         states = checkpoint.get("optimizer_states") or []
         if not states or not isinstance(states[0], dict):
             return
+        kinds = [len(states[0].get("param_groups", [{}])[0].get("betas", ())), len(BETAS[self.optimizer_config.kind])]
+        if kinds[0] and kinds[0] != kinds[1]:
+            raise ValueError(
+                f"the checkpoint was trained with another optimiser than {self.optimizer_config.kind}; set optimizer.kind "
+                "back, or start a new run from the weights (--model.init_args.pretrained)"
+            )
         groups = parameter_groups(self.network, self.optimizer_config, self._layer_names())
         ours, theirs = ([len(g["params"]) for g in each] for each in (groups, states[0].get("param_groups", [])))
         if ours != theirs:

@@ -45,7 +45,7 @@ class OptimizerConfig:
         mixing_lr_scale: learning rate of the mixing coefficients, over lr.
         layer_decay: factor on the learning rate from each layer to the one below it (1 for none).
         kind: adamw; or came (arXiv 2307.02047, of the package pytorch-optimizer), as SANA is trained, which keeps one full
-            tensor for each parameter where AdamW keeps two; not for sharded parameters (FSDP).
+            tensor for each matrix where AdamW keeps two; not for sharded parameters (FSDP).
     """
 
     lr: float = 1e-3
@@ -265,5 +265,12 @@ def _make(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
         raise ValueError("optimizer.kind=came does not know sharded parameters; train with ddp, or with adamw")
     from pytorch_optimizer import CAME  # not needed for AdamW
 
-    optimizer: Optimizer = CAME(groups, lr=config.lr, betas=betas)
+    class MatrixCAME(CAME):
+        """CAME whose second moments are factored for matrices alone: those of small kernels would be several full tensors."""
+
+        @staticmethod
+        def get_options(shape: tuple[int, ...]) -> bool:
+            return len(shape) == 2
+
+    optimizer: Optimizer = MatrixCAME(groups, lr=config.lr, betas=betas)
     return optimizer

@@ -202,7 +202,7 @@ class EpochBar(RichProgressBar):
 def _is_deliberate(error: BaseException) -> bool:
     """Whether an error was raised by a check of ours, so that its message alone is enough."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    if isinstance(error, READING):  # raised again by torch when a worker process read the sample
+    if isinstance(error, READING):  # raised again by the loader when a worker process read the sample
         return True
     scope = frames[-1][0].f_globals if frames else {}
     raised_in = str(scope.get("__package__") or scope.get("__name__", ""))  # run as a module, its name is __main__
@@ -250,8 +250,6 @@ def main(args: ArgsType = None) -> None:
         if os.environ.get("LIGHTNING_MHLA_TRACEBACK") or not (union or _is_deliberate(error)):
             raise
         text = shorten(str(error), read_sources(sys.argv[1:])) if union else str(error)
-        if isinstance(error, READING):
-            text = text.strip().rsplit(f"{type(error).__name__}: ", 1)[-1]
         sys.stderr.write(f"error: {text}\n")
         sys.exit(1)
 

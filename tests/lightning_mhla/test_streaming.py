@@ -232,6 +232,78 @@ def test_a_server_that_fails_is_asked_again_and_then_named(
         loader(pattern(server.url), tmp_path / "other", limit_of(folder))
 
 
+def test_what_a_worker_meets_is_one_line(folder: Path, tmp_path: Path) -> None:
+    with served(folder) as server:
+        batches = iter(loader(pattern(server.url), tmp_path, limit_of(folder), workers=1))
+        next(batches)
+        server.failing = True
+        with pytest.raises(
+            ShardUnavailableError, match=r"^http://\S+/train-00\d\d.tar cannot be read after 8 attempts [^\n]*$"
+        ):
+            list(batches)
+
+
+def test_a_pass_that_rests_does_not_fetch_against_the_one_that_moves(folder: Path, tmp_path: Path) -> None:
+    with served(folder) as server:
+        sets = ShardSets(pattern(server.url), f"{server.url}/train-{{0000..0019}}.tar", str(tmp_path), limit_of(folder))
+        ours = loader(pattern(server.url), tmp_path, limit_of(folder))
+        streamed = sets.ahead("validate", 1)
+        assert streamed is not None
+        assert sets.streamed is not None
+        validation = ResumableLoader(Arrays(sets.reader("validate")), BATCH, train=False, seed=0, ahead=streamed)
+        ours.ahead, begun = sets.ahead("train", WINDOW), iter(validation)
+        next(begun)  # and never closed, as after Lightning's sanity check
+        assert len(read(ours)[0]) == SHARDS * EACH
+        fetched = [path for path in server.requests if path.endswith(".tar")]
+        assert len(fetched) < 4 * SHARDS
+
+
+def test_urls_of_all_sorts(folder: Path, tmp_path: Path) -> None:
+    expected = read(loader(str(folder), tmp_path / "none", None))
+    names = [f"train-{number:04d}.tar" for number in range(SHARDS)]
+    plain = tmp_path / "data" / "my-set"
+    plain.mkdir(parents=True)
+    for number, name in enumerate(names):  # names without a prefix in a folder with a dash, and an own ending
+        (plain / f"{number:04d}.shard").write_bytes((folder / name).read_bytes())
+    with served(folder) as server, served(tmp_path / "data") as other:
+        sorts: list[list[str]] = [
+            [f"{server.url}/{name}?download=true" for name in names],
+            [f"{server.url}/{name}" for name in names[:20]] + [str(folder / name) for name in names[20:]],
+            [f"{other.url}/my-set/{number:04d}.shard" for number in range(SHARDS)],
+        ]
+        for number, where in enumerate(sorts):
+            found = read(loader(where, tmp_path / str(number), 2 * limit_of(folder)))
+            assert found[0] == expected[0]
+            assert torch.equal(found[1], expected[1])
+    assert not [path for path in [*server.requests, *other.requests] if "my-manifest" in path]
+
+
+@pytest.mark.parametrize("change", ["many keys", "no extensions", "outside"])
+def test_a_hostile_table_is_not_believed(
+    folder: Path, tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    home = tmp_path / "remote"
+    home.mkdir()
+    shard = home / "train-0000.tar"
+    shard.write_bytes((folder / "train-0000.tar").read_bytes())
+    ShardReader([shard])
+    with np.load(f"{shard}.index.npz") as kept:
+        arrays = dict(kept)
+    if change == "many keys":
+        empty = np.zeros((20_000, 1), np.int64)
+        arrays |= {"keys": np.zeros(20_000, "<U0"), "offsets": empty, "sizes": empty}
+    elif change == "no extensions":
+        empty = np.zeros((EACH, 0), np.int64)
+        arrays |= {"extensions": np.zeros(0, "<U1"), "offsets": empty, "sizes": empty}
+    else:
+        arrays["offsets"] = arrays["offsets"] + 10**6
+    np.savez(f"{shard}.index.npz", **arrays)
+    with served(home) as server:
+        reader = ShardSets(f"{server.url}/train-0000.tar", "", str(tmp_path / "cache"), 1 << 22).reader("train")
+    assert len(reader) == EACH
+    assert "is rebuilt" in caplog.text
+
+
 def test_limits_that_are_too_small(folder: Path, tmp_path: Path) -> None:
     shard = (folder / "train-0000.tar").stat().st_size
     with served(folder) as server:

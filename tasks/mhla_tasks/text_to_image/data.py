@@ -143,10 +143,7 @@ class CaptionedImageShards(CaptionedImageData):
                 "caption-latents --buckets ...) and train on ImageLatentShards"
             )
         self.caption_key = caption_key
-        self.locations = {"train": train, "validate": val, "test": val}
-        sets: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
-        self._sets = sets
-        self.shards = None if any(image_folder(location) for location in (train, val)) else sets
+        self.shards: ShardSets = _ShardsOrFolders(train, val, cache_dir, cache_bytes)
 
     @override
     def images(self, stage: str) -> SampleSource:
@@ -157,10 +154,10 @@ class CaptionedImageShards(CaptionedImageData):
         return self._images(part, self.sizes[:1])  # what is drawn has one size too
 
     def _images(self, stage: str, sizes: list[Size]) -> SampleSource:
-        folder = image_folder(self.locations[stage])
+        folder = self.shards.class_folder(stage)
         files: CaptionedFiles
         if folder is None:
-            files = ShardFiles(self._sets.reader(stage), self.caption_key)
+            files = ShardFiles(self.shards.reader(stage), self.caption_key)
         else:
             files = FolderFiles(folder, EXTENSIONS, self.caption_key)
         return CaptionedImages(files, sizes, self.batch_size if stage == "train" else 0)
@@ -237,6 +234,14 @@ class ImageLatentShards(CaptionedImageData):
     @override
     def empty_caption(self) -> Tensor | None:
         return read_empty_caption(self.shards, PREPARE)
+
+
+class _ShardsOrFolders(ShardSets):
+    """Shards, or folders of images with captions."""
+
+    @override
+    def class_folder(self, stage: str) -> Path | None:
+        return image_folder(self.locations[stage])
 
 
 def image_folder(location: str | list[str]) -> Path | None:
