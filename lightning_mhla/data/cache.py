@@ -22,7 +22,6 @@ import numpy as np
 
 from lightning_mhla.data.remote import (
     LARGEST_SIDE_FILE,
-    DownloadStoppedError,
     download,
     kept_at,
     remote_size,
@@ -32,9 +31,6 @@ from lightning_mhla.data.source import ShardUnavailableError
 from lightning_mhla.data.tables import INDEX, MemberTable, read_table, scan_shard, table_bytes, table_file
 
 log = logging.getLogger(__name__)
-
-AT_ONCE = 4
-"""Shards that one process fetches ahead at the same time."""
 
 WAIT, PATIENCE = 0.05, 600.0
 """Seconds between two looks at a full disk, and until waiting for room is an error."""
@@ -52,7 +48,7 @@ class ShardCache:
         self.folder, self.limit = folder, limit
         self.urls: dict[Path, str] = {}
         self.sizes: dict[Path, int] = {}
-        self.ahead: FetchAhead | None = None
+        self.ahead: object = None
         self._used: dict[Path, float] = {}
 
     def add(self, urls: Sequence[str]) -> list[Path]:
@@ -158,6 +154,13 @@ class ShardCache:
                 descriptor = _open(path, os.O_RDONLY)
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
                 return descriptor
+
+    def fetch_ahead(self, path: Path, keep: Collection[Path], stop: threading.Event) -> bool:
+        """Fetch a shard that nobody reads yet; False where ``keep`` leaves no room or another process fetches it."""
+        descriptor = self.fetch(path, keep, stop)
+        if descriptor is not None:
+            _close(descriptor)
+        return descriptor is not None
 
     def _fill(self, descriptor: int, path: Path, keep: Collection[Path] | None, stop: threading.Event | None) -> bool:
         """Download a shard into an open file, once there is room; False where ``keep`` leaves none."""
@@ -271,87 +274,6 @@ class ShardCache:
     def __getstate__(self) -> dict[str, Any]:
         """Without what is this process's own."""
         return {**self.__dict__, "_used": {}, "ahead": None}
-
-
-class FetchAhead:
-    """Fetches shards in the order of their first use, as far ahead as the limit allows; a context in which it runs.
-
-    Of several passes over one cache, training and validation, the one that moved last fetches; the others rest.
-
-    Args:
-        cache: where to.
-        paths: all shards.
-        shards: ``[n]``, the number of the shard of each sample, in the order in which samples are read.
-    """
-
-    def __init__(self, cache: ShardCache, paths: Sequence[Path], shards: np.ndarray) -> None:
-        self.cache, self.paths = cache, paths
-        numbers, first = np.unique(shards, return_index=True)
-        last = len(shards) - 1 - np.unique(shards[::-1], return_index=True)[1]
-        order = np.argsort(first)
-        self._numbers, self._last = numbers[order], last[order]
-        self._next = int(self._last.min(initial=len(shards))) + 1
-        self._stop, self._changed = threading.Event(), threading.Condition()
-        self._wanted: list[Path] = []
-        self._threads: list[threading.Thread] = []
-        self._plan(0)
-
-    def passed(self, samples: int) -> None:
-        """Say that so many samples have been read, by all processes together."""
-        self.cache.ahead = self
-        if samples >= self._next:
-            self._plan(samples)
-
-    def _plan(self, samples: int) -> None:
-        """Decide which shards should be here: those that are needed next, as many as fit."""
-        left = self._last >= samples
-        self._next = int(self._last[left].min(initial=np.iinfo(np.int64).max - 1)) + 1
-        coming = [self.paths[number] for number in self._numbers[left] if self.paths[number] in self.cache.urls]
-        fitting = np.cumsum([self.cache.sizes[path] for path in coming]) <= self.cache.room
-        with self._changed:
-            self._wanted = coming[: int(fitting.sum())]
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            with self._changed:
-                wanted = self._wanted
-            fetched = False
-            for path in wanted if self.cache.ahead is self else []:
-                if self._stop.is_set():
-                    return
-                if not path.exists():
-                    try:
-                        descriptor = self.cache.fetch(path, set(wanted), self._stop)
-                    except DownloadStoppedError:
-                        return
-                    except (OSError, ValueError) as error:
-                        log.warning(
-                            "nothing more is fetched ahead: %s", error
-                        )  # who reads the shard tries again, and says
-                        return
-                    if descriptor is not None:
-                        _close(descriptor)
-                        fetched = True
-                        break
-            if not fetched:
-                with self._changed:
-                    if self._wanted is wanted and not self._stop.is_set():
-                        self._changed.wait(1.0)
-
-    def __enter__(self) -> FetchAhead:
-        self.cache.ahead = self
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(AT_ONCE)]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        with self._changed:
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
 
 
 def _files(folder: Path) -> list[Path]:

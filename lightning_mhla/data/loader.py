@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from lightning_mhla.data.cache import FetchAhead
+from lightning_mhla.data.ahead import FetchAhead
 from lightning_mhla.data.sampling import (
     Ticket,
     epoch_order,

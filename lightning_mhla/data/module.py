@@ -11,7 +11,8 @@ import numpy as np
 from lightning import LightningDataModule, Trainer
 from typing_extensions import override
 
-from lightning_mhla.data.cache import FetchAhead, ShardCache
+from lightning_mhla.data.ahead import FetchAhead
+from lightning_mhla.data.cache import ShardCache
 from lightning_mhla.data.loader import Progress, ResumableLoader
 from lightning_mhla.data.shards import ShardReader, find_shards
 from lightning_mhla.data.source import SampleSource
