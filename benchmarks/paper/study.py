@@ -114,10 +114,10 @@ class Study:
 
     def _command(self) -> str:
         name, options = next(iter(self.variants.items()))
-        words = " ".join([*self.options, *options])
+        words = "".join(f" {word}" for word in [*self.options, *options])
         return (
             f"`lightning paper --only {self.name}` trains and scores them; a row is `lightning fit --config "
-            f"{self.config} {words}` (here {name}) with `--seed_everything`."
+            f"{self.config}{words}` (here {name}) with `--seed_everything`."
         )
 
 
