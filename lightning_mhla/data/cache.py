@@ -216,7 +216,7 @@ class ShardCache:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """What is done here, no other process does at the same time."""
+        """Exclude all other processes from changes to the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = _open(self.folder / "lock", os.O_RDWR | os.O_CREAT)
         try:

@@ -144,7 +144,7 @@ class ResumableLoader:
         max_skipped: broken samples that this process skips before it stops with an error.
         progress: for training, says whenever a pass starts where the run stands.
         num_workers: worker processes.
-        ahead: makes what fetches shards ahead, from the number of the shard of each sample that is read next.
+        ahead: factory of the prefetcher; takes the shard number of each sample in reading order.
     """
 
     def __init__(

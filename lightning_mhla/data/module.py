@@ -69,7 +69,7 @@ class ShardSets:
         return ShardReader(self.find(stage), self.cache, self.streamed)
 
     def ahead(self, stage: str, window: int | None) -> Callable[[np.ndarray], FetchAhead] | None:
-        """What fetches the shards of a stage ahead; None where they are not streamed.
+        """A factory of the prefetcher for a stage; None where its shards are not streamed.
 
         Raises:
             ValueError: when ``window`` shards, which are shuffled together, and one ahead do not fit.

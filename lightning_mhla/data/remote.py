@@ -44,7 +44,7 @@ LARGEST_SIDE_FILE = 1 << 26
 """Bytes of a file beside the shards."""
 
 SIDE_FILES = ("manifest.json", "empty-caption.npy", "classes.txt")
-"""What belongs to all shards of a prefix, see :func:`lightning_mhla.data.shards.beside_shard`."""
+"""Files shared by all shards of a prefix, see :func:`lightning_mhla.data.shards.beside_shard`."""
 
 
 class DownloadStoppedError(Exception):

@@ -36,7 +36,7 @@ def empty_caption_file(shard: Path) -> Path:
 
 
 def read_manifest(sets: ShardSets) -> dict[str, Any]:
-    """What the command wrote down that encoded the training shards; empty if the file is not there."""
+    """The manifest of the training shards, written by the command that encoded them; empty if there is none."""
     manifest = beside_shard(sets.find("train")[0], "manifest.json")
     return dict(read_json(manifest)) if manifest.is_file() else {}
 
