@@ -122,7 +122,8 @@ STUDIES = (
             "seeds do. Softmax ends at a loss that is higher by 0.0003, three times the spread, and scores that are not. 750 "
             "steps improve digits by a few points whatever the attention. MHLA's images stay close to those of linear "
             "attention, from which its uniform coefficients have hardly moved. The paper's gain (GenEval 0.64 to 0.68) took "
-            "40,000 steps; this model, whose convolutions see the neighbourhood and whose scenes have few objects, does not show it."
+            "40,000 steps; this model, whose convolutions see the neighbourhood and whose scenes have few objects, does "
+            "not show it."
         ),
         printed=PRINTED,
         full=("configs/text_to_image/sana_600m_512.yaml",),
