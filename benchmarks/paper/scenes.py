@@ -87,7 +87,7 @@ PRETRAIN = Study(
     {"original": []},
     measure,
     section,
-    setting="With its own linear attention, from nothing; one run, as SANA is one.",
+    setting="With its own linear attention, from nothing; one run, as SANA is one. Its time is by the clock, with other work beside.",
 )
 
 PRINTED = """\

@@ -71,9 +71,7 @@ class FetchAhead:
                     except DownloadStoppedError:
                         return
                     except (OSError, ValueError) as error:
-                        log.warning(
-                            "nothing more is fetched ahead: %s", error
-                        )  # who reads the shard tries again, and says
+                        log.warning("nothing more is fetched ahead: %s", error)  # the reader tries again itself
                         return
                     if fetched:
                         break

@@ -47,26 +47,26 @@ class _SeededSamples(Dataset):
             return self._read(ticket)
 
     def _read(self, ticket: Ticket) -> dict[str, Any]:
-        skipped = 0
-        alike: np.ndarray | range = range(ticket.index, ticket.index + 1)  # samples that may stand in, from this one on
+        index, skipped = ticket.index, 0
         while True:
             seed_sample(self.seed, ticket)
             try:
-                return {**self.source[int(alike[skipped])], "valid": ticket.valid, "skipped": skipped}
+                return {**self.source[index], "valid": ticket.valid, "skipped": skipped}
             except BrokenSampleError as error:
                 if not self.skip_broken:
                     raise
                 log.warning("skipped a broken sample: %s", error)
-                alike = self._alike(ticket.index) if not skipped else alike
-                skipped += 1
-                if skipped == len(alike):
+                index, skipped = self._following(index), skipped + 1
+                if index == ticket.index:  # once around: all are broken
                     raise
 
-    def _alike(self, index: int) -> np.ndarray:
-        """Samples of the same shape, from ``index`` on and around."""
+    def _following(self, index: int) -> int:
+        """The next sample of the same shape; after the last, the first."""
         groups = sample_groups(self.source)
-        found = np.arange(len(self.source)) if groups is None else np.flatnonzero(groups == groups[index])
-        return np.roll(found, -int(np.searchsorted(found, index)))
+        if groups is None:
+            return (index + 1) % len(self.source)
+        alike = np.flatnonzero(groups == groups[index])
+        return int(alike[(np.searchsorted(alike, index) + 1) % len(alike)])
 
 
 class _Batches(Sampler[list[Ticket]]):
@@ -254,6 +254,6 @@ class ResumableLoader:
         for key, now in self.state_dict().items():
             if state.get(key, None if key == "groups" else now) != now:
                 raise ValueError(
-                    f"the checkpoint was trained with {key}={state[key]}, this run has {key}={now}: it could not resume "
+                    f"the checkpoint was trained with {key}={state.get(key)}, this run has {key}={now}: it could not resume "
                     f"with the very next sample. Set {key} back, or start a new run from the weights alone"
                 )

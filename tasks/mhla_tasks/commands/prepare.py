@@ -1,4 +1,7 @@
-"""Tools that turn data into shards."""
+"""Tools that turn data into shards.
+
+Longer than other modules: every command of ``lightning prepare``, a function with its options each.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from PIL import Image
 from sana import save_pipeline
 from test_text_to_image_training import config
 
-from lightning_mhla.data import ResumableLoader
+from lightning_mhla.data import BrokenSampleError, ResumableLoader
 from lightning_mhla.data.loader import Progress
 from lightning_mhla.data.sampling import grouped_order
 
@@ -95,6 +95,27 @@ def test_evaluation_sees_every_sample_once(folder: Path) -> None:
         for batch in ResumableLoader(source, 4, train=False, seed=0, rank=rank, world=2):
             seen.update(batch["index"][batch["valid"]].tolist())
     assert seen == Counter(range(29))
+
+
+def test_a_size_whose_images_are_all_broken_ends_training(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(2, 30, 6):  # those that are tall
+        path = folder / f"{number:02d}.png"
+        path.write_bytes(path.read_bytes()[:60])
+    loader = ResumableLoader(data(folder).source("train"), 3, train=True, seed=0)
+    with pytest.raises(BrokenSampleError, match="cannot be decoded"):
+        list(loader)
+    assert caplog.text.count("cannot be decoded") <= 5 + 1, "each is tried once; one more is of another size"
+
+
+def test_a_run_resumes_with_the_sizes_that_it_had(folder: Path) -> None:
+    several = ResumableLoader(data(folder).source("train"), 3, train=True, seed=0)
+    one = ResumableLoader(data(folder, buckets=["16x16"]).source("train"), 3, train=True, seed=0)
+    several.load_state_dict(several.state_dict())
+    before = {name: value for name, value in one.state_dict().items() if name != "groups"}
+    one.load_state_dict(before)
+    for loader, state in ((several, one.state_dict()), (several, before), (one, several.state_dict())):
+        with pytest.raises(ValueError, match="was trained with groups="):
+            loader.load_state_dict(state)
 
 
 def test_what_is_wrong_with_buckets(folder: Path) -> None:
