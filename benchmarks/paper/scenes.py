@@ -87,7 +87,9 @@ PRETRAIN = Study(
     {"original": []},
     measure,
     section,
-    setting="With its own linear attention, from nothing; one run, as SANA is one. Its time is by the clock, with other work beside.",
+    setting=(
+        "With its own linear attention, from nothing; one run, as SANA is one. Its time is by the clock, with other work beside."
+    ),
 )
 
 PRINTED = """\
