@@ -88,7 +88,8 @@ PRETRAIN = Study(
     measure,
     section,
     setting=(
-        "With its own linear attention, from nothing; one run, as SANA is one. Its time is by the clock, with other work beside."
+        "With its own linear attention, from nothing; one run, as SANA is one. Its time is by the clock, with other work "
+        "beside."
     ),
 )
 
