@@ -10,6 +10,7 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables
 from lightning_mhla.attention.linear import LinearAttention
 from lightning_mhla.attention.mamba2 import Mamba2
 from lightning_mhla.attention.mhla import MHLA
+from lightning_mhla.attention.rala import MagnitudeAwareLinearAttention, RankAugmentedLinearAttention
 from lightning_mhla.attention.retention import Retention
 from lightning_mhla.attention.softmax import SoftmaxAttention
 from lightning_mhla.recurrence import gated_delta_rule, gated_linear_attention, retention, state_space_dual
@@ -25,8 +26,10 @@ __all__ = [
     "GatedLinearAttention",
     "LayoutTables",
     "LinearAttention",
+    "MagnitudeAwareLinearAttention",
     "Mamba2",
     "Projections",
+    "RankAugmentedLinearAttention",
     "Retention",
     "SoftmaxAttention",
     "attention_per_layer",

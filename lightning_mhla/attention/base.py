@@ -18,7 +18,7 @@ from lightning_mhla.attention.config import KINDS, AttentionConfig, register_kin
 from lightning_mhla.attention.inputs import UNHANDLED, AttentionInputs, Projections
 from lightning_mhla.attention.layout import BlockLayout, LayoutTables
 from lightning_mhla.attention.lepe import LocalPositionalEncoding, hide_rows
-from lightning_mhla.attention.positions import Rotary, next_positions, rotary_angles, sequence_positions
+from lightning_mhla.attention.positions import Rotary, grid_angles, next_positions, rotary_angles, sequence_positions
 from lightning_mhla.attention.sequence import SequenceShare
 
 OUTPUT_NORM_EPS = 1e-6
@@ -71,6 +71,8 @@ class Attention(LayoutTables):
     options: Any
     order: Tensor | None
     inverse: Tensor | None
+    cos: Tensor
+    sin: Tensor
 
     def __init_subclass__(cls, kind: str | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -108,8 +110,10 @@ class Attention(LayoutTables):
         self.config, self.causal, self.block_ordered = config, causal, block_ordered
         self.projects = projections
         self.rotary = config.rotary and not (projections and "rotary" in self.unused)
-        if self.rotary and projections and (len(layout.grid) != 1 or layout.prefix_tokens):
-            raise ValueError(f"rotary positions are those of a 1-D grid without prefix tokens, not of {layout}")
+        if self.rotary and projections and (len(layout.grid) > 2 or layout.prefix_tokens):
+            raise ValueError(f"rotary positions are those of a 1-D or 2-D grid without prefix tokens, not of {layout}")
+        self.turns_by_grid = self.rotary and projections and len(layout.grid) == 2
+        self.turns_by_position = self.rotary and not self.turns_by_grid
         self.options = self.Options(**config.options or {}) if self.Options is not None else None
         self.heads, self.key_value_heads = heads, key_value_heads
         self.key_width, self.value_width = key_width or dim // heads, value_width or dim // heads
@@ -125,8 +129,8 @@ class Attention(LayoutTables):
             LocalPositionalEncoding(self._inner(layout), inner, config.lepe, projections) if config.lepe else None
         )
         if projections:
-            self.register_buffer("order", None, persistent=False)
-            self.register_buffer("inverse", None, persistent=False)
+            for name in ("order", "inverse", *(("cos", "sin") if self.turns_by_grid else ())):
+                self.register_buffer(name, None, persistent=False)
         self.fit(layout)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
@@ -142,15 +146,25 @@ class Attention(LayoutTables):
         self.layout = layout
         with torch.inference_mode(False):  # or training could not use a layout that sampling saw first
             moves = not layout.is_raster and self.block_ordered == self.scans
-            self.order, self.inverse = (x.to(device) if moves else None for x in self.tables().values())
+            tables = self.tables()
+            self.order, self.inverse = (tables.pop(name).to(device) if moves else None for name in ("order", "inverse"))
+            for name, values in tables.items():
+                setattr(self, name, values.to(device))
             if self.lepe is not None:
                 self.lepe.fit(self._inner(layout), device)
 
     @override
     def tables(self) -> dict[str, Tensor]:
-        """Return the permutations from the order of the tokens to that of the operator, and back."""
+        """Return permutations from the order of the tokens to that of the operator and back, and angles of an image."""
         there, back = self.layout.order, self.layout.inverse
-        return {"order": back, "inverse": there} if self.scans else {"order": there, "inverse": back}
+        orders = {"order": back, "inverse": there} if self.scans else {"order": there, "inverse": back}
+        if not self.turns_by_grid:
+            return orders
+        height, width = self.layout.grid
+        angles = grid_angles((height, width), self.key_width, self.config.rotary_base).select(
+            self._inner(self.layout).order
+        )
+        return {**orders, "cos": angles.cos, "sin": angles.sin}
 
     def _inner(self, layout: BlockLayout) -> BlockLayout:
         """The layout in whose order the operator has its tokens."""
@@ -228,7 +242,8 @@ class Attention(LayoutTables):
             x: tokens, in raster order unless ``block_ordered``.
             key_mask: ``[B, N]`` bool, in the same order; False tokens are not seen, whatever they hold, and get zeros.
             rotary: cosine and sine of the angles that ``config.rotary`` turns by, in the same order; None for those of
-                tokens counted from 0 (see :func:`lightning_mhla.attention.positions.rotary_angles`).
+                tokens counted from 0 (see :func:`lightning_mhla.attention.positions.rotary_angles`). Images have their own
+                (:func:`lightning_mhla.attention.positions.grid_angles`).
             cu_seqlens: causal: first token of each of the sequences that are packed in the one row (B = 1), and N.
             projections: those to use, where the layer has none of its own.
             share: causal: N tokens here are a part of a sequence, of which other processes hold the rest.
@@ -322,6 +337,10 @@ class Attention(LayoutTables):
     ) -> Rotary | None:
         if not self.rotary:
             return None
+        if self.turns_by_grid:
+            return Rotary(
+                self.cos.to(x.device), self.sin.to(x.device), interleaved=True
+            )  # tables of a meta model are not meta
         if given is not None:
             return given if self.order is None else given.select(self.order)
         return self.angles(start + sequence_positions(x, cu_seqlens))
@@ -335,14 +354,17 @@ class Attention(LayoutTables):
         if self.gate is not None:
             assert self.gate.bias is not None, "a gate without bias cannot start open"
             nn.init.zeros_(self.gate.weight)
-            nn.init.constant_(self.gate.bias, OPEN_GATE)
+            nn.init.constant_(self.gate.bias, 1.0 if self.config.gate_activation == "identity" else OPEN_GATE)
 
     def _around(self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """``[B, N, H * Dv]`` after norm, ``lepe`` and gate."""
         if self.norm is not None:
             out = self.norm(out)
         out = self._with_lepe(out, v, key_mask)
-        return out if self.gate is None else out * F.silu(self.gate(x))
+        if self.gate is None:
+            return out
+        gate = self.gate(x)
+        return out * (gate if self.config.gate_activation == "identity" else F.silu(gate))
 
     def _with_lepe(self, out: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """``[B, N, H * Dv]``, with the convolution of the values where there is one."""

@@ -15,11 +15,13 @@ from lightning_mhla.system.options import as_dataclass
 log = logging.getLogger(__name__)
 
 Features = Literal["relu", "elu", "softplus", "sana", "identity"]
+GateActivation = Literal["silu", "identity"]
 
 CHOICES = {
     "mixing": ("dense", "exponential"),
     "mixing_init": ("locality", "uniform"),
     "feature_map": get_args(Features),
+    "gate_activation": get_args(GateActivation),
 }
 """Options of :class:`AttentionConfig` that are one of a few words."""
 
@@ -55,10 +57,15 @@ class AttentionConfig:
         feature_map: applied to queries and keys (mhla, linear). relu and elu are relu(x) + 1e-6 and elu(x) + 1;
             sana is relu(x), with 1e-15 instead of 1e-6 added to the normaliser, as diffusers' SANA has it.
         lepe: width of the depthwise convolution of the values that is added to the output, odd; 0 for none.
-        rotary: whether queries and keys are turned by their position, after the feature map; sequences. It makes features
-            signed, so mhla and linear need normalize off.
+        rotary: whether queries and keys are turned by their position, after the feature map; sequences and images (row and
+            column). It makes features signed, so mhla and linear need normalize off, or normalize_before_rotary.
         rotary_base: base of the geometric series of rotary frequencies.
-        gate: whether the output is multiplied by SiLU of a projection of the input.
+        normalize_before_rotary: whether the normaliser takes queries and keys as they are before rotary turns them
+            (RoFormer, arXiv 2104.09864, equation 19); mhla and linear, not causal.
+        key_weighting: whether each head's keys are multiplied by their softmax weight for the mean query, over all tokens,
+            times the number of tokens (RALA, arXiv 2411.07635); mhla and linear, not causal.
+        gate: whether the output is multiplied by an activation of a projection of the input.
+        gate_activation: silu or identity.
         output_norm: whether each head's output passes an RMSNorm; null for exactly where normalize is off.
         options: options of the kind itself, by name. mhla, linear and softmax have none
     """
@@ -76,7 +83,10 @@ class AttentionConfig:
     lepe: int = 0
     rotary: bool = False
     rotary_base: float = 10_000.0
+    normalize_before_rotary: bool = False
+    key_weighting: bool = False
     gate: bool = False
+    gate_activation: GateActivation = "silu"
     output_norm: bool | None = None
     options: dict[str, Any] | None = None
 
@@ -103,9 +113,11 @@ class AttentionConfig:
             raise ValueError(f"lepe={self.lepe} must be an odd width, or 0 for none")
         if self.normalize and self.feature_map == "identity" and KINDS[self.kind].uses_linear_options:
             raise ValueError("normalize wants nonnegative queries and keys; feature_map 'identity' does not give them")
-        if self.normalize and self.rotary and KINDS[self.kind].uses_linear_options:
+        signed = self.rotary and not self.normalize_before_rotary
+        if self.normalize and signed and KINDS[self.kind].uses_linear_options:
             raise ValueError(
-                "normalize needs nonnegative queries and keys, and rotary makes them negative; set normalize: false"
+                "normalize needs nonnegative queries and keys, and rotary makes them negative; set normalize: false, or "
+                "normalize_before_rotary: true for images"
             )
 
     def _checked_options(self) -> dict[str, Any] | None:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+from mhla_kernels.attention import without_autocast
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mhla.attention.config import Features
 from lightning_mhla.attention.positions import Rotary
 
+RELU_OFFSET = 1e-6
+"""Added by the operator's relu."""
+
 
 def apply_features(
-    q: Tensor, k: Tensor, features: Features, rotary: Rotary | None = None
+    q: Tensor,
+    k: Tensor,
+    features: Features,
+    rotary: Rotary | None = None,
+    key_weighting: bool = False,
+    key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
-    """Queries and keys after feature map and rotary, and what is left to the operator (relu costs nothing there)."""
+    """Queries and keys after feature map, weighting and rotary, and what is left to the operator (relu costs nothing there)."""
     rest: Literal["identity", "relu"] = "identity"
     if features == "elu":
         q, k = F.elu(q) + 1, F.elu(k) + 1
@@ -22,8 +32,33 @@ def apply_features(
         q, k = F.softplus(q), F.softplus(k)
     elif features == "sana":
         q, k = F.relu(q), F.relu(k)
+    elif features == "relu" and key_weighting:
+        q, k = F.relu(q) + RELU_OFFSET, F.relu(k) + RELU_OFFSET
     else:
         rest = features
+    if key_weighting:
+        k = weighted_keys(q, k, key_mask)
     if rotary is None:
         return q, k, rest
     return rotary.turn(q, rest), rotary.turn(k, rest), "identity"
+
+
+def weighted_keys(q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """Keys times N and their softmax weight for the mean query: ``N softmax_j(Dk^-0.5 mean_t(q_t) . k_j) k_j`` (RALA).
+
+    Args:
+        q: mapped queries ``[B, N, H, Dk]``.
+        k: mapped keys, of as many heads.
+        key_mask: ``[B, N]`` bool; hidden tokens count neither for the mean nor for N.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if key_mask is None:
+        mean, count = q.mean(1, dtype=wide), k.new_tensor(k.shape[1], dtype=wide)
+    else:
+        count = key_mask.sum(1, dtype=wide).clamp(min=1)[:, None, None]
+        mean = (q * key_mask[..., None, None]).sum(1, dtype=wide) / count
+    with without_autocast(q.device.type):
+        scores = torch.einsum("bhd,bnhd->bnh", mean, k.to(wide)) * k.shape[-1] ** -0.5
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask[..., None], torch.finfo(wide).min)
+    return k * (scores.softmax(1) * count).to(k.dtype)[..., None]

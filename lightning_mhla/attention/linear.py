@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from mhla_kernels import ExponentialMixing
 from mhla_kernels.mixing import MixingLike
@@ -19,7 +19,7 @@ CHUNK = 64
 class LinearAttention(SummaryAttention, kind="linear"):
     """Linear attention, as MHLA whose coefficients are all 1; arguments as for :class:`Attention`."""
 
-    unused = MIXING_OPTIONS
+    unused: ClassVar[tuple[str, ...]] = MIXING_OPTIONS
 
     @override
     def coefficients(self, q: Tensor) -> tuple[MixingLike, dict[str, Any]]:

@@ -53,6 +53,32 @@ def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rota
     return Rotary(angles.cos().float().to(device), angles.sin().float().to(device))
 
 
+def grid_angles(grid: tuple[int, int], width: int, base: float = 10_000.0) -> Rotary:
+    """Angles of the tokens of an image: half of a head's features turn with the row, half with the column (RAVLT).
+
+    Pair i of n = D / 4 pairs of each half turns by ``position * base^(-i / (n - 1))``, as in the code of RAVLT
+    (arXiv 2411.07635): frequencies from 1 to ``1 / base``, both included. Features 2i and 2i + 1 are a pair.
+
+    Args:
+        grid: rows and columns.
+        width: D, a multiple of 4.
+        base: base of the geometric series of frequencies.
+
+    Returns:
+        Cosine and sine ``[N, D / 2]``, float32, on the CPU, tokens in raster order.
+
+    Raises:
+        ValueError: for another width.
+    """
+    if width % 4:
+        raise ValueError(f"rotary positions in images need heads of a width that 4 divides, not {width}")
+    frequencies = base ** -torch.linspace(0, 1, width // 4, dtype=torch.float64, device="cpu")
+    rows, columns = (torch.arange(length, dtype=torch.float64, device="cpu") for length in grid)
+    by_row, by_column = (torch.outer(places, frequencies) for places in (rows, columns))
+    angles = torch.cat([by_row.repeat_interleave(grid[1], 0), by_column.repeat(grid[0], 1)], -1)
+    return Rotary(angles.cos().float(), angles.sin().float(), interleaved=True)
+
+
 def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
     """``[N]`` int64: position of the tokens ``[B, N, ...]`` in its sequence.
 

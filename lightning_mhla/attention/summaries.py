@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from mhla_kernels import MHLAState, attention_matrix, mhla_attention, mhla_prefill, mhla_step
 from mhla_kernels.mixing import MixingLike
 from mhla_kernels.sequence_parallel import mhla_sequence_parallel
@@ -12,8 +14,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mhla.attention.base import Attention
+from lightning_mhla.attention.config import AttentionConfig
 from lightning_mhla.attention.features import apply_features
 from lightning_mhla.attention.inputs import AttentionInputs
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.lepe import hide_rows
 
 EPS, SANA_EPS = 1e-6, 1e-15
 """Added to the normaliser: the operator's own, and that of diffusers' ``SanaLinearAttnProcessor2_0``."""
@@ -24,6 +29,13 @@ class SummaryAttention(Attention):
 
     handles = ("key_mask", "rotary", "cu_seqlens", "share")
 
+    def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
+        super().__init__(dim, heads, layout, config, **options)
+        if self.causal:
+            for name in ("key_weighting", "normalize_before_rotary"):
+                if getattr(config, name):
+                    raise ValueError(f"{name} is for attention that sees every token; leave it out of causal attention")
+
     def coefficients(self, q: Tensor) -> tuple[MixingLike, dict[str, Any]]:
         """Coefficients for the operator, and its blocks by name, for mapped queries ``[B, N, H, Dk]``."""
         raise NotImplementedError
@@ -31,6 +43,8 @@ class SummaryAttention(Attention):
     @override
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Apply the operator; processes that share a sequence exchange summaries."""
+        if self._normalizes_before_rotary(inputs):
+            return self._attend_normalized(inputs)
         q, k, mixing, options = self._operands(inputs)
         share = inputs.share
         if share is None:
@@ -42,8 +56,26 @@ class SummaryAttention(Attention):
             q, k, inputs.v, mixing, group=share.group, tokens=share.tokens, causal=True, **options
         )
 
+    def _normalizes_before_rotary(self, inputs: AttentionInputs) -> bool:
+        return self.config.normalize and inputs.rotary is not None
+
+    def _attend_normalized(self, inputs: AttentionInputs) -> Tensor:
+        """Outputs without normaliser, divided by the mixed sum of the weights before rotary turns queries and keys."""
+        q, k, mixing, options = self._operands(inputs)
+        plain_q, plain_k, _, plain = self._operands(replace(inputs, rotary=None))
+        eps = plain.pop("eps")
+        for each in (options, plain):
+            each |= {"normalize": False, "scale": 1.0, "key_mask": inputs.key_mask, "eps": eps}
+        out = mhla_attention(q, k, inputs.v, mixing, **options)
+        wide = torch.promote_types(inputs.q.dtype, torch.float32)
+        ones = inputs.v.new_ones(*inputs.v.shape[:3], 1, dtype=wide)
+        sums = mhla_attention(plain_q.to(wide), plain_k.to(wide), ones, mixing, **plain)
+        return hide_rows((out / (sums + eps)).to(inputs.v.dtype), inputs.key_mask)
+
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
+        if self._normalizes_before_rotary(inputs):
+            return super().weights(inputs)
         q, k, mixing, options = self._operands(inputs)
         return attention_matrix(q, k, mixing, causal=self.causal, key_mask=inputs.key_mask, **options)
 
@@ -70,7 +102,13 @@ class SummaryAttention(Attention):
         return 2.0 * self.heads * (tokens * (2 * summary + inside) + mixed * summary)
 
     def _operands(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, MixingLike, dict[str, Any]]:
-        q, k, feature_map = apply_features(inputs.q, inputs.k, self.config.feature_map, inputs.rotary)
+        q, k, feature_map = apply_features(
+            inputs.q, inputs.k, self.config.feature_map, inputs.rotary, self.config.key_weighting, inputs.key_mask
+        )
         mixing, blocks = self.coefficients(q)
-        eps = SANA_EPS if self.config.feature_map == "sana" else EPS
+        eps = self.normalizer_eps(inputs)
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, "eps": eps, **blocks}
+
+    def normalizer_eps(self, inputs: AttentionInputs) -> float:
+        """What is added to the sum of a query's weights."""
+        return SANA_EPS if self.config.feature_map == "sana" else EPS

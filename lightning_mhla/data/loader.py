@@ -20,6 +20,7 @@ from lightning_mhla.data.sampling import (
     evaluation_batches,
     grouped_order,
     kept_random_state,
+    repeated,
     seed_sample,
     training_batches,
 )
@@ -101,6 +102,9 @@ def samples_each(batch_size: int, world: int) -> int:
     return batch_size // world
 
 
+UNSAID = {"groups": None, "repeats": 1}
+"""Options of the order that checkpoints from before they existed do not name."""
+
 WORKER_SECONDS = 120
 """Time that a signal leaves a worker process, for the training process to finish its step and save."""
 
@@ -145,6 +149,10 @@ class ResumableLoader:
         progress: for training, says whenever a pass starts where the run stands.
         num_workers: worker processes.
         ahead: factory of the prefetcher; takes the shard number of each sample in reading order.
+        repeats: for training, times that a sample comes; see :func:`lightning_mhla.data.sampling.repeated`.
+
+    Raises:
+        ValueError: for a batch that the processes cannot share, or that the samples do not fill.
     """
 
     def __init__(
@@ -161,8 +169,10 @@ class ResumableLoader:
         progress: Callable[[], Progress] = Progress,
         num_workers: int = 0,
         ahead: Callable[[np.ndarray], FetchAhead] | None = None,
+        repeats: int = 1,
     ) -> None:
         samples_each(batch_size, world)
+        self.repeats = repeats if train else 1
         if not len(source):
             raise ValueError("the data set holds no samples")
         self.source, self.batch_size, self.train, self.seed = source, batch_size, train, seed
@@ -189,9 +199,9 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rest of the epoch that the run stands in."""
-        order, epoch = self._order()
+        order, copies, epoch = self._order()
         if self.train:
-            self._batches.pending = training_batches(order, epoch, self.batch_size, self.rank, self.world)
+            self._batches.pending = training_batches(order, epoch, self.batch_size, self.rank, self.world, copies)
         else:
             self._batches.pending = self._evaluation(order)
         batches = iter(self._loader)  # worker processes are forked before there are threads
@@ -202,16 +212,18 @@ class ResumableLoader:
                 self._count(int(batch.pop("skipped").sum()))
                 yield batch
 
-    def _order(self) -> tuple[np.ndarray, int]:
-        """The samples of all processes that are left of the epoch, in their order, and the epoch."""
+    def _order(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """The samples of all processes that are left of the epoch, in their order, numbers of copies, and the epoch."""
         if not self.train:
             order = np.arange(len(self.source))
-            return (order if self.groups is None else np.argsort(self.groups, kind="stable")), 0
+            return (order if self.groups is None else np.argsort(self.groups, kind="stable")), np.zeros_like(order), 0
         epoch, done, steps = self.progress()
         order = epoch_order(self.source.shard_sizes, self.seed, epoch, self.window)
         if self.groups is not None:
             order = grouped_order(order, self.groups, self.batch_size)
-        return order[done * self.batch_size : None if steps is None else steps * self.batch_size], epoch
+        left = slice(done * self.batch_size, None if steps is None else steps * self.batch_size)
+        order, copies = repeated(order, self.repeats)
+        return order[left], copies[left], epoch
 
     def _evaluation(self, order: np.ndarray) -> Iterator[list[Ticket]]:
         parts = [order] if self.groups is None else np.split(order, np.cumsum(np.bincount(self.groups))[:-1])
@@ -243,7 +255,7 @@ class ResumableLoader:
         """Options that the order depends on, to be compared on resume; the position itself is the trainer's batch count."""
         groups = None if self.groups is None else zlib.crc32(self.groups.tobytes())
         options = {"batch_size": self.batch_size, "seed": self.seed, "window": self.window, "groups": groups}
-        return {"samples": len(self.source), **options}
+        return {"samples": len(self.source), "repeats": self.repeats, **options}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse to resume in another order than the checkpoint's.
@@ -252,7 +264,7 @@ class ResumableLoader:
             ValueError: naming what differs.
         """
         for key, now in self.state_dict().items():
-            if state.get(key, None if key == "groups" else now) != now:
+            if state.get(key, UNSAID.get(key, now)) != now:
                 raise ValueError(
                     f"the checkpoint was trained with {key}={state.get(key)}, this run has {key}={now}: it could not resume "
                     f"with the very next sample. Set {key} back, or start a new run from the weights alone"

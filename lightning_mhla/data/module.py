@@ -112,6 +112,8 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
     logged_as = "data"
     shards: ShardSets | None = None
     """Set by data modules that read shards; found, downloaded and tabled before training."""
+    repeats: int = 1
+    """Times that a training sample comes in an epoch; see :func:`lightning_mhla.data.sampling.repeated`."""
 
     def __init__(
         self,
@@ -206,4 +208,5 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
             rank=rank,
             world=world,
             ahead=ahead,
+            repeats=self.repeats,
         )

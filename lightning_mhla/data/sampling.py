@@ -21,12 +21,14 @@ _ORDER, _SAMPLE, _STEP, _NOISE = range(4)  # one stream of random numbers for ea
 class Ticket(NamedTuple):
     """One sample to be read: for which epoch (its random numbers depend on it), and whether it counts.
 
-    ``valid`` is False for samples that only fill up a batch, so that all processes run equally many.
+    ``valid`` is False for samples that only fill up a batch, so that all processes run equally many. ``copy`` counts how
+    often the sample came before in its epoch: copies have random numbers of their own.
     """
 
     epoch: int
     index: int  # type: ignore[assignment]  # tuple.index is not used
     valid: bool = True
+    copy: int = 0
 
 
 def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int | None = None) -> np.ndarray:
@@ -72,11 +74,40 @@ def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarr
     return order[batches[np.argsort(batches[:, -1])]].reshape(-1)
 
 
-def training_batches(order: np.ndarray, epoch: int, batch: int, rank: int, world: int) -> Iterator[list[Ticket]]:
-    """This process's share of each whole global batch of ``batch`` samples; a last incomplete batch is left out."""
+def training_batches(
+    order: np.ndarray, epoch: int, batch: int, rank: int, world: int, copies: np.ndarray | None = None
+) -> Iterator[list[Ticket]]:
+    """This process's share of each whole global batch of ``batch`` samples; a last incomplete batch is left out.
+
+    Args:
+        order: ``[n]``, samples.
+        epoch: number of the epoch.
+        batch: samples of a batch over all processes.
+        rank: this process.
+        world: number of processes.
+        copies: ``[n]``, number of each sample's copy; None for the first of each.
+    """
     share = batch // world
+    numbers = np.zeros(len(order), np.int64) if copies is None else copies
     for start in range(rank * share, len(order) // batch * batch, batch):
-        yield [Ticket(epoch, int(index)) for index in order[start : start + share]]
+        part = slice(start, start + share)
+        yield [Ticket(epoch, int(i), copy=int(n)) for i, n in zip(order[part], numbers[part], strict=True)]
+
+
+def repeated(order: np.ndarray, repeats: int) -> tuple[np.ndarray, np.ndarray]:
+    """Repeated augmentation: every sample ``repeats`` times, next to each other, in an epoch that is no longer.
+
+    "Augment your batch" (arXiv 1901.09335); an epoch of n samples shows ``n / repeats`` of them, as in DeiT's code.
+
+    Args:
+        order: ``[n]``, samples.
+        repeats: times that a sample comes.
+
+    Returns:
+        Samples and the numbers of their copies, ``[n]`` each.
+    """
+    count = len(order)
+    return np.repeat(order, repeats)[:count], np.tile(np.arange(repeats), -(-count // repeats))[:count]
 
 
 def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Iterator[list[Ticket]]:
@@ -92,7 +123,7 @@ def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Itera
 
 def seed_sample(seed: int, ticket: Ticket) -> None:
     """Seed python's, numpy's and torch's generators for reading one sample."""
-    _seed_all([seed, _SAMPLE, ticket.epoch, ticket.index])
+    _seed_all([seed, _SAMPLE, ticket.epoch, ticket.index, *([ticket.copy] if ticket.copy else [])])
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

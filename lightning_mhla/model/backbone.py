@@ -209,8 +209,8 @@ class Backbone(LayoutTables):
         self.layout = self.layers[0].attn.layout
 
     def _angles(self, positions: Tensor) -> dict[float, Rotary]:
-        """Rotary angles of the layers, by their base; layers without rotary take none of them."""
-        using = {block.attn.config.rotary_base: block.attn for block in self.layers if block.attn.rotary}
+        """Rotary angles of the layers, by their base; layers that do not turn by them take none."""
+        using = {block.attn.config.rotary_base: block.attn for block in self.layers if block.attn.turns_by_position}
         return {base: layer.angles(positions) for base, layer in using.items()}
 
 

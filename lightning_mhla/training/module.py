@@ -122,6 +122,10 @@ class TrainingModule(LoggedApart, LightningModule):
                     f"(--model.init_args.{name}, --data.init_args.{name})"
                 )
 
+    def average_decay(self, decay: float) -> float:
+        """Decay of the moving average at each step, where ``ema_decay`` asks for ``decay``."""
+        return decay
+
     def layers(self) -> list[nn.Module]:
         """The repeated blocks of the network, first to last: what is sharded, and what layer decay counts."""
         raise NotImplementedError
@@ -137,7 +141,7 @@ class TrainingModule(LoggedApart, LightningModule):
             return self.prediction_callbacks()
         if self.trainer.state.fn != "fit":
             return []
-        average = [] if self.ema_decay is None else [ExponentialMovingAverage(self.ema_decay)]
+        average = [] if self.ema_decay is None else [ExponentialMovingAverage(self.average_decay(self.ema_decay))]
         given = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
         guards: list[type[Callback]] = [FiniteWatch, StallWatch, Forecast]
         if self.trainer.checkpoint_callbacks:  # checkpoints are not switched off

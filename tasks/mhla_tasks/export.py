@@ -54,7 +54,8 @@ def write_export(
     if before is not None and not is_own(before):  # written, or edited, by hand
         card.write_text(before)
         card = folder / "README.new.md"
-    write_card(module, content, card, domain.LOADING, license_name)
+    network = type(getattr(module, "network", None)).__name__
+    write_card(module, content, card, domain.LOADING.replace("NETWORK", network), license_name)
 
 
 def _load(checkpoint: Path, path: Path, content: Mapping[str, Any], live: bool) -> tuple[TrainingModule, ModuleType]:

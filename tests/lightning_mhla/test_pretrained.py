@@ -10,7 +10,6 @@ import pytest
 import torch
 from mhla_kernels import extend_mixing, resize_mixing
 from mhla_tasks.classification import ImageClassifier
-from mhla_tasks.classification.model import VisionTransformer
 from mhla_tasks.language import LanguageModel
 from torch import nn
 from torch.nn import functional as F
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from lightning_mhla import MHLA, AttentionConfig, Backbone, BlockLayout
 from lightning_mhla.attention.mixing import DenseCoefficients, ExponentialCoefficients
 from lightning_mhla.checkpoints.pretrained import Pretrained, adopt, read_pretrained, resize_positions
+from lightning_mhla.vision.vit import VisionTransformer
 
 SIZES: dict[str, Any] = {"dim": 16, "depth": 2, "heads": 2, "patch_size": 2, "channels": 1}
 

@@ -87,7 +87,11 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
     if "num_workers" in data:
         data["num_workers"] = 1
     if domain == "classification":
-        model |= {"depth": 2, "heads": 2, "dim": 16}
+        if "vlt" in model:
+            model["vlt"] = {"dims": [8, 16], "depths": [1, 1], "heads": [1, 2], "linear_stages": 1, "head_width": 16,
+                            "patch_size": 2}  # fmt: skip
+        else:
+            model |= {"depth": 2, "heads": 2, "dim": 16}
         model.pop("size", None)
         if data.get("train"):
             model |= {"num_classes": 3}
@@ -96,7 +100,7 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
                 data |= {"train": f"{world}/images/train", "val": f"{world}/images/val"}
                 model |= {"heads": 4, "dim": 32}
             else:
-                model |= {"image_size": 28, "pad_to": 32, "patch_size": 2}
+                model |= {"image_size": 28} | ({} if "vlt" in model else {"pad_to": 32, "patch_size": 2})
                 data |= {"train": f"{world}/shards/train-*.tar", "val": f"{world}/shards/val-*.tar"}
     elif domain == "diffusion":
         model |= {"depth": 2, "heads": 2, "dim": 16}

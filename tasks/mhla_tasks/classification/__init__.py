@@ -1,7 +1,7 @@
-"""Image classification: vision transformers with any kind of attention."""
+"""Image classification: vision transformers, flat and hierarchical, with any kind of attention."""
 
+from lightning_mhla.vision import VLT, VisionTransformer
 from mhla_tasks.classification.data import Digits, ImageNetShards, Mnist
-from mhla_tasks.classification.model import VisionTransformer
 from mhla_tasks.classification.module import ImageClassifier
 
-__all__ = ["Digits", "ImageClassifier", "ImageNetShards", "Mnist", "VisionTransformer"]
+__all__ = ["VLT", "Digits", "ImageClassifier", "ImageNetShards", "Mnist", "VisionTransformer"]

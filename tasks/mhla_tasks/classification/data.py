@@ -84,6 +84,8 @@ class AugmentConfig:
         min_scale: smallest share of the image's area that a crop shows.
         horizontal_flip: probability of a flip.
         interpolation: random, bilinear or bicubic.
+        repeats: times that an image comes in an epoch, augmented anew (repeated augmentation, arXiv 1901.09335; DeiT and
+            RAVLT have 3); an epoch then shows that share of the images. 1 for every image once.
     """
 
     auto_augment: str | None = "rand-m9-mstd0.5-inc1"
@@ -92,6 +94,11 @@ class AugmentConfig:
     min_scale: float = 0.08
     horizontal_flip: float = 0.5
     interpolation: str = "bicubic"
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats} must be at least 1")
 
 
 class ImageNetShards(ResumableDataModule):
@@ -144,6 +151,7 @@ class ImageNetShards(ResumableDataModule):
         self.channels = channels
         self.image_size, self.num_classes, self.crop_share = image_size, num_classes, crop_share
         self.augment = as_dataclass(AugmentConfig, augment)
+        self.repeats = self.augment.repeats
         self.predict_dir = predict_dir
 
     @override

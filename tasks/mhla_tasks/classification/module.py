@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,9 @@ from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
-from mhla_tasks.classification.model import Size, VisionTransformer
+from lightning_mhla.vision import VLT, StageConfig, VisionTransformer
+from lightning_mhla.vision.ravlt import read_ravlt
+from lightning_mhla.vision.vit import Size
 from mhla_tasks.classification.predict import PredictionTable
 
 Stage = Literal["val", "test"]
@@ -44,12 +47,14 @@ class MixupConfig:
 
 
 class ImageClassifier(TrainingModule):
-    """A vision transformer trained on images and labels.
+    """A vision transformer, or a hierarchical one (VLT), trained on images and labels.
 
     Args:
         attention: the attention layer.
         num_classes: number of classes.
         image_size: side of the square image, in pixels.
+        vlt: stages of a hierarchical VLT; null for a vision transformer of the sizes that follow. A VLT takes none of size,
+            dim, depth, heads, patch_size, stem, pad_to and mlp_ratio.
         size: DeiT's tiny, small or base; null to give dim, depth and heads.
         dim: width of the tokens.
         depth: number of blocks.
@@ -67,14 +72,20 @@ class ImageClassifier(TrainingModule):
         mixup: mixing of images and labels.
         optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
+        ema_batch: batch size that ema_decay is for: at each step, ema_decay to the power of batch_size / ema_batch applies;
+            null for any.
         class_names: names of the classes for predictions; null for those of the data, or numbers.
         pretrained: weights to start from, of a run, a checkpoint or an exported folder, at any resolution and for any
-            classes; not read where --ckpt_path brings weights.
+            classes, or RAVLT's own file (.pth) for a VLT; not read where --ckpt_path brings weights.
+
+    Raises:
+        ValueError: for sizes that do not fit together.
     """
 
-    network: VisionTransformer
+    network: VisionTransformer | VLT
     agrees_with_data = ("image_size", "num_classes", "channels")
 
+    output_names = ("head", "proj", "norm")
     train_batch = ("image", "label")
     evaluation_batch = ("image", "label")
     predict_batch = ("image", "index")
@@ -84,6 +95,7 @@ class ImageClassifier(TrainingModule):
         attention: AttentionConfig,
         num_classes: int,
         image_size: int = 224,
+        vlt: StageConfig | None = None,
         size: Size | None = None,
         dim: int | None = None,
         depth: int | None = None,
@@ -101,6 +113,7 @@ class ImageClassifier(TrainingModule):
         mixup: MixupConfig = MixupConfig(),
         optimizer: OptimizerConfig = OptimizerConfig(),
         ema_decay: float | None = None,
+        ema_batch: int | None = None,
         class_names: list[str] | None = None,
         pretrained: str | None = None,
     ) -> None:
@@ -116,22 +129,24 @@ class ImageClassifier(TrainingModule):
         self.num_classes = num_classes
         self.class_names = class_names or [str(number) for number in range(num_classes)]
         self.label_smoothing = label_smoothing
-        self.network = VisionTransformer(
-            image_size,
-            num_classes,
-            attention,
-            size=size,
-            dim=dim,
-            depth=depth,
-            heads=heads,
-            patch_size=patch_size,
-            channels=channels,
-            stem=stem,
-            pad_to=pad_to,
-            mlp_ratio=mlp_ratio,
-            drop_path=drop_path,
-            checkpointing=checkpointing,
-        )
+        common: dict[str, Any] = {"channels": channels, "drop_path": drop_path, "checkpointing": checkpointing}
+        plain: dict[str, Any] = {
+            "size": size,
+            "dim": dim,
+            "depth": depth,
+            "heads": heads,
+            "patch_size": patch_size,
+            "stem": stem,
+            "pad_to": pad_to,
+            "mlp_ratio": mlp_ratio,
+        }
+        if vlt is None:
+            self.network = VisionTransformer(image_size, num_classes, attention, **plain, **common)
+        else:
+            defaults = {name: each.default for name, each in signature(ImageClassifier.__init__).parameters.items()}
+            if given := [name for name, value in plain.items() if value != defaults[name]]:
+                raise ValueError(f"vlt gives the sizes of all stages; leave out {', '.join(given)}")
+            self.network = VLT(image_size, num_classes, attention, as_dataclass(StageConfig, vlt), **common)
         self.mixup: Any = None
         if mixup.mixup or mixup.cutmix:
             from timm import data as timm_data  # brings all of timm's models
@@ -146,16 +161,26 @@ class ImageClassifier(TrainingModule):
             )
         self.val_metrics, self.test_metrics = _metrics(num_classes), _metrics(num_classes)
 
-        self._pretrained = pretrained
+        self._pretrained, self.ema_batch = pretrained, ema_batch
+
+    @override
+    def average_decay(self, decay: float) -> float:
+        size = getattr(getattr(self.trainer, "datamodule", None), "batch_size", None)
+        if self.ema_batch is None:
+            return decay
+        if size is None:
+            raise ValueError("ema_batch needs data with a batch_size; leave it out, and give the decay itself")
+        return decay ** (size / self.ema_batch)
 
     @override
     def layers(self) -> list[nn.Module]:
-        return list(self.network.backbone.blocks)
+        return self.network.layers
 
     def configure_model(self) -> None:
         """Take over weights to start from; then see :meth:`TrainingModule.configure_model`."""
         if self._pretrained is not None:
-            source = read_pretrained(self._pretrained)
+            source = read_ravlt(self._pretrained) if isinstance(self.network, VLT) else None
+            source = source or read_pretrained(self._pretrained)
             adopt(self.network, source, self._pretrained, heads=("head.",), positions=("position",))
             self._pretrained = None
         super().configure_model()

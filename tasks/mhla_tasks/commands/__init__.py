@@ -44,6 +44,7 @@ TOOLS: dict[str, dict[str, str]] = {
         "import": "models:import_published",
         "consolidate": "models:consolidate",
         "generate": "models:generate",
+        "timm": "models:timm_script",
     },
     "measuring": {
         "evaluate": "measuring:evaluate",

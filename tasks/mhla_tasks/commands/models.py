@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-from mhla_tasks.commands import Run
+from mhla_tasks.commands import Run, passes_on
 from mhla_tasks.own_modules import add_allow
 
 
@@ -141,3 +145,26 @@ def generate(parser: ArgumentParser) -> Run:
         continue_prompts(args.model, args.prompt, args.max_new_tokens, sampling, args.seed, args.device)
 
     return run
+
+
+@passes_on
+def timm_script(words: Sequence[str]) -> int | None:
+    """Run a script of timm (train.py, validate.py, ...) that knows this package's models.
+
+        lightning timm validate.py images --model mhla_vlt_t --checkpoint model.pth
+
+    Takes the options of the script. The models are those of ``import lightning_mhla.timm``: mhla_vlt_t, mhla_deit_t and more.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write("usage: lightning timm SCRIPT [options of the script]\n\n")
+        sys.stdout.write(f"{timm_script.__doc__}\n")
+        return 0 if words else 2
+    if not Path(words[0]).is_file():
+        raise FileNotFoundError(
+            f"{words[0]}: there is no such script; timm's are in its repository, not in its package"
+        )
+    import_module("lightning_mhla.timm")
+    sys.argv = list(words)
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    runpy.run_path(words[0], run_name="__main__")
+    return None

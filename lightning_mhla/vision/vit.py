@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
-from timm.layers import PatchEmbed
+from timm.layers import PatchEmbed, register_notrace_module
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_mhla import AttentionConfig, Backbone
 from lightning_mhla.model.sizes import Shape, model_shape
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.vision.base import ImageCheck, VisionModel, taken_indices
+
+register_notrace_module(Backbone)
 
 Size = Literal["tiny", "small", "base"]
 
@@ -42,7 +47,7 @@ class ConvStem(nn.Module):
 
 
 class VisionTransformer(
-    nn.Module,
+    VisionModel,
     PyTorchModelHubMixin,
     library_name="lightning-mhla",
     coders={AttentionConfig: (asdict, lambda options: AttentionConfig(**options))},
@@ -68,6 +73,9 @@ class VisionTransformer(
         mlp_ratio: inner width of the MLP over the tokens'.
         drop_path: stochastic depth of the last block.
         checkpointing: recompute blocks in the backward pass.
+        global_pool: ``"avg"``, or empty for the tokens.
+
+    The methods that timm's models have are there too.
 
     Raises:
         ValueError: for sizes that do not fit together.
@@ -90,6 +98,7 @@ class VisionTransformer(
         mlp_ratio: float = 4.0,
         drop_path: float = 0.0,
         checkpointing: bool = False,
+        global_pool: str = "avg",
     ) -> None:
         super().__init__()
         attention = as_dataclass(AttentionConfig, attention)
@@ -122,15 +131,79 @@ class VisionTransformer(
             drop_path=drop_path,
             checkpointing=checkpointing,
         )
-        self.head = nn.Linear(width, num_classes)
+        self.check = ImageCheck(self._check)
+        self.patch_size, self.grid, self.num_features, self.head_hidden_size = patch_size, grid, width, width
+        self.feature_info = [
+            {"num_chs": width, "reduction": patch_size, "module": f"backbone.blocks.{index}"} for index in range(layers)
+        ]
         nn.init.trunc_normal_(self.position, std=0.02)
-        nn.init.trunc_normal_(self.head.weight, std=0.02)
-        nn.init.zeros_(self.head.bias)
+        self.reset_classifier(num_classes, global_pool)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """``[B, channels, image_size, image_size]`` to scores ``[B, num_classes]``."""
-        if images.shape[-2:] != (self.image_size, self.image_size):
-            size = self.image_size
-            raise ValueError(f"images of {tuple(images.shape[-2:])} pixels for a model of image_size={size}")
-        images = F.pad(images, (self.border,) * 4)
-        return self.head(self.backbone(self.stem(images) + self.position).mean(1))
+    def _check(self, size: tuple[int, int]) -> None:
+        if size != (self.image_size, self.image_size):
+            raise ValueError(f"images of {size} pixels for a model of image_size={self.image_size}")
+
+    @property
+    @override
+    def layers(self) -> list[nn.Module]:
+        return list(self.backbone.blocks)
+
+    @override
+    def forward_features(self, images: Tensor) -> Tensor:
+        """``[B, channels, image_size, image_size]`` to tokens ``[B, N, dim]``."""
+        return self.backbone(self.stem(F.pad(self.check(images), (self.border,) * 4)) + self.position)
+
+    @override
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        x = x.mean(1) if self.global_pool == "avg" else x
+        return x if pre_logits else self.head(x)
+
+    @override
+    def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
+        """Maps behind the blocks ``taken``; the tokens that ``pad_to`` adds are left out."""
+        found: dict[int, Tensor] = {}
+        hooks = [self.layers[index].register_forward_hook(partial(_keep, found, index)) for index in taken]
+        try:
+            features = self.forward_features(images)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        maps = [self.backbone.norm(found[index]) if norm else found[index] for index in taken]
+        if self.backbone.inverse is not None:
+            maps = [each.index_select(1, self.backbone.inverse) for each in maps]
+        edge = self.border // self.patch_size
+        inner = slice(edge, self.grid[0] - edge)
+        return features, [each.transpose(1, 2).unflatten(-1, self.grid)[:, :, inner, inner] for each in maps]
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop the blocks behind the last of ``indices``, the norm and the head, as asked; returns the indices."""
+        taken = taken_indices(indices, len(self.layers))
+        self.backbone.blocks = self.backbone.blocks[: max(taken) + 1]
+        if prune_norm:
+            self.backbone.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return taken
+
+    @override
+    def set_pool(self, kind: str) -> None:
+        if kind not in ("avg", ""):
+            raise ValueError(f"global_pool={kind!r} is not 'avg' or empty")
+        self.global_pool = kind
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass."""
+        self.backbone.checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Names of parameters by depth, for timm's layer-wise learning rates."""
+        return {
+            "stem": r"^stem|^position",
+            "blocks": [(r"^backbone\.blocks\.(\d+)", None), (r"^backbone\.norm", (99999,))],
+        }
+
+
+def _keep(found: dict[int, Tensor], index: int, module: nn.Module, inputs: object, output: Tensor) -> None:
+    found[index] = output

@@ -1,0 +1,96 @@
+"""Rank-augmented linear attention (RALA) and magnitude-aware linear attention (MALA), for images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from mhla_kernels.attention import without_autocast
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_mhla.attention.base import Attention
+from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig
+from lightning_mhla.attention.features import apply_features
+from lightning_mhla.attention.inputs import AttentionInputs
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.lepe import hide_rows
+from lightning_mhla.attention.linear import LinearAttention
+from lightning_mhla.attention.summaries import EPS
+
+FIXED = ("normalize", "feature_map", "normalize_before_rotary", "key_weighting", "output_norm")
+"""Options of the configuration that the two kinds have set once and for all."""
+
+
+class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
+    """Rank-augmented linear attention (RALA, arXiv 2411.07635); arguments as for :class:`Attention`.
+
+    Linear attention with features ELU + 1 whose keys are weighted by softmax against the mean query (``key_weighting``),
+    normalised before rotary turns queries and keys. 1e-6 is added to the mean weight of a query, not to the sum. In RAVLT,
+    ``lepe: 5``, ``gate: true``, ``gate_activation: identity`` and ``rotary: true`` go with it.
+
+    Raises:
+        ValueError: for causal attention.
+    """
+
+    unused: ClassVar[tuple[str, ...]] = (*MIXING_OPTIONS, *FIXED)
+
+    def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
+        fixed: dict[str, Any] = {
+            "normalize": True,
+            "feature_map": "elu",
+            "normalize_before_rotary": True,
+            "key_weighting": True,
+        }
+        super().__init__(dim, heads, layout, replace(config, **fixed, output_norm=False), **options)
+
+    @override
+    def normalizer_eps(self, inputs: AttentionInputs) -> float:
+        return EPS * inputs.q.shape[1]
+
+
+class MagnitudeAwareLinearAttention(Attention, kind="mala"):
+    r"""Magnitude-aware linear attention (MALA, arXiv 2507.00698); arguments as for :class:`Attention`.
+
+    With features ELU + 1, ``z_t = Dk^-0.5 q_t . mean_j(k_j)`` and ``s_tj = Dk^-0.5 rot(q_t) . rot(k_j)``:
+    ``y_t = mean_j(s_tj v_j) (1 + 1 / (z_t + 1e-6)) - z_t mean_j(v_j)``. The magnitude of a query changes how sharp its weights
+    are, as under softmax; without rotary they sum to 1.
+
+    Raises:
+        ValueError: for causal attention.
+    """
+
+    handles = ("key_mask", "rotary")
+    unused = (*MIXING_OPTIONS, *FIXED)
+
+    def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
+        super().__init__(
+            dim, heads, layout, replace(config, normalize_before_rotary=True, output_norm=False), **options
+        )
+        if self.causal:
+            raise ValueError("attention kind 'mala' sees every token; choose another for causal attention")
+
+    @override
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        with without_autocast(inputs.q.device.type):
+            return self._attend(inputs)
+
+    def _attend(self, inputs: AttentionInputs) -> Tensor:
+        mask = inputs.key_mask
+        q, k, _ = apply_features(inputs.q, inputs.k, "elu")
+        turned_q, turned_k = (q, k) if inputs.rotary is None else (inputs.rotary.turn(q), inputs.rotary.turn(k))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k, turned_q, turned_k, v = (hide_rows(x, mask).to(wide) for x in (q, k, turned_q, turned_k, inputs.v))
+        count = (
+            k.new_full((1, 1, 1), k.shape[1]) if mask is None else mask.sum(1, dtype=wide).clamp(min=1)[:, None, None]
+        )
+        scale = self.key_width**-0.5
+        z = scale * torch.einsum("bnhd,bhd->bnh", q, k.sum(1) / count)[..., None]
+        summary = torch.einsum("bnhd,bnhe->bhde", turned_k, v) * scale / count[..., None]
+        out = torch.einsum("bnhd,bhde->bnhe", turned_q, summary) * (1 + 1 / (z + EPS)) - z * (v.sum(1) / count)[:, None]
+        return hide_rows(out.to(inputs.v.dtype), mask)
+
+    @override
+    def operator_flops(self, tokens: int) -> float:
+        return 4.0 * self.heads * tokens * self.key_width * self.value_width

@@ -1,0 +1,111 @@
+"""The vision models by timm's names: ``import lightning_mhla.timm``, then ``timm.create_model("mhla_vlt_t")``.
+
+mhla_vlt_{t,s,b,l} are VLT with MHLA, ravlt_{t,s,b,l} with RALA, mavit_{t,s,b,l} with MALA and the wider head of MAViT;
+mhla_deit_{t,s,b} are DeiT with MHLA. ``attention={...}`` and, for VLT, ``stages={...}`` change options of
+:class:`lightning_mhla.AttentionConfig` and :class:`lightning_mhla.vision.StageConfig`. No weights are published; timm's own
+``checkpoint_path`` loads what its scripts trained. ``lightning timm SCRIPT`` runs one of those scripts with these models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+
+from lightning_mhla.attention import AttentionConfig
+from lightning_mhla.vision import VLT, StageConfig, VisionTransformer
+
+RAVLT: dict[str, Any] = {
+    "rotary": True,
+    "normalize_before_rotary": True,
+    "feature_map": "elu",
+    "lepe": 5,
+    "gate": True,
+    "gate_activation": "identity",
+}
+"""What surrounds the attention of RAVLT's blocks."""
+
+VLT_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mhla_vlt": ({**RAVLT, "kind": "mhla"}, {}),
+    "ravlt": ({**RAVLT, "kind": "rala"}, {}),
+    "mavit": ({**RAVLT, "kind": "mala"}, {"head_width": 2048}),
+}
+"""Options of the attention and of the stages, by family."""
+
+DEIT: dict[str, Any] = {"kind": "mhla", "block_grid": [4, 4], "lepe": 3}
+"""The paper's, as in ``configs/classification/deit_t_imagenet.yaml``."""
+
+PADDED = {224: 256}
+"""Sides that the paper pads to, so that blocks are equal."""
+
+
+def _vlt(size: str, family: str, **options: Any) -> VLT:
+    attention, stages = VLT_KINDS[family]
+    return VLT(
+        options.pop("img_size", 224),
+        options.pop("num_classes", 1000),
+        AttentionConfig(**{**attention, **options.pop("attention", {})}),
+        StageConfig(**{"size": size.upper(), **stages, **options.pop("stages", {})}),
+        **_renamed(options),
+    )
+
+
+def _deit(size: str, **options: Any) -> VisionTransformer:
+    side = options.pop("img_size", 224)
+    side = side if isinstance(side, int) else side[0]
+    return VisionTransformer(
+        side,
+        options.pop("num_classes", 1000),
+        AttentionConfig(**{**DEIT, **options.pop("attention", {})}),
+        **{"size": size, "pad_to": PADDED.get(side), **_renamed(options)},
+    )
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """Options by our names instead of timm's."""
+    names = {"in_chans": "channels", "drop_path_rate": "drop_path"}
+    return {names.get(name, name): value for name, value in options.items()}
+
+
+def _register(name: str, build: Callable[..., Any], feature_cfg: dict[str, Any]) -> None:
+    def create(pretrained: bool = False, **options: Any) -> Any:
+        return build_model_with_cfg(build, name, pretrained, feature_cfg=dict(feature_cfg), **options)
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"{name}; options as for timm.create_model."
+    register_model(create)
+
+
+def _settings(**options: Any) -> dict[str, Any]:
+    return {
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "crop_pct": 0.9,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "classifier": "head",
+        **options,
+    }
+
+
+VLT_NAMES = {f"{family}_{size}": (size, family) for family in VLT_KINDS for size in "tsbl"}
+DEIT_NAMES = {f"mhla_deit_{size[0]}": size for size in ("tiny", "small", "base")}
+
+default_cfgs = generate_default_cfgs(
+    {
+        **{f"{name}.untrained": _settings(pool_size=(7, 7), first_conv="stem.1") for name in VLT_NAMES},
+        **{
+            f"{name}.untrained": _settings(pool_size=None, first_conv="stem.proj", fixed_input_size=True)
+            for name in DEIT_NAMES
+        },
+    }
+)
+
+for _name, (_size, _family) in VLT_NAMES.items():
+    _register(_name, partial(_vlt, _size, _family), {"out_indices": (0, 1, 2, 3), "flatten_sequential": True})
+for _name, _size in DEIT_NAMES.items():
+    _register(_name, partial(_deit, _size), {"out_indices": 3, "feature_cls": "getter"})

@@ -1,0 +1,6 @@
+"""Vision models: the vision transformer (ViT, DeiT) and the hierarchical VLT."""
+
+from lightning_mhla.vision.vit import VisionTransformer
+from lightning_mhla.vision.vlt import VLT, StageConfig
+
+__all__ = ["VLT", "StageConfig", "VisionTransformer"]
