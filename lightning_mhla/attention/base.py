@@ -146,10 +146,8 @@ class Attention(LayoutTables):
         self.layout = layout
         with torch.inference_mode(False):  # or training could not use a layout that sampling saw first
             moves = not layout.is_raster and self.block_ordered == self.scans
-            tables = self.tables()
-            self.order, self.inverse = (tables.pop(name).to(device) if moves else None for name in ("order", "inverse"))
-            for name, values in tables.items():
-                setattr(self, name, values.to(device))
+            for name, values in self.tables().items():
+                setattr(self, name, values.to(device) if moves or name not in ("order", "inverse") else None)
             if self.lepe is not None:
                 self.lepe.fit(self._inner(layout), device)
 
