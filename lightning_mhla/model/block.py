@@ -58,6 +58,7 @@ class Block(nn.Module):
         key_value_heads: see :class:`lightning_mhla.attention.Attention`, like the two that follow.
         key_width: see there.
         value_width: see there.
+        block_ordered: see there.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Block(nn.Module):
         key_value_heads: int | None = None,
         key_width: int | None = None,
         value_width: int | None = None,
+        block_ordered: bool = True,
     ) -> None:
         super().__init__()
         affine = condition_dim is None
@@ -90,7 +92,7 @@ class Block(nn.Module):
             layout,
             causal=causal,
             bias=bias,
-            block_ordered=True,
+            block_ordered=block_ordered,
             key_value_heads=key_value_heads,
             key_width=key_width,
             value_width=value_width,
@@ -118,7 +120,7 @@ class Block(nn.Module):
         share: SequenceShare | None = None,
         kept: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
-        """Tokens ``[B, N, dim]`` in block order to the same shape.
+        """Tokens ``[B, N, dim]`` to the same shape, in block order where ``block_ordered``.
 
         Args:
             x: tokens.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from mhla_kernels.attention import without_autocast
 from mhla_kernels.backend import Backend
 from torch import Tensor
 
@@ -56,7 +57,7 @@ def gated_delta_rule(
     check_gate("log_decay", log_decay, q.shape[:3])
     check_gate("beta", beta, q.shape[:3])
     native = kernels.chosen(backend, q, 256)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         if q.shape[1] == 1 and bounds is None:
             return one_token(q, k, v, log_decay, scale, initial_state, beta)
         if native:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from mhla_kernels.attention import without_autocast
 from mhla_kernels.backend import Backend
 from torch import Tensor
 
@@ -49,7 +49,7 @@ def gated_linear_attention(
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape)
     native = kernels.chosen(backend, q)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device.type):
         if q.shape[1] == 1 and bounds is None:
             return one_token(q, k, v, log_decay, scale, initial_state)
         if native:

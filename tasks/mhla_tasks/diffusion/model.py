@@ -1,14 +1,14 @@
-"""Diffusion transformer (DiT, arXiv 2212.09748) on the shared backbone."""
+"""Diffusion transformers: DiT (arXiv 2212.09748) on the shared backbone, and DiG (arXiv 2405.18428)."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
-from diffusers.models.embeddings import TimestepEmbedding, Timesteps, get_2d_sincos_pos_embed
+from diffusers.models.embeddings import TimestepEmbedding, Timesteps, get_2d_sincos_pos_embed_from_grid
 from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
@@ -16,6 +16,8 @@ from lightning_mhla import AttentionConfig, Backbone
 from lightning_mhla.attention import attention_per_layer
 from lightning_mhla.model.sizes import Shape, model_shape
 from lightning_mhla.system.options import as_dataclass
+from mhla_tasks.diffusion.dig import SIZES as DIG_SIZES
+from mhla_tasks.diffusion.dig import DiGConfig, TurningBackbone
 
 Size = Literal["S", "B", "L", "XL"]
 
@@ -32,7 +34,7 @@ class DiT(ModelMixin, ConfigMixin):
     ``save_pretrained(folder)`` and ``DiT.from_pretrained(folder)`` keep and load it: safetensors and ``config.json``.
 
     Args:
-        sample_size: side of the square sample, in pixels or latent pixels.
+        sample_size: side of the square sample, or height and width, in pixels or latent pixels.
         channels: number of channels of the sample.
         num_classes: labels 0 to ``num_classes - 1``; ``num_classes`` itself stands for no class.
         attention: see :class:`lightning_mhla.AttentionConfig`.
@@ -41,6 +43,7 @@ class DiT(ModelMixin, ConfigMixin):
         dim: width of the tokens, without ``size``.
         depth: number of blocks, without ``size``.
         heads: attention heads, without ``size``.
+        dig: makes it a DiG, whose sizes these then are; None for a DiT. mlp_ratio is then left out.
         patch_size: side of a token, in pixels of the sample.
         out_channels: channels that come out; None for ``channels``. A learned variance doubles them.
         mlp_ratio: inner width of the MLP over the tokens'.
@@ -58,7 +61,7 @@ class DiT(ModelMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        sample_size: int,
+        sample_size: int | list[int],
         channels: int,
         num_classes: int,
         attention: AttentionConfig,
@@ -68,6 +71,7 @@ class DiT(ModelMixin, ConfigMixin):
         dim: int | None = None,
         depth: int | None = None,
         heads: int | None = None,
+        dig: DiGConfig | None = None,
         patch_size: int = 2,
         out_channels: int | None = None,
         mlp_ratio: float = 4.0,
@@ -77,34 +81,43 @@ class DiT(ModelMixin, ConfigMixin):
     ) -> None:
         super().__init__()
         attention = as_dataclass(AttentionConfig, attention)
-        self.register_to_config(attention=asdict(attention))  # JSON, where the decorator kept the object
-        width, layers, number = model_shape(SIZES, size, dim, depth, heads)
-        if sample_size % patch_size:
+        dig = None if dig is None else as_dataclass(DiGConfig, dig)
+        self.register_to_config(
+            attention=asdict(attention), dig=dig and asdict(dig)
+        )  # JSON, where the decorator kept objects
+        width, layers, number = model_shape(SIZES if dig is None else DIG_SIZES, size, dim, depth, heads)
+        sides = (sample_size, sample_size) if isinstance(sample_size, int) else (sample_size[0], sample_size[1])
+        if any(side % patch_size for side in sides):
             raise ValueError(f"patch_size={patch_size} does not divide the sample's side of {sample_size} pixels")
         if width % 4:
             raise ValueError(f"dim={width} must be a multiple of 4, a sine and a cosine for each of two axes")
-        side = sample_size // patch_size
-        self.sample_size, self.channels, self.num_classes = sample_size, channels, num_classes
+        self.grid = (sides[0] // patch_size, sides[1] // patch_size)
+        self.sides, self.channels, self.num_classes = sides, channels, num_classes
         self.patch_size, self.out_channels = patch_size, out_channels or channels
-        self.patches = PatchEmbed(sample_size, patch_size, channels, width, strict_img_size=True)
+        self.patches = PatchEmbed(sides, patch_size, channels, width, strict_img_size=True)
         self.frequencies = Timesteps(FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=frequency_shift)
         self.time = TimestepEmbedding(FREQUENCIES, width)
         self.label = nn.Embedding(num_classes + 1, width)
-        self.backbone = Backbone(
-            width,
-            layers,
-            number,
-            (side, side),
-            attention_per_layer(attention, layer_kinds, layers),
-            mlp_ratio=mlp_ratio,
-            mlp="gelu_tanh",
-            mlp_norm_eps=mlp_norm_eps,
-            condition_dim=width,
-            checkpointing=checkpointing,
-        )
+        kinds = attention_per_layer(attention, layer_kinds, layers)
+        common: dict[str, Any] = {
+            "condition_dim": width,
+            "mlp_norm_eps": mlp_norm_eps,
+            "checkpointing": checkpointing,
+        }
+        self.backbone: Backbone | TurningBackbone
+        if dig is None:
+            self.backbone = Backbone(
+                width, layers, number, self.grid, kinds, mlp_ratio=mlp_ratio, mlp="gelu_tanh", **common
+            )
+        elif mlp_ratio != 4.0:
+            raise ValueError("a DiG's MLP has a width of its own: give dig.mlp_width instead of mlp_ratio")
+        else:
+            self.backbone = TurningBackbone(width, number, self.grid, kinds, dig, **common)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
         self.head = nn.Linear(width, patch_size**2 * self.out_channels)
-        position = get_2d_sincos_pos_embed(width, side, base_size=side, output_type="pt")
+        rows, columns = (torch.arange(length, dtype=torch.float32) for length in self.grid)
+        places = torch.stack(torch.meshgrid(columns, rows, indexing="xy"))[:, None]  # as DiT's code, columns first
+        position = get_2d_sincos_pos_embed_from_grid(width, places, output_type="pt")
         self.register_buffer("position", position.float()[None], persistent=False)
         self._initialize()
 
@@ -112,17 +125,17 @@ class DiT(ModelMixin, ConfigMixin):
         """Predict from noisy samples.
 
         Args:
-            x: ``[B, channels, S, S]``, S the sample size.
+            x: ``[B, channels, height, width]``, of the sample size.
             times: ``[B]``, timesteps 0 to 1000, fractions allowed.
             labels: ``[B]`` int, ``num_classes`` for no class.
 
         Returns:
-            ``[B, out_channels, S, S]``.
+            ``[B, out_channels, height, width]``.
 
         Raises:
             ValueError: for samples of another size.
         """
-        expected = (self.channels, self.sample_size, self.sample_size)
+        expected = (self.channels, *self.sides)
         if x.shape[1:] != expected:
             raise ValueError(f"samples of {tuple(x.shape[1:])} for a model of channels and sides {expected}")
         frequencies = self.frequencies(times).to(self.time.linear_1.weight.dtype)
@@ -130,7 +143,7 @@ class DiT(ModelMixin, ConfigMixin):
         tokens = self.backbone(self.patches(x.to(frequencies.dtype)) + self.position.to(frequencies.dtype), condition)
         shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
         patches = self.head(tokens * (1 + scale) + shift)
-        return _join_patches(patches, self.patch_size)
+        return _join_patches(patches, self.grid, self.patch_size)
 
     def _initialize(self) -> None:
         """As DiT's code: Xavier for linear layers and patches, 0.02 for embeddings, zeros for modulation and head."""
@@ -147,11 +160,12 @@ class DiT(ModelMixin, ConfigMixin):
             assert isinstance(layer, nn.Linear)
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
+        if isinstance(self.backbone, TurningBackbone):
+            self.backbone.initialize()
 
 
-def _join_patches(patches: Tensor, size: int) -> Tensor:
-    """``[B, n * n, size * size * C]`` to ``[B, C, n * size, n * size]``; channels vary fastest, as in DiT."""
-    batch, tokens, values = patches.shape
-    side = round(tokens**0.5)
-    grid = patches.view(batch, side, side, size, size, values // size**2)
-    return torch.einsum("bhwpqc->bchpwq", grid).reshape(batch, -1, side * size, side * size)
+def _join_patches(patches: Tensor, grid: tuple[int, int], size: int) -> Tensor:
+    """``[B, h * w, size * size * C]`` to ``[B, C, h * size, w * size]``; channels vary fastest, as in DiT."""
+    height, width = grid
+    parts = patches.view(-1, height, width, size, size, patches.shape[-1] // size**2)
+    return torch.einsum("bhwpqc->bchpwq", parts).reshape(-1, parts.shape[-1], height * size, width * size)

@@ -17,6 +17,7 @@ from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.optim import OptimizerConfig
+from mhla_tasks.diffusion.dig import DiGConfig
 from mhla_tasks.diffusion.model import DiT, Size
 from mhla_tasks.diffusion.pretrained import load_pretrained
 from mhla_tasks.diffusion.process import ProcessConfig, make_process
@@ -29,7 +30,7 @@ class ClassToImage(GenerativeModule):
     Args:
         attention: the attention layer.
         num_classes: number of classes.
-        sample_size: side of what is denoised: of the image in pixels, or of its latent.
+        sample_size: side of what is denoised, or height and width: of the image in pixels, or of its latent.
         channels: number of channels of what is denoised: 4 for latents of Stable Diffusion's VAE.
         layer_kinds: kinds of the layers where they differ, repeated to the depth: [mhla, mhla, softmax] gives every third
             layer softmax; null for attention.kind everywhere.
@@ -37,6 +38,7 @@ class ClassToImage(GenerativeModule):
         dim: width of the tokens.
         depth: number of blocks.
         heads: attention heads.
+        dig: makes the network a DiG, of DiG's sizes; null for a DiT. mlp_ratio is then left out.
         patch_size: side of a token, in pixels of what is denoised.
         mlp_ratio: inner width of the MLP over the tokens'.
         frequency_shift: shift of the timestep's frequencies: 0 as DiT was trained, 1 as diffusers computes them.
@@ -65,13 +67,14 @@ class ClassToImage(GenerativeModule):
         self,
         attention: AttentionConfig,
         num_classes: int,
-        sample_size: int,
+        sample_size: int | list[int],
         channels: int,
         layer_kinds: list[str] | None = None,
         size: Size | None = None,
         dim: int | None = None,
         depth: int | None = None,
         heads: int | None = None,
+        dig: DiGConfig | None = None,
         patch_size: int = 2,
         mlp_ratio: float = 4.0,
         frequency_shift: float = 0.0,
@@ -108,6 +111,7 @@ class ClassToImage(GenerativeModule):
             dim=dim,
             depth=depth,
             heads=heads,
+            dig=None if dig is None else as_dataclass(DiGConfig, dig),
             patch_size=patch_size,
             out_channels=channels * (2 if process.learns_sigma else 1),
             mlp_ratio=mlp_ratio,
@@ -164,8 +168,7 @@ class ClassToImage(GenerativeModule):
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of drawn images."""
-        side = self.network.sample_size
-        return (self.network.channels, side, side) if self.codec is None else (3, 64, 64)
+        return (self.network.channels, *self.network.sides) if self.codec is None else (3, 64, 64)
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: SamplingConfig | None) -> Tensor:
         """Draw sample i of class i modulo the number of classes."""
@@ -212,7 +215,7 @@ class ClassToImage(GenerativeModule):
             model does not know.
         """
         clean = batch["latent"] if "latent" in batch else batch["image"]
-        expected = (self.network.channels, self.network.sample_size, self.network.sample_size)
+        expected = (self.network.channels, *self.network.sides)
         if "image" in batch and self.codec is not None:
             drawn = (
                 None if generators is None else [torch.randn(expected, generator=generator) for generator in generators]

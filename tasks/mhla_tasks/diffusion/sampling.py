@@ -43,7 +43,7 @@ class SamplingConfig:
 def draw_samples(
     network: DiT, process: NoiseProcess, config: SamplingConfig, labels: Tensor, indices: Sequence[int], seed: int
 ) -> Tensor:
-    """Samples ``[B, channels, S, S]`` float32, each a function of weights, label, seed and its index.
+    """Samples ``[B, channels, height, width]`` float32, each a function of weights, label, seed and its index.
 
     Args:
         network: in evaluation mode.
@@ -72,7 +72,7 @@ def denoise(
     guidance: float,
     generators: torch.Generator | list[torch.Generator] | None = None,
 ) -> Tensor:
-    """Samples ``[B, channels, S, S]`` float32 by a diffusers scheduler.
+    """Samples ``[B, channels, height, width]`` float32 by a diffusers scheduler.
 
     Args:
         network: in evaluation mode.
@@ -87,7 +87,7 @@ def denoise(
         scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), device=labels.device)
     else:
         scheduler.set_timesteps(steps, device=labels.device)
-    shape = (len(labels), network.channels, network.sample_size, network.sample_size)
+    shape = (len(labels), network.channels, *network.sides)
     x = randn_tensor(shape, generator=generators, device=labels.device, dtype=torch.float32)
     ancestral = isinstance(scheduler, DDPMScheduler)  # the only one that draws noise and takes a learned variance
     noise: dict[str, Any] = {"generator": generators} if ancestral else {}

@@ -31,7 +31,7 @@ ALL_SAMPLERS = [
 class Oracle(nn.Module):
     """Predicts exactly what leads to one image, whose value is the label over ten."""
 
-    channels, sample_size, num_classes = 1, 4, 10
+    channels, sides, num_classes = 1, (4, 4), 10
 
     def __init__(self, config: ProcessConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_samplers_find_the_image_that_the_network_knows(config: ProcessConfig, s
 class Gaussian(nn.Module):
     """The best prediction for data that are normal with this mean and deviation."""
 
-    channels, sample_size, num_classes = 1, 64, 10
+    channels, sides, num_classes = 1, (64, 64), 10
     mean, deviation = 0.4, 0.3
 
     def __init__(self, config: ProcessConfig) -> None:

@@ -239,7 +239,7 @@ def test_every_configuration_builds_its_model(path: Path) -> None:
     with torch.device("meta"):
         model = ClassToImage(**{**options, "attention": AttentionConfig(**options["attention"])})
     embedded = 28 if path.stem == "mnist" else 8
-    assert model.network.sample_size == content["data"]["init_args"].get("sample_size", embedded)
+    assert model.network.sides == (content["data"]["init_args"].get("sample_size", embedded),) * 2
     blocks = [layer.attn.layout.num_blocks for layer in model.network.backbone.layers]
     assert set(blocks) == {49 if path.stem == "mnist" else 16}
 
