@@ -6,13 +6,15 @@ import argparse
 from pathlib import Path
 
 import benchmarks.paper as description
-from benchmarks.paper import images, language, mnist, recall, scenes, video
+from benchmarks.paper import architectures, images, language, mnist, recall, scenes, video
 from benchmarks.paper.page import write_page
 from benchmarks.paper.runs import ROOT
 from benchmarks.paper.study import Study
 
 STUDIES: dict[str, Study] = {
-    study.name: study for part in (mnist, images, scenes, video, language, recall) for study in part.STUDIES
+    study.name: study
+    for part in (mnist, images, architectures, scenes, video, language, recall)
+    for study in part.STUDIES
 }
 
 RESULTS = ROOT / "benchmarks/results/paper"

@@ -148,16 +148,6 @@ STUDIES = (
         full=("configs/classification/deit_t_imagenet.yaml", "configs/classification/deit_s_imagenet.yaml"),
     ),
     Study(
-        "mnist-long",
-        "The same, trained three times as long",
-        CONFIG,
-        {name: KINDS[name] for name in ("softmax", "linear", "mhla")},
-        measure,
-        section,
-        ("--trainer.max_epochs=18",),
-        setting="With `lepe`.",
-    ),
-    Study(
         "mnist784",
         "Classification: MNIST in 784 tokens (N / Dk = 49)",
         CONFIG,
