@@ -64,8 +64,7 @@ DIG_PRINTED = """\
 | --- | ---: | ---: | ---: | ---: |
 | 400,000 steps | 175.84 | 69.28 | 62.06 | 59.49 |
 
-The columns of GLA are those of the DiG paper (arXiv 2405.18428, ablation; the first without the convolutions, and two directions
-too)."""
+The columns of GLA are those of the DiG paper (arXiv 2405.18428, ablation); the first two are without the convolutions."""
 
 STUDIES = (
     Study(
@@ -76,7 +75,7 @@ STUDIES = (
         measure_vlt,
         vlt_section,
         setting=(
-            "A small VLT: stages of width 32 and 64 with two blocks each, 16 features a head, rotary, `lepe` 5 x 5 and the gate "
+            "A small VLT: stages of width 32 and 64 with two blocks each, 16 features a head, rotary, `lepe` 5 x 5 and gate "
             "in all; MHLA has 7 x 7 and 4 x 4 blocks (uneven ones in the second stage). 6 epochs of 4,000 digits."
         ),
         printed=VLT_PRINTED,
