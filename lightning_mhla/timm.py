@@ -12,21 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+import timm
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
 from lightning_mhla.attention import AttentionConfig
 from lightning_mhla.vision import VLT, StageConfig, VisionTransformer
-
-RAVLT: dict[str, Any] = {
-    "rotary": True,
-    "normalize_before_rotary": True,
-    "feature_map": "elu",
-    "lepe": 5,
-    "gate": True,
-    "gate_activation": "identity",
-}
-"""What surrounds the attention of RAVLT's blocks."""
+from lightning_mhla.vision.vlt import RAVLT
 
 VLT_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mhla_vlt": ({**RAVLT, "kind": "mhla"}, {}),
@@ -65,7 +56,13 @@ def _deit(size: str, **options: Any) -> VisionTransformer:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Options by our names instead of timm's."""
+    """Options by our names instead of timm's.
+
+    Raises:
+        ValueError: for dropout.
+    """
+    if options.pop("drop_rate", 0):
+        raise ValueError("these models have no dropout (drop_rate); drop_path_rate is stochastic depth")
     names = {"in_chans": "channels", "drop_path_rate": "drop_path"}
     return {names.get(name, name): value for name, value in options.items()}
 
@@ -85,8 +82,8 @@ def _settings(**options: Any) -> dict[str, Any]:
         "input_size": (3, 224, 224),
         "crop_pct": 0.9,
         "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
+        "mean": timm.data.IMAGENET_DEFAULT_MEAN,
+        "std": timm.data.IMAGENET_DEFAULT_STD,
         "classifier": "head",
         **options,
     }

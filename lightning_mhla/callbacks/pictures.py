@@ -80,7 +80,7 @@ class AttentionPictures(Callback):
         self._hooks: list[RemovableHandle] = []
         self._weights: dict[str, Tensor] = {}
         self._mixing: dict[str, Tensor] = {}
-        self._layout: BlockLayout | None = None
+        self._layouts: dict[str, BlockLayout] = {}
         self._folder = Path()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -101,13 +101,12 @@ class AttentionPictures(Callback):
         ):
             return
         self._period = period
-        layers = numbered_layers(pl_module)
-        if layers and next(iter(layers.values())).layout.num_tokens <= self.max_tokens:
-            self._weights, self._mixing = {}, {}
-            self._hooks = [
-                layer.register_forward_pre_hook(partial(self._capture, number), with_kwargs=True)
-                for number, layer in layers.items()
-            ]
+        self._weights, self._mixing, self._layouts = {}, {}, {}
+        self._hooks = [
+            layer.register_forward_pre_hook(partial(self._capture, number), with_kwargs=True)
+            for number, layer in numbered_layers(pl_module).items()
+            if layer.layout.num_tokens <= self.max_tokens
+        ]
 
     @torch.no_grad()
     def _capture(self, number: str, layer: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -118,7 +117,7 @@ class AttentionPictures(Callback):
         if layer.block_ordered and not layer.layout.is_raster:
             inverse = layer.layout.inverse.to(weights.device)
             weights = weights.index_select(1, inverse).index_select(2, inverse)
-        self._layout = layer.layout
+        self._layouts[number] = layer.layout
         self._weights[number] = weights.float().cpu()
         if isinstance(layer, MHLA):
             mixing = layer.mixing.matrix().detach().float().cpu().clone()
@@ -143,18 +142,20 @@ class AttentionPictures(Callback):
         for number, weights in self._weights.items():
             pl_module.log(f"attention/rank_layer{number}", attention_rank(weights), on_epoch=True, batch_size=1)
             pl_module.log(f"attention/entropy_layer{number}", attention_entropy(weights), on_epoch=True, batch_size=1)
-        if trainer.is_global_zero and self._layout is not None and self._weights:
-            self._keep(trainer, "attention", self._draw(batch, self._layout))
+        if trainer.is_global_zero and self._weights:
+            self._keep(trainer, "attention", self._draw(batch))
             if self._mixing:
-                self._keep(trainer, "mixing", draw_mixing(self._mixing, self._layout))
+                self._keep(trainer, "mixing", draw_mixing(self._mixing, self._layouts))
 
-    def _draw(self, batch: Any, layout: BlockLayout) -> Figure:
+    def _draw(self, batch: Any) -> Figure:
+        layout = next(iter(self._layouts.values()))
         if len(layout.grid) == 1:
             return draw_matrices(self._weights)
         given = [batch[name] for name in ("image", "video", "latent") if isinstance(batch, dict) and name in batch]
         sample = given[0][self.sample].float().cpu() if given else None
-        draw = draw_attention if len(layout.grid) == 2 else draw_frames
-        return draw(self._weights, layout, sample)
+        if len(layout.grid) == 2:
+            return draw_attention(self._weights, self._layouts, sample)
+        return draw_frames(self._weights, layout, sample)
 
     def _keep(self, trainer: Trainer, name: str, figure: Figure) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -164,23 +165,29 @@ class AttentionPictures(Callback):
                 logger.experiment.add_figure(name, figure, trainer.global_step)
 
 
-def draw_mixing(mixing: dict[str, Tensor], layout: BlockLayout) -> Figure:
-    """One panel for each layer, by number; matrices per head are shown as their mean (MHLA paper, figure 4b)."""
+def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout]) -> Figure:
+    """One panel for each layer, by number; matrices per head are shown as their mean (MHLA paper, figure 4b).
+
+    Args:
+        mixing: ``[M, M]`` or ``[H, M, M]`` of each layer.
+        layouts: blocks of each layer.
+    """
     columns = min(4, len(mixing))
     rows = -(-len(mixing) // columns)
     from matplotlib.figure import Figure  # not before there is something to draw
 
     figure = Figure(figsize=(3.2 * columns, 3.3 * rows + 0.5), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    first = int(layout.prefix_tokens > 0)
     for axis in axes[len(mixing) :]:
         axis.remove()
     for axis, (number, matrix) in zip(axes, mixing.items(), strict=False):
+        layout = layouts[number]
+        first = int(layout.prefix_tokens > 0)
         matrix = matrix.mean(0) if matrix.dim() == 3 else matrix
         shown = axis.imshow(fold_mixing(matrix[first:, first:], layout), cmap="viridis", vmin=0)
         axis.set(title=f"layer {number}", xticks=[], yticks=[])
         figure.colorbar(shown, ax=axis, shrink=0.8)
-    folded = len(layout.block_grid) == 2
+    folded = len(next(iter(layouts.values())).block_grid) == 2
     what = "tile (i, j) = row of query block (i, j), folded to the block grid" if folded else "row = query block"
     figure.suptitle(f"mixing coefficients: {what}", fontsize=10)
     return figure
@@ -216,32 +223,29 @@ def draw_matrices(weights: dict[str, Tensor], least: float = 1e-5) -> Figure:
     return figure
 
 
-def draw_attention(weights: dict[str, Tensor], layout: BlockLayout, image: Tensor | None, queries: int = 4) -> Figure:
+def draw_attention(
+    weights: dict[str, Tensor], layouts: dict[str, BlockLayout], image: Tensor | None, queries: int = 4
+) -> Figure:
     """Maps of some queries (columns) in every layer (rows), mean over heads, beside the image if there is one.
 
     Args:
         weights: ``[H, N, N]`` of each layer, by number; tokens in raster order, prefix first.
-        layout: the token grid, of two axes.
+        layouts: the token grid of each layer, of two axes.
         image: ``[channels, height, width]``, any scale; of other than three channels their mean is shown.
         queries: number of query tokens, spread over the grid.
     """
-    prefix, plane = layout.prefix_tokens, layout.grid
-    tokens = plane[0] * plane[1]
-    positions = [(2 * i + 1) * tokens // (2 * queries) for i in range(queries)]
-    positions = [
-        min(p - p % plane[1] + (2 * i + 1) * plane[1] // (2 * queries), tokens - 1) for i, p in enumerate(positions)
-    ]
     shift = int(image is not None)
     from matplotlib.figure import Figure  # not before there is something to draw
 
     figure = Figure(figsize=(1.7 * (queries + shift), 1.75 * len(weights) + 0.6), layout="constrained")
     axes = figure.subplots(len(weights), queries + shift, squeeze=False)
     for row, (number, layer) in enumerate(weights.items()):
+        prefix, plane = layouts[number].prefix_tokens, layouts[number].grid
         maps = layer.mean(0)[prefix:, prefix:]
         if image is not None:
             axes[row, 0].imshow(_to_shown(image), cmap="gray")
         axes[row, 0].set_ylabel(f"layer {number}")
-        for column, position in enumerate(positions):
+        for column, position in enumerate(_spread(plane, queries)):
             axis = axes[row, column + shift]
             axis.imshow(maps[position].view(plane), cmap="magma", vmin=min(0.0, float(maps[position].min())))
             axis.plot(position % plane[1], position // plane[1], "c+", markersize=7)
@@ -249,6 +253,13 @@ def draw_attention(weights: dict[str, Tensor], layout: BlockLayout, image: Tenso
         axis.set(xticks=[], yticks=[])
     figure.suptitle("attention of the query at +, mean over heads", fontsize=10)
     return figure
+
+
+def _spread(plane: tuple[int, ...], queries: int) -> list[int]:
+    """Tokens of a grid along its diagonal."""
+    high, wide = plane
+    steps = [2 * i + 1 for i in range(queries)]
+    return [step * high // (2 * queries) * wide + step * wide // (2 * queries) for step in steps]
 
 
 def draw_frames(weights: dict[str, Tensor], layout: BlockLayout, clip: Tensor | None, frames: int = 5) -> Figure:

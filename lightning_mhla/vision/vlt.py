@@ -36,6 +36,16 @@ SIZES: dict[str, dict[str, list[Any]]] = {
 BLOCK_GRIDS = [[7, 7], [4, 4]]
 """Blocks of the first two stages: the paper has 49 and 16 (arXiv 2601.07832, section 5.1)."""
 
+RAVLT: dict[str, Any] = {
+    "rotary": True,
+    "normalize_before_rotary": True,
+    "feature_map": "elu",
+    "lepe": 5,
+    "gate": True,
+    "gate_activation": "identity",
+}
+"""What surrounds the attention of RAVLT's blocks."""
+
 EPS = 1e-6
 """Of the layer norms."""
 

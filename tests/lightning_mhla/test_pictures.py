@@ -48,13 +48,24 @@ def test_a_row_is_folded_back_to_the_grid() -> None:
     assert torch.equal(fold_mixing(mixing, BlockLayout((6,), (6,))), mixing)
 
 
+def test_layers_of_other_grids_are_drawn_beside_each_other() -> None:
+    """The stages of a VLT, say."""
+    layouts = {"0.0": BlockLayout((6, 4), (3, 2)), "1.0": BlockLayout((3, 2), (1, 2))}
+    figure = draw_attention({"0.0": torch.rand(1, 24, 24), "1.0": torch.rand(2, 6, 6)}, layouts, None, queries=2)
+    assert [axis.get_images()[0].get_array().shape for axis in figure.axes] == [(6, 4)] * 2 + [(3, 2)] * 2
+    assert [tuple(axis.lines[0].get_xydata()[0]) for axis in figure.axes] == [(1, 1), (3, 4), (0, 0), (1, 2)]
+    figure = draw_mixing({"0.0": torch.rand(6, 6), "1.0": torch.rand(2, 2)}, layouts)
+    panels = [axis.get_images()[0].get_array().shape for axis in figure.axes if axis.get_title()]
+    assert panels == [(3 * 4 - 1, 2 * 3 - 1), (1, 2 * 3 - 1)]
+
+
 def test_every_layer_gets_a_panel() -> None:
     layout = BlockLayout((4, 4), (2, 2), prefix_tokens=1)
-    figure = draw_mixing({"0": torch.rand(5, 5), "3": torch.rand(3, 5, 5)}, layout)
+    figure = draw_mixing({"0": torch.rand(5, 5), "3": torch.rand(3, 5, 5)}, {"0": layout, "3": layout})
     assert [axis.get_title() for axis in figure.axes if axis.get_title()] == ["layer 0", "layer 3"]
     for channels in (1, 3, 4):
         weights = {number: torch.rand(2, 17, 17) for number in ("1", "2", "5")}
-        figure = draw_attention(weights, layout, torch.rand(channels, 8, 8), queries=4)
+        figure = draw_attention(weights, dict.fromkeys(weights, layout), torch.rand(channels, 8, 8), queries=4)
         assert len(figure.axes) == 3 * 5
         assert [axis.get_ylabel() for axis in figure.axes if axis.get_ylabel()] == ["layer 1", "layer 2", "layer 5"]
 

@@ -19,9 +19,9 @@ from lightning_mhla import AttentionConfig, BlockLayout
 from lightning_mhla.attention import build_attention
 from lightning_mhla.attention.positions import grid_angles
 from lightning_mhla.checkpoints.pretrained import Pretrained, adopt
-from lightning_mhla.timm import RAVLT
 from lightning_mhla.vision import VLT, StageConfig
 from lightning_mhla.vision.ravlt import from_ravlt, read_ravlt
+from lightning_mhla.vision.vlt import RAVLT
 
 SMALL = StageConfig(
     dims=[8, 16, 24],

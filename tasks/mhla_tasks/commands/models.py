@@ -163,6 +163,7 @@ def timm_script(words: Sequence[str]) -> int | None:
         raise FileNotFoundError(
             f"{words[0]}: there is no such script; timm's are in its repository, not in its package"
         )
+    _ = import_module("timm").create_model  # all of timm, whose import the command line puts off
     import_module("lightning_mhla.timm")
     sys.argv = list(words)
     sys.path.insert(0, str(Path(words[0]).resolve().parent))

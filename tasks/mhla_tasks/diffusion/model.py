@@ -138,7 +138,7 @@ class DiT(ModelMixin, ConfigMixin):
         expected = (self.channels, *self.sides)
         if x.shape[1:] != expected:
             raise ValueError(f"samples of {tuple(x.shape[1:])} for a model of channels and sides {expected}")
-        frequencies = self.frequencies(times).to(self.time.linear_1.weight.dtype)
+        frequencies = self.frequencies(times).to(self.patches.proj.weight.dtype)
         condition = self.time(frequencies) + self.label(labels)
         tokens = self.backbone(self.patches(x.to(frequencies.dtype)) + self.position.to(frequencies.dtype), condition)
         shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)
