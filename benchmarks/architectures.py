@@ -1,0 +1,134 @@
+"""VLT and DiG: time of forward and backward for each kind of attention and each size of image.
+
+    lightning bench architectures --device cpu --out benchmarks/results
+    lightning bench architectures --models VLT-T --pixels 224 384
+
+VLT-T at 224, 384 and 512 pixels, DiG-S/2 on latents of 256, 512 and 1,024 pixels, one image at a time (``--images``). With
+operations that torch counts on the meta device, and how both grow from the smallest size to the largest, for each pixel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from mhla_tasks.diffusion.dig import DiGConfig
+from mhla_tasks.diffusion.model import DiT
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.machine import describe, milliseconds
+from benchmarks.paper.study import markdown
+from lightning_mhla import AttentionConfig
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.vision import VLT, StageConfig
+from lightning_mhla.vision.vlt import RAVLT
+
+PIXELS = {"VLT-T": (224, 384, 512), "DiG-S/2": (256, 512, 1024)}
+DIG_KINDS: dict[str, tuple[AttentionConfig, DiGConfig]] = {
+    "softmax": (AttentionConfig(kind="softmax"), DiGConfig(causal=False, directions="one")),
+    "linear": (AttentionConfig(kind="linear"), DiGConfig(causal=False, directions="one")),
+    "gla": (AttentionConfig(kind="gla"), DiGConfig()),
+    "mhla": (AttentionConfig(kind="mhla", block_grid=[4, 4]), DiGConfig(causal=False, directions="one")),
+}
+KINDS = {"VLT-T": ("softmax", "linear", "rala", "mala", "mhla"), "DiG-S/2": tuple(DIG_KINDS)}
+
+
+def network(model: str, kind: str, pixels: int) -> nn.Module:
+    """A model for images of ``pixels`` pixels; softmax is the attention of all stages of VLT."""
+    if model == "VLT-T":
+        return VLT(pixels, 1000, AttentionConfig(**{**RAVLT, "kind": kind}), StageConfig(size="T"))
+    attention, dig = DIG_KINDS[kind]
+    return DiT(pixels // 8, 4, 1000, attention, size="S", dig=dig, out_channels=8)
+
+
+def inputs(model: str, pixels: int, images: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Random inputs of :func:`network`."""
+    if model == "VLT-T":
+        return (torch.randn(images, 3, pixels, pixels, device=device),)
+    times, labels = (torch.zeros(images, device=device, dtype=dtype) for dtype in (torch.float32, torch.int64))
+    return torch.randn(images, 4, pixels // 8, pixels // 8, device=device), times, labels
+
+
+def step(module: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], None]:
+    """Forward and backward."""
+
+    def once() -> None:
+        module(*given).square().mean().backward()
+        module.zero_grad(set_to_none=False)
+
+    return once
+
+
+def measure(model: str, kind: str, pixels: int, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
+    """One row: milliseconds of forward and backward, and billions of multiply-adds forward, for one image."""
+    torch.manual_seed(0)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        network(model, kind, pixels).eval()(*inputs(model, pixels, 1, torch.device("meta")))
+    module = network(model, kind, pixels).to(device)
+    taken = milliseconds(step(module, inputs(model, pixels, images, device)), device, seconds)
+    return {
+        "model": model,
+        "kind": kind,
+        "pixels": pixels,
+        "images": images,
+        "milliseconds": taken / images,
+        "gmacs": counter.get_total_flops() / 2e9,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a line for each model and kind."""
+    parts = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        sizes = sorted({row["pixels"] for row in own})
+        lines = []
+        for kind in dict.fromkeys(row["kind"] for row in own):
+            found = {row["pixels"]: row for row in own if row["kind"] == kind}
+            cells = [
+                f"{found[size]['milliseconds']:.0f} ms, {found[size]['gmacs']:.2f}" if size in found else ""
+                for size in sizes
+            ]
+            lines.append([f"`{kind}`", *cells, *(growth(found, name) for name in ("milliseconds", "gmacs"))])
+        header = [model, *(f"{size:,} pixels" for size in sizes), "time over pixels", "operations over pixels"]
+        parts.append(markdown(header, lines))
+    return "\n\n".join(parts)
+
+
+def growth(found: dict[int, dict[str, Any]], name: str) -> str:
+    """How many times as much the largest size takes for each pixel as the smallest."""
+    small, large = min(found), max(found)
+    return f"{found[large][name] / found[small][name] / (large / small) ** 2:.2f}"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", choices=PIXELS, default=list(PIXELS))
+    parser.add_argument("--pixels", nargs="+", type=int, help="by default those of the models")
+    parser.add_argument("--images", type=int, default=1, help="images at once (default: 1)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each measurement, roughly (default: 5)")
+    parser.add_argument("--out", type=Path, help="folder for the JSON file")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    rows = [
+        measure(model, kind, pixels, args.images, device, args.seconds)
+        for model in args.models
+        for pixels in args.pixels or PIXELS[model]
+        for kind in KINDS[model]
+    ]
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        content = {"machine": describe(device), "rows": rows}
+        write_whole(args.out / f"architectures-{device.type}.json", json.dumps(content, indent=2) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
