@@ -17,6 +17,7 @@ from fork_server import ForkServer
 from mhla_kernels import mhla_attention
 
 from benchmarks import (
+    architectures,
     attention,
     generation,
     loss_identity,
@@ -139,6 +140,24 @@ def test_models_are_measured_once(
     assert [row["tokens"] for row in rows if "tokens" in row] == [16, 16]
     assert all(row["images_per_second"] > 0 and row["peak_bytes"] > 1e8 for row in rows if "seconds" in row)
     assert "failed: no memory" in capsys.readouterr().out
+
+
+def test_architectures_are_measured_by_kind_and_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the smallest images that all blocks fit; operations grow with the pixels, softmax's faster."""
+    monkeypatch.setattr(architectures, "PIXELS", {"VLT-T": (64, 128), "DiG-S/2": (64, 128)})
+    options = ["--device", "cpu", "--models", "VLT-T", "DiG-S/2", "--seconds", "0", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["architectures", *options])
+    architectures.main()
+    rows = json.loads((tmp_path / "architectures-cpu.json").read_text())["rows"]
+    found = {(row["model"], row["kind"], row["pixels"]): row for row in rows}
+    assert len(found) == 2 * 5 + 2 * 4
+    assert all(row["milliseconds"] > 0 for row in rows)
+    growth = {key[:2]: found[*key[:2], 128]["gmacs"] / row["gmacs"] / 4 for key, row in found.items() if key[2] == 64}
+    for kind in ("linear", "rala", "mala", "mhla"):
+        assert growth["VLT-T", kind] < 1.02 < growth["VLT-T", "softmax"], growth
+    assert "operations over pixels" in capsys.readouterr().out
 
 
 def test_what_wan_takes_is_counted(

@@ -90,8 +90,8 @@ STUDIES = (
         "DiG: directions of reading, MNIST's pixels in 196 tokens",
         "configs/diffusion/mnist_dig.yaml",
         {
-            "gla, one direction": dig(directions="one"),
-            "gla, two directions": dig(directions="two"),
+            "gla, one direction, no convolution": dig(directions="one", local="false"),
+            "gla, two directions, no convolution": dig(directions="two", local="false"),
             "gla, four directions": [],
             "mhla, 49 blocks": [
                 *attention(kind="mhla", block_grid="[7,7]"),
@@ -104,7 +104,7 @@ STUDIES = (
         setting=(
             "A DiG of 4 layers of width 64 with 4 heads, keys of 8 and values of 16 features, 500 steps of 32 images; FID of "
             "1,000 samples without guidance against the training images, in features of a classifier of these digits; the last "
-            "column is of 500 samples with guidance 2. All have the convolution behind each block."
+            "column is of 500 samples with guidance 2. The last two have the convolution behind each block."
         ),
         printed=DIG_PRINTED,
         full=("configs/diffusion/dig_s2_256.yaml", "configs/diffusion/dig_s2_256_mhla.yaml"),

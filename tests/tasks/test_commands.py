@@ -76,7 +76,7 @@ def test_help_imports_no_library() -> None:
         (["prepare", "images", "a", "b", "--per_sharp=3"], "unrecognized arguments: --per_sharp=3"),
         (["prepare", "images", "a", "b", "--per-shard=x"], "argument --per_shard: invalid int value: 'x'"),
         (["export", "a"], "the following arguments are required: folder\nhelp: lightning export --help\n"),
-        (["bench", "nothing"], "no benchmark nothing; there are attention, "),
+        (["bench", "nothing"], "no benchmark nothing; there are architectures, attention, "),
     ],
 )
 def test_what_is_not_there_is_told(
@@ -193,8 +193,8 @@ def test_shipped_comments_name_tools_that_parse() -> None:
         (["prepare", "cl"], ["clips", "clip-latents"]),
         (["export", "run", "--li"], ["--live", "--license"]),
         (["fit", "--sw"], ["--sweep", "--sweep_sbatch"]),
-        (["fit", "--config", "mhla://classification/m"], ["mhla://classification/mnist.yaml"]),
-        (["fit", "--config=mhla://classification/m"], ["--config=mhla://classification/mnist.yaml"]),
+        (["fit", "--config", "mhla://classification/mnist."], ["mhla://classification/mnist.yaml"]),
+        (["fit", "--config=mhla://classification/mnist_"], ["--config=mhla://classification/mnist_vlt.yaml"]),
         (["xyzzy", "a"], []),
     ],
 )

@@ -6,6 +6,7 @@ Sizes are those of :mod:`shipped_small`.
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,23 @@ OVERLAYS = sorted((ROOT / "configs/trainer").glob("*.yaml"))
 EVALUATIONS = sorted((ROOT / "configs/eval").glob("*.yaml"))
 EXPORTS: dict[str, list[Path]] = {}
 """Folders that the tests below have exported, by domain."""
+
+
+def in_small(path: Path) -> str:
+    """What :func:`shrunk` makes of a configuration, without its name and the share of blocks that are skipped."""
+    config = shrunk(path, Path("world"), Path("start"))
+    for logger in config["trainer"]["logger"]:
+        logger["init_args"].pop("name")
+    config["model"]["init_args"].pop("drop_path", None)
+    return json.dumps(config, sort_keys=True)
+
+
 STARTS = {"digits_finetune": "digits_pretrain", "dit_xl2_adapt": "dit_s2_256"}
 """Configurations whose weights come from another one."""
+ALIKE: dict[str, list[Path]] = {}
+"""Configurations by what is left of them in small: sizes of one model are the same one there, and one of them is run."""
+for _path in sorted(MODELS, key=lambda path: path.stem not in STARTS.values()):
+    ALIKE.setdefault(in_small(_path), []).append(_path)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +92,11 @@ def named(path: Path) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", sorted(MODELS, key=lambda path: "finetune" in path.stem), ids=named)
+@pytest.mark.parametrize(
+    "path",
+    sorted((alike[0] for alike in ALIKE.values()), key=lambda path: (path.stem in STARTS, named(path))),
+    ids=named,
+)
 def test_a_shipped_configuration_from_fit_to_export(
     path: Path, world: Path, server: ForkServer, cache_home: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +134,19 @@ def test_a_shipped_configuration_from_fit_to_export(
     status, text = run("export", "run", str(exported), module="mhla_tasks")
     assert status == 0, text[-4000:]
     EXPORTS.setdefault(domain, []).append(exported)
+
+
+@pytest.mark.parametrize("path", MODELS, ids=named)
+def test_a_shipped_configuration_builds_its_model_in_full_size(path: Path) -> None:
+    """On the meta device, for those whose sizes the test above shrinks: their own sizes fit together."""
+    options = yaml.safe_load(path.read_text())["model"]
+    package, _, name = options["class_path"].rpartition(".")
+    if "pretrained" in options["init_args"]:
+        pytest.skip("its model is made from weights")
+    options["init_args"].pop("vae", None)
+    with torch.device("meta"):
+        module = getattr(import_module(package), name)(**options["init_args"])
+    assert sum(parameter.numel() for parameter in module.parameters()) > 1000
 
 
 USES = {

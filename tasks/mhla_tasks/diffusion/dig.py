@@ -32,12 +32,14 @@ class DiGConfig:
         causal: whether a token sees those before it only; false for attention that sees all, mhla with block_grid.
         mlp_width: inner width of the SwiGLU; null for DiG's, 8 / 3 of the tokens' in whole multiples of 256.
         key_ratio: width of a key over that of a value.
+        local: whether a depthwise 3 x 3 convolution follows each block.
     """
 
     directions: Literal["four", "two", "one"] = "four"
     causal: bool = True
     mlp_width: int | None = None
     key_ratio: float = 0.5
+    local: bool = True
 
     def __post_init__(self) -> None:
         if self.directions not in ("four", "two", "one"):
@@ -55,20 +57,24 @@ class DiGBlock(Block):
 
     Args:
         grid: rows and columns of the image as the block sees it.
+        local: whether there is the convolution.
         dim: width of the tokens.
         options: others of :class:`lightning_mhla.Block`.
     """
 
-    def __init__(self, grid: tuple[int, int], dim: int, *arguments: Any, **options: Any) -> None:
+    def __init__(self, grid: tuple[int, int], local: bool, dim: int, *arguments: Any, **options: Any) -> None:
         super().__init__(dim, *arguments, **options)
         self.grid = grid
-        self.local = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
-        nn.init.dirac_(self.local.weight, groups=dim)
-        nn.init.zeros_(self.local.bias)  # type: ignore[arg-type]
+        self.local = nn.Conv2d(dim, dim, 3, padding=1, groups=dim) if local else None
+        if self.local is not None:
+            nn.init.dirac_(self.local.weight, groups=dim)
+            nn.init.zeros_(self.local.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Tokens ``[B, N, dim]`` in raster order to the same shape."""
         x = super().forward(x, *arguments, **options)
+        if self.local is None:
+            return x
         image = x.transpose(1, 2).unflatten(-1, self.grid)
         return self.local(image).flatten(2).transpose(1, 2)
 
@@ -111,6 +117,7 @@ class TurningBackbone(nn.Module):
             self.blocks.append(
                 DiGBlock(
                     seen,
+                    config.local,
                     dim,
                     heads,
                     layout,
