@@ -26,7 +26,7 @@ from benchmarks.paper.study import markdown
 from lightning_mhla import AttentionConfig
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.vision import VLT, StageConfig
-from lightning_mhla.vision.vlt import RAVLT
+from lightning_mhla.vision.stages import RAVLT
 
 PIXELS = {"VLT-T": (224, 384, 512), "DiG-S/2": (256, 512, 1024)}
 DIG_KINDS: dict[str, tuple[AttentionConfig, DiGConfig]] = {

@@ -17,7 +17,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 
 from lightning_mhla.attention import AttentionConfig
 from lightning_mhla.vision import VLT, StageConfig, VisionTransformer
-from lightning_mhla.vision.vlt import RAVLT
+from lightning_mhla.vision.stages import RAVLT
 
 VLT_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mhla_vlt": ({**RAVLT, "kind": "mhla"}, {}),

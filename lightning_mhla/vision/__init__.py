@@ -1,6 +1,7 @@
 """Vision models: the vision transformer (ViT, DeiT) and the hierarchical VLT."""
 
+from lightning_mhla.vision.stages import StageConfig
 from lightning_mhla.vision.vit import VisionTransformer
-from lightning_mhla.vision.vlt import VLT, StageConfig
+from lightning_mhla.vision.vlt import VLT
 
 __all__ = ["VLT", "StageConfig", "VisionTransformer"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import asdict
+from typing import Any, cast
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
@@ -14,138 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, build_attention
-from lightning_mhla.attention.config import KINDS
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.vision.base import ImageCheck, VisionModel, taken_indices
-
-Size = Literal["T", "S", "B", "L"]
-
-SIZES: dict[str, dict[str, list[Any]]] = {
-    "T": {"dims": [64, 128, 256, 512], "depths": [2, 2, 6, 2], "heads": [1, 2, 4, 8], "layer_scale": [1.0] * 4},
-    "S": {"dims": [64, 128, 320, 512], "depths": [3, 5, 9, 3], "heads": [1, 2, 5, 8], "layer_scale": [1.0] * 4},
-    "B": {
-        "dims": [96, 192, 384, 512],
-        "depths": [4, 6, 12, 6],
-        "heads": [1, 2, 6, 8],
-        "layer_scale": [1.0, 1.0, 1e-6, 1e-6],
-    },
-    "L": {"dims": [96, 192, 448, 640], "depths": [4, 7, 19, 8], "heads": [1, 2, 7, 10], "layer_scale": [1e-6] * 4},
-}
-"""Of RAVLT's code (github.com/qhfan/RALA): widths, blocks, heads, and start of the layer scale, of each stage."""
-
-BLOCK_GRIDS = [[7, 7], [4, 4]]
-"""Blocks of the first two stages: the paper has 49 and 16 (arXiv 2601.07832, section 5.1)."""
-
-RAVLT: dict[str, Any] = {
-    "rotary": True,
-    "normalize_before_rotary": True,
-    "feature_map": "elu",
-    "lepe": 5,
-    "gate": True,
-    "gate_activation": "identity",
-}
-"""What surrounds the attention of RAVLT's blocks."""
+from lightning_mhla.vision.stages import StageConfig
 
 EPS = 1e-6
 """Of the layer norms."""
-
-
-@dataclass(frozen=True)
-class StageConfig:
-    """The stages of a VLT, by a published size or one by one.
-
-    Args:
-        size: T, S, B or L, for dims, depths, heads and layer_scale.
-        dims: width of each stage, without ``size``.
-        depths: blocks of each stage, without ``size``.
-        heads: attention heads of each stage, without ``size``.
-        layer_scale: start of the factors of the branches in each stage; null for 1.
-        linear_stages: number of stages, from the first, with ``attention.kind``; the others have softmax attention.
-        block_grids: blocks along each axis of the tokens of the linear stages, for mhla; null for 7 x 7 and 4 x 4.
-        patch_size: pixels along the side of a token of the first stage: 4, 2 or 1.
-        mlp_ratio: inner width of the MLPs over the tokens'.
-        head_width: width of the projection before the classes: 1024 as RAVLT, 2048 as MAViT.
-    """
-
-    size: Size | None = None
-    dims: list[int] | None = None
-    depths: list[int] | None = None
-    heads: list[int] | None = None
-    layer_scale: list[float] | None = None
-    linear_stages: int = 2
-    block_grids: list[list[int]] | None = None
-    patch_size: int = 4
-    mlp_ratio: float = 3.5
-    head_width: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.size is not None and self.size not in SIZES:
-            raise ValueError(f"size={self.size!r} is not one of {list(SIZES)}")
-        given = [name for name in ("dims", "depths", "heads") if getattr(self, name) is not None]
-        if self.size is not None and given:
-            raise ValueError(f"size={self.size!r} sets dims, depths and heads; leave them out, or leave size out")
-        if self.size is None and len(given) < 3:
-            raise ValueError(f"give size ({', '.join(SIZES)}), or all of dims, depths and heads")
-        stages = len(self.of("dims"))
-        for name in ("depths", "heads", "layer_scale"):
-            if len(self.of(name)) != stages:
-                raise ValueError(f"{name}={self.of(name)} must have a value for each of the {stages} stages")
-        for dim, heads in zip(self.of("dims"), self.of("heads"), strict=True):
-            if dim % heads:
-                raise ValueError(f"a stage of width {dim} is not divisible by its heads={heads}")
-        if not 0 <= self.linear_stages <= stages:
-            raise ValueError(f"linear_stages={self.linear_stages} must be 0 to {stages}")
-        if self.patch_size not in (1, 2, 4):
-            raise ValueError(f"patch_size={self.patch_size} must be 4, 2 or 1")
-
-    def of(self, name: str) -> list[Any]:
-        """``dims``, ``depths``, ``heads`` or ``layer_scale`` of all stages."""
-        if (given := getattr(self, name)) is not None:
-            return list(given)
-        if self.size is not None:
-            return SIZES[self.size][name]
-        return [1.0] * len(self.dims or [])
-
-    def grids(self, image_size: tuple[int, int]) -> list[tuple[int, int]]:
-        """Tokens along both axes of each stage.
-
-        Raises:
-            ValueError: for a size that a stage cannot halve.
-        """
-        stages = len(self.of("dims"))
-        multiple = self.patch_size * 2 ** (stages - 1)
-        for stage in range(stages):
-            step = self.patch_size * 2**stage
-            if any(side % step for side in image_size):
-                raise ValueError(
-                    f"stage {stage + 1} cannot cut an image of {image_size[0]} x {image_size[1]} pixels into tokens of {step} "
-                    f"x {step}: use sides that are multiples of {multiple}, or fewer stages"
-                )
-        return [
-            (image_size[0] // (self.patch_size * 2**i), image_size[1] // (self.patch_size * 2**i))
-            for i in range(stages)
-        ]
-
-    def attention(self, config: AttentionConfig, stage: int) -> AttentionConfig:
-        """The attention of a stage, counted from 0.
-
-        Raises:
-            ValueError: when mhla is given no blocks for it.
-        """
-        if stage >= self.linear_stages:
-            return replace(config.with_kind("softmax"), block_grid=None, block_size=None)
-        if not KINDS[config.kind].uses_blocks:
-            return config
-        grids = self.block_grids if self.block_grids is not None else BLOCK_GRIDS
-        if config.block_grid is not None or config.block_size is not None:
-            raise ValueError(
-                "the blocks of a VLT differ by stage: give block_grids of the stages, not of the attention"
-            )
-        if len(grids) < self.linear_stages:
-            raise ValueError(
-                f"block_grids={grids} must have an entry for each of the linear_stages={self.linear_stages}"
-            )
-        return replace(config, block_grid=list(grids[stage]))
 
 
 @register_notrace_module

@@ -21,7 +21,7 @@ from lightning_mhla.attention.positions import grid_angles
 from lightning_mhla.checkpoints.pretrained import Pretrained, adopt
 from lightning_mhla.vision import VLT, StageConfig
 from lightning_mhla.vision.ravlt import from_ravlt, read_ravlt
-from lightning_mhla.vision.vlt import RAVLT
+from lightning_mhla.vision.stages import RAVLT
 
 SMALL = StageConfig(
     dims=[8, 16, 24],
@@ -401,7 +401,7 @@ def test_kinds_for_images_are_not_causal(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["mhla_vlt_t", "mhla_deit_t"])
 def test_timm_makes_the_models(name: str) -> None:
-    """What timm's own tests ask for in short; its suite has run on them in whole (docs/guides/timm.md)."""
+    """The interface of timm's models, in short; timm's own model tests ask for the rest."""
     seed_everything(0, verbose=False)
     model = timm.create_model(name, num_classes=5, drop_path_rate=0.1, in_chans=1).eval()
     images = torch.randn(2, 1, 224, 224)

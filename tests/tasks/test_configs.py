@@ -31,7 +31,7 @@ EXPORTS: dict[str, list[Path]] = {}
 
 
 def in_small(path: Path) -> str:
-    """What :func:`shrunk` makes of a configuration, without its name and the share of blocks that are skipped."""
+    """A configuration after :func:`shrunk`, without its name and the share of blocks that are skipped."""
     config = shrunk(path, Path("world"), Path("start"))
     for logger in config["trainer"]["logger"]:
         logger["init_args"].pop("name")
@@ -42,7 +42,7 @@ def in_small(path: Path) -> str:
 STARTS = {"digits_finetune": "digits_pretrain", "dit_xl2_adapt": "dit_s2_256"}
 """Configurations whose weights come from another one."""
 ALIKE: dict[str, list[Path]] = {}
-"""Configurations by what is left of them in small: sizes of one model are the same one there, and one of them is run."""
+"""Configurations by their text in small: sizes of one model are the same one there, and one of them is run."""
 for _path in sorted(MODELS, key=lambda path: path.stem not in STARTS.values()):
     ALIKE.setdefault(in_small(_path), []).append(_path)
 

@@ -1,4 +1,4 @@
-"""What engineers do with a trained vision model: torch.compile, ONNX, int8; DeiT, VLT and DiT with mhla."""
+"""Vision models on their way into other programs: torch.compile, ONNX, int8; DeiT, VLT and DiT with mhla."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_mhla import AttentionConfig
 from lightning_mhla.training.optim import OptimizerConfig
 from lightning_mhla.vision import VLT, StageConfig, VisionTransformer
-from lightning_mhla.vision.vlt import RAVLT
+from lightning_mhla.vision.stages import RAVLT
 
 STAGES = StageConfig(
     dims=[16, 32], depths=[1, 1], heads=[2, 2], linear_stages=1, block_grids=[[3, 3]], patch_size=2, head_width=32

@@ -24,7 +24,7 @@ PROJECTION_GAIN = 2.0**-2.5
 
 @dataclass(frozen=True)
 class DiGConfig:
-    """What makes a DiT a DiG.
+    """Options that make a DiT a DiG.
 
     Args:
         directions: how the image turns between blocks. four: it is reversed behind every block and transposed behind every
