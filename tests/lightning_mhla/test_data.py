@@ -142,6 +142,56 @@ def test_a_loader_goes_on_from_any_position(workers: int) -> None:
         assert batches(start, 12 - start, workers) == whole[start:], f"other samples after {start} batches"
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2])
+def test_repeated_samples_are_read_anew_and_a_loader_goes_on_among_them(workers: int, world: int) -> None:
+    """Three looks at each sample, next to each other over all processes; on any number of these the same."""
+
+    def batches(start: int, count: int, workers: int, world: int) -> list[list[tuple[int, tuple[float, ...]]]]:
+        """Batches of all processes together."""
+        found: list[list[tuple[int, tuple[float, ...]]]] = [[] for _ in range(count)]
+        for rank in range(world):
+            trained, number = start, 0
+
+            def progress() -> Progress:
+                return Progress(*divmod(trained, 5))  # noqa: B023
+
+            loader = ResumableLoader(
+                Noise(30),
+                6,
+                train=True,
+                seed=7,
+                progress=progress,
+                num_workers=workers,
+                rank=rank,
+                world=world,
+                repeats=3,
+            )
+            assert len(loader) == 5
+            while number < count:
+                for batch in loader:
+                    if number < count:
+                        found[number] += zip(batch["index"].tolist(), map(tuple, batch["noise"].tolist()), strict=True)
+                    trained, number = trained + 1, number + 1
+        return found
+
+    whole = batches(0, 10, 0, 1)
+    epoch = [sample for batch in whole[:5] for sample in batch]
+    assert [index for index, _ in epoch] == [index for index, _ in epoch[::3] for _ in range(3)]
+    assert len({index for index, _ in epoch}) == 10, "an epoch is no longer than without"
+    assert len({noise for _, noise in epoch}) == 30, "every look draws numbers of its own"
+    for start in (0, 3, 5):
+        assert batches(start, 10 - start, workers, world) == whole[start:]
+
+
+def test_a_run_without_repeats_does_not_go_on_with_them() -> None:
+    state = ResumableLoader(Noise(20), 4, train=True, seed=0).state_dict()
+    del state["repeats"]  # as of a checkpoint from before there were any
+    ResumableLoader(Noise(20), 4, train=True, seed=0).load_state_dict(state)
+    with pytest.raises(ValueError, match="trained with repeats=None, this run has repeats=3"):
+        ResumableLoader(Noise(20), 4, train=True, seed=0, repeats=3).load_state_dict(state)
+
+
 def test_reading_leaves_the_random_state_of_the_training_process_alone() -> None:
     loader = ResumableLoader(Noise(8), 4, train=True, seed=0)
     before = random.getstate(), torch.get_rng_state()

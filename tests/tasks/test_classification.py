@@ -420,6 +420,15 @@ def test_the_average_takes_each_step_once_under_accumulation() -> None:
     assert average._steps == trainer.global_step == 3
 
 
+def test_the_average_follows_the_size_of_the_batch() -> None:
+    from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
+
+    trainer = Trainer(max_steps=1, limit_val_batches=0, **QUIET)
+    trainer.fit(classifier(ema_decay=0.9, ema_batch=60), datamodule=Digits(batch_size=120))
+    (average,) = [each for each in trainer.callbacks if isinstance(each, ExponentialMovingAverage)]
+    assert average.decay == pytest.approx(0.81)
+
+
 def test_every_step_draws_numbers_of_its_own() -> None:
     class Draw(Callback):
         def __init__(self) -> None:
