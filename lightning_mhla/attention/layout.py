@@ -159,5 +159,5 @@ class LayoutTables(nn.Module):
         for name, values in self.tables().items():
             buffer = self._buffers.get(name)
             if buffer is not None and not buffer.is_meta:
-                self._buffers[name] = values.to(buffer)
+                self._buffers[name] = values.to(buffer.device)
         return self
