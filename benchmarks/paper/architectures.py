@@ -79,7 +79,7 @@ STUDIES = (
             "in all; MHLA has 7 x 7 and 4 x 4 blocks (uneven ones in the second stage). 6 epochs of 4,000 digits."
         ),
         reading=(
-            "**What the figures say.** All five kinds are within about one point of each other: with three convolutions in each "
+            "**What the figures say.** All five kinds are within about one point of each other: with convolutions in each "
             "block and rotary positions, the digits do not need the attention that tells the kinds apart at 196 tokens above. "
             "**What they do not say.** Anything about ImageNet, where the paper's own runs differ by 0.3 points."
         ),
