@@ -16,6 +16,7 @@ import timm
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
 from lightning_mhla.attention import AttentionConfig
+from lightning_mhla.model.sizes import both_sides
 from lightning_mhla.vision import VLT, StageConfig, VisionTransformer
 from lightning_mhla.vision.stages import RAVLT
 
@@ -46,7 +47,9 @@ def _vlt(size: str, family: str, **options: Any) -> VLT:
 
 def _deit(size: str, **options: Any) -> VisionTransformer:
     side = options.pop("img_size", 224)
-    side = side if isinstance(side, int) else side[0]
+    if len(set(sides := both_sides("img_size", side))) > 1:
+        raise ValueError(f"img_size={side}: mhla_deit takes squares; mhla_vlt takes rectangles")
+    side = sides[0]
     return VisionTransformer(
         side,
         options.pop("num_classes", 1000),

@@ -345,12 +345,17 @@ class Attention(LayoutTables):
 
     @torch.no_grad()
     def open_gate(self) -> None:
-        """Let gate and ``lepe`` start as if they were not there: for weights that were trained without them."""
+        """Let gate and ``lepe`` start as if they were not there: for weights that were trained without them.
+
+        Raises:
+            ValueError: for a gate without bias, which cannot.
+        """
         if self.lepe is not None:
             for parameter in self.lepe.parameters():
                 nn.init.zeros_(parameter)
         if self.gate is not None:
-            assert self.gate.bias is not None, "a gate without bias cannot start open"
+            if self.gate.bias is None:
+                raise ValueError("weights without a gate cannot start a layer whose gate has no bias; set gate: false")
             nn.init.zeros_(self.gate.weight)
             nn.init.constant_(self.gate.bias, 1.0 if self.config.gate_activation == "identity" else OPEN_GATE)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 Shape = tuple[int, int, int]
 """Width, depth and heads."""
@@ -25,3 +25,19 @@ def model_shape(
     if dim is None or depth is None or heads is None:
         raise ValueError(f"give size ({', '.join(named)}), or all of dim, depth and heads")
     return dim, depth, heads
+
+
+def both_sides(name: str, size: int | Sequence[int]) -> tuple[int, int]:
+    """Height and width of a size that may be one number for both.
+
+    Args:
+        name: name of the option, for messages.
+        size: side of a square, or height and width.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    sides = [size, size] if isinstance(size, int) else list(size)
+    if len(sides) != 2 or min(sides) < 1:
+        raise ValueError(f"{name}={size} must be the side of a square, or height and width")
+    return sides[0], sides[1]

@@ -120,13 +120,19 @@ class VisionModel(nn.Module):
         Args:
             num_classes: number of classes; 0 for none.
             global_pool: another pooling; empty for none, None for the one that is there.
+
+        Raises:
+            ValueError: for classes without pooling.
         """
+        if num_classes > 0 and global_pool == "":
+            raise ValueError(f"num_classes={num_classes} needs pooling; leave global_pool empty for features only")
         self.num_classes = num_classes
         if global_pool is not None:
             self.set_pool(global_pool)
         self.head = nn.Identity()
         if num_classes > 0:
-            self.head = nn.Linear(self.head_hidden_size, num_classes)
+            like = next(self.parameters())
+            self.head = nn.Linear(self.head_hidden_size, num_classes, device=like.device, dtype=like.dtype)
             nn.init.trunc_normal_(self.head.weight, std=0.02)
             nn.init.zeros_(self.head.bias)
 

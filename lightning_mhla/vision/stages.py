@@ -74,6 +74,13 @@ class StageConfig:
         if self.size is None and len(given) < 3:
             raise ValueError(f"give size ({', '.join(SIZES)}), or all of dims, depths and heads")
         stages = len(self.of("dims"))
+        if not stages:
+            raise ValueError("dims=[] has no stage")
+        for name, values in (("dims", self.of("dims")), ("depths", self.of("depths")), ("heads", self.of("heads"))):
+            if min(values) < 1:
+                raise ValueError(f"{name}={values} must be positive")
+        if self.head_width < 1 or min(self.of("dims")) * self.mlp_ratio < 1:
+            raise ValueError(f"head_width={self.head_width} and mlp_ratio={self.mlp_ratio} must be positive")
         for name in ("depths", "heads", "layer_scale"):
             if len(self.of(name)) != stages:
                 raise ValueError(f"{name}={self.of(name)} must have a value for each of the {stages} stages")

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, build_attention
+from lightning_mhla.model.sizes import both_sides
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.vision.base import ImageCheck, VisionModel, taken_indices
 from lightning_mhla.vision.stages import StageConfig
@@ -161,7 +162,7 @@ class VLT(
         channels: number of channels of the image.
         drop_path: stochastic depth of the last block; it rises linearly from 0 at the first.
         checkpointing: recompute blocks in the backward pass.
-        global_pool: ``"avg"``, or what else timm's pooling has; empty for none.
+        global_pool: ``"avg"``, ``"max"``, ``"avgmax"`` or ``"fast"``; empty for none, without classes.
 
     Raises:
         ValueError: for sizes that do not fit together.
@@ -183,8 +184,7 @@ class VLT(
         attention, stages = as_dataclass(AttentionConfig, attention), as_dataclass(StageConfig, stages)
         self.config, self.num_classes, self.channels = stages, num_classes, channels
         dims, depths, heads, scales = (stages.of(name) for name in ("dims", "depths", "heads", "layer_scale"))
-        size = (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
-        grids = stages.grids(size)
+        grids = stages.grids(both_sides("image_size", image_size))
         rates = torch.linspace(0, drop_path, sum(depths), device="cpu").tolist()
         self.stem = nn.Sequential(ImageCheck(stages.grids), *_stem(channels, dims[0], stages.patch_size))
         self.stages = nn.Sequential()
@@ -203,9 +203,9 @@ class VLT(
             {"num_chs": dim, "reduction": stages.patch_size * 2**index, "module": f"stages.{index}"}
             for index, dim in enumerate(dims)
         ]
-        self.proj = nn.Conv2d(dims[-1], stages.head_width, 1)
-        self.norm = nn.BatchNorm2d(stages.head_width)
-        self.act = nn.SiLU()
+        self.proj: nn.Module = nn.Conv2d(dims[-1], stages.head_width, 1)
+        self.norm: nn.Module = nn.BatchNorm2d(stages.head_width)
+        self.act: nn.Module = nn.SiLU()
         self.apply(_initialize)
         self.reset_classifier(num_classes, global_pool)
         self.set_grad_checkpointing(checkpointing)
@@ -244,11 +244,15 @@ class VLT(
         taken = taken_indices(indices, len(self.stages))
         self.stages = self.stages[: max(taken) + 1]
         if prune_head:
+            self.num_features = self.head_hidden_size = self.feature_info[max(taken)]["num_chs"]
+            self.proj, self.norm, self.act = nn.Identity(), nn.Identity(), nn.Identity()
             self.reset_classifier(0, "")
         return taken
 
     @override
     def set_pool(self, kind: str) -> None:
+        if kind not in ("avg", "max", "avgmax", "fast", ""):
+            raise ValueError(f"global_pool={kind!r} is not 'avg', 'max', 'avgmax', 'fast' or empty")
         self.global_pool = SelectAdaptivePool2d(pool_type=kind, flatten=bool(kind))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:

@@ -363,6 +363,11 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
         ({"stages": {"size": "T"}}, "size='T' sets dims, depths and heads"),
         ({"stages": {"linear_stages": 4}}, "linear_stages=4 must be 0 to 3"),
         ({"attention": {"normalize_before_rotary": False}}, "rotary makes them negative"),
+        ({"stages": {"heads": [0, 2, 3]}}, r"heads=\[0, 2, 3\] must be positive"),
+        ({"stages": {"head_width": 0}}, "head_width=0 and mlp_ratio=3.5 must be positive"),
+        ({"stages": {"mlp_ratio": 0}}, "head_width=1024 and mlp_ratio=0 must be positive"),
+        ({"stages": {"dims": [], "depths": [], "heads": []}}, r"dims=\[\] has no stage"),
+        ({"image_size": (64,)}, "must be the side of a square, or height and width"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_said_in_one_line(options: dict[str, Any], message: str) -> None:
@@ -424,6 +429,22 @@ def test_timm_makes_the_models(name: str) -> None:
     assert any(name == "position" or ".mixing." in name for name in model.no_weight_decay())
     small = timm.create_model(name, img_size=96, attention={"block_grid": [2, 2]} if "deit" in name else {})
     assert small(torch.randn(1, 3, 96, 96)).shape == (1, 1000)
+
+
+def test_heads_pools_and_pruned_models() -> None:
+    images = torch.randn(1, 3, 64, 64, dtype=torch.bfloat16)
+    small = {"stages": {"block_grids": [[4, 4], [2, 2]]}, "img_size": 64}
+    model = timm.create_model("mhla_vlt_t", **small).bfloat16().eval()
+    model.reset_classifier(5, "max")
+    assert model(images).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="num_classes=5 needs pooling"):
+        model.reset_classifier(5, "")
+    with pytest.raises(ValueError, match="global_pool='xx' is not 'avg'"):
+        model.reset_classifier(5, "xx")
+    model.prune_intermediate_layers([1])
+    torch.testing.assert_close(model(images), model.forward_intermediates(images, [1])[1][0])
+    with pytest.raises(ValueError, match="mhla_deit takes squares"):
+        timm.create_model("mhla_deit_t", img_size=(64, 96))
 
 
 def test_timm_learning_rates_by_layer() -> None:

@@ -329,6 +329,7 @@ def test_padding_the_image_keeps_it_in_the_middle() -> None:
         ({"size": "tiny"}, "sets dim, depth and heads"),
         ({"dim": None}, "give size"),
         ({"ema_decay": 1.0}, "must lie between 0 and 1"),
+        ({"ema_batch": 0}, "ema_batch=0 must be a number of images"),
         ({"class_names": ["a"]}, "1 names for num_classes=10"),
         ({"attention": AttentionConfig(block_grid=[5, 2])}, r"does not fit the token grid \(4, 4\)"),
     ],
@@ -423,8 +424,8 @@ def test_the_average_takes_each_step_once_under_accumulation() -> None:
 def test_the_average_follows_the_size_of_the_batch() -> None:
     from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
 
-    trainer = Trainer(max_steps=1, limit_val_batches=0, **QUIET)
-    trainer.fit(classifier(ema_decay=0.9, ema_batch=60), datamodule=Digits(batch_size=120))
+    trainer = Trainer(max_steps=1, limit_val_batches=0, accumulate_grad_batches=2, **QUIET)
+    trainer.fit(classifier(ema_decay=0.9, ema_batch=60), datamodule=Digits(batch_size=60))
     (average,) = [each for each in trainer.callbacks if isinstance(each, ExponentialMovingAverage)]
     assert average.decay == pytest.approx(0.81)
 

@@ -72,8 +72,8 @@ class ImageClassifier(TrainingModule):
         mixup: mixing of images and labels.
         optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
-        ema_batch: batch size that ema_decay is for: at each step, ema_decay to the power of batch_size / ema_batch applies;
-            null for any.
+        ema_batch: images of a step that ema_decay is for: ema_decay to the power of their number over ema_batch applies at
+            each step; null for any number.
         class_names: names of the classes for predictions; null for those of the data, or numbers.
         pretrained: weights to start from, of a run, a checkpoint or an exported folder, at any resolution and for any
             classes, or RAVLT's own file (.pth) for a VLT; not read where --ckpt_path brings weights.
@@ -124,6 +124,8 @@ class ImageClassifier(TrainingModule):
         super().__init__(optimizer, ema_decay, compile_options)
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
+        if ema_batch is not None and ema_batch < 1:
+            raise ValueError(f"ema_batch={ema_batch} must be a number of images, or null")
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
         self.num_classes = num_classes
@@ -170,7 +172,7 @@ class ImageClassifier(TrainingModule):
             return decay
         if size is None:
             raise ValueError("ema_batch needs data with a batch_size; leave it out, and give the decay itself")
-        return decay ** (size / self.ema_batch)
+        return decay ** (size * self.trainer.accumulate_grad_batches / self.ema_batch)
 
     @override
     def layers(self) -> list[nn.Module]:

@@ -46,6 +46,8 @@ class DiGConfig:
             raise ValueError(f"directions={self.directions!r} is not one of 'four', 'two', 'one'")
         if self.key_ratio <= 0:
             raise ValueError(f"key_ratio={self.key_ratio} must be positive")
+        if self.mlp_width is not None and self.mlp_width < 1:
+            raise ValueError(f"mlp_width={self.mlp_width} must be positive, or null for DiG's")
 
     def inner(self, dim: int) -> int:
         """Inner width of the SwiGLU for tokens of width ``dim``."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_mhla import AttentionConfig, Backbone
 from lightning_mhla.attention import attention_per_layer
-from lightning_mhla.model.sizes import Shape, model_shape
+from lightning_mhla.model.sizes import Shape, both_sides, model_shape
 from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.diffusion.dig import SIZES as DIG_SIZES
 from mhla_tasks.diffusion.dig import DiGConfig, TurningBackbone
@@ -86,7 +86,7 @@ class DiT(ModelMixin, ConfigMixin):
             attention=asdict(attention), dig=dig and asdict(dig)
         )  # JSON, where the decorator kept objects
         width, layers, number = model_shape(SIZES if dig is None else DIG_SIZES, size, dim, depth, heads)
-        sides = (sample_size, sample_size) if isinstance(sample_size, int) else (sample_size[0], sample_size[1])
+        sides = both_sides("sample_size", sample_size)
         if any(side % patch_size for side in sides):
             raise ValueError(f"patch_size={patch_size} does not divide the sample's side of {sample_size} pixels")
         if width % 4:

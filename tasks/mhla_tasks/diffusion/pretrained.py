@@ -135,7 +135,7 @@ def load_pretrained(network: DiT, path: str) -> None:
         ValueError: when they are not of a DiT of this width and depth.
     """
     source = read_trained(path) or Pretrained(convert_state(read_state(path)), _options(path))
-    for module in network.modules():
-        if isinstance(module, Attention):
-            module.open_gate()  # weights of a gate, if there are any, are loaded over it
+    for name, module in network.named_modules():
+        if isinstance(module, Attention) and not (module.gate is not None and f"{name}.gate.weight" in source.weights):
+            module.open_gate()
     adopt(network, source, path, heads=("label.",))

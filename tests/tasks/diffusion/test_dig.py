@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from mhla_tasks.diffusion import ClassToImage
 from mhla_tasks.diffusion.dig import PROJECTION_GAIN, DiGConfig
 from mhla_tasks.diffusion.model import DiT
+from mhla_tasks.diffusion.pretrained import load_pretrained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -226,6 +229,32 @@ def test_what_does_not_fit_is_said_in_one_line(
     with pytest.raises(ValueError, match=message) as raised:
         dig(AttentionConfig(**attention), **options)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["gla", "mamba2", "mhla"])
+def test_training_starts_from_a_dig(kind: str, tmp_path: Path) -> None:
+    """Gates have no bias here, and are loaded; weights without a gate cannot start one."""
+    attention = AttentionConfig(kind=kind, block_size=4 if kind == "mhla" else None, gate=True)
+    model = dig(attention, 2).float()
+    model.save_pretrained(tmp_path)
+    other = dig(attention, 2).float()
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    load_pretrained(other, str(tmp_path))
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], tensor, rtol=0, atol=0, msg=name)
+    if kind == "mhla":
+        dig(replace(attention, gate=False), 2).float().save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="cannot start a layer whose gate has no bias"):
+            load_pretrained(other, str(tmp_path))
+
+
+def test_sizes_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="mlp_width=-5 must be positive, or null"):
+        DiGConfig(mlp_width=-5)
+    for size in ([28], [8, 12, 3]):
+        with pytest.raises(ValueError, match="must be the side of a square, or height and width"):
+            DiT(size, 1, 3, AttentionConfig(kind="gla"), dim=16, depth=1, heads=2)
 
 
 def test_sizes_of_a_dit_are_not_those_of_a_dig() -> None:
