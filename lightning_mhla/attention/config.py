@@ -43,8 +43,8 @@ class AttentionConfig:
     """Which attention a model uses; the same keys in every domain.
 
     Args:
-        kind: mhla (mixed block summaries), linear (one summary of all tokens), softmax, retention, gla, gated_deltanet,
-            mamba2, gated_conv (a short convolution, no attention), or a kind of your own.
+        kind: mhla (mixed block summaries), linear (one summary of all tokens), softmax, rala and mala (images), retention,
+            gla, gated_deltanet, mamba2, gated_conv (a short convolution, no attention), or a kind of your own.
         block_grid: number of blocks along each axis of the token grid (images, video).
         block_size: tokens in a block (sequences). One of block_grid and block_size; only mhla uses them.
         mixing: parametrisation of the mixing coefficients. dense is one free coefficient for each pair of blocks,

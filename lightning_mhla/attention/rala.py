@@ -37,6 +37,8 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
     unused: ClassVar[tuple[str, ...]] = (*MIXING_OPTIONS, *FIXED)
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
+        if options.get("causal"):
+            raise ValueError("attention kind 'rala' sees every token; choose another for causal attention")
         fixed: dict[str, Any] = {
             "normalize": True,
             "feature_map": "elu",

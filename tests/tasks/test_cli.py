@@ -161,16 +161,20 @@ def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, pat
         with pytest.raises(ValueError, match="network brings its own attention"), torch.device("meta"):
             cli.parser.instantiate_classes(cli.config)
         return
+    blocks = (
+        ["--model.init_args.attention.block_size=14"] if path.stem == "mnist_dig" else []
+    )  # of the kind gla, without blocks
     with torch.device("meta"):
         for kind in ("mhla", "linear", "softmax"):
-            cli = parse(monkeypatch, "fit", "--config", str(path), f"--model.init_args.attention.kind={kind}")
+            cli = parse(monkeypatch, "fit", "--config", str(path), f"--model.init_args.attention.kind={kind}", *blocks)
             model = cli.parser.instantiate_classes(cli.config).fit.model
             kinds = {module.config.kind for module in model.modules() if isinstance(module, Attention)}
             own = {
                 "digits_pretrain": set(),
                 "mqar": {"gated_conv", "mhla"},
-                "needle": {"gated_conv", "mhla"},
-            }  # layer_kinds
+                "needle": {"gated_conv", "mhla"},  # layer_kinds
+                **{f"{size}_imagenet": {kind, "softmax"} for size in ("vlt_t", "vlt_s", "ravlt_t")},  # later stages
+            }
             assert kinds == own.get(path.stem, {kind})
 
 

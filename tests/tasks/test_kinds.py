@@ -13,6 +13,7 @@ from lightning_mhla.attention.config import KINDS, AttentionConfig
 
 ROOT = Path(__file__).parents[2]
 NEW = ("retention", "gla", "gated_deltanet", "mamba2")
+FOR_IMAGES = ("rala", "mala")
 SHORT = ["--trainer.max_steps=2", "--trainer.max_epochs=-1", "--trainer.val_check_interval=2",
          "--trainer.check_val_every_n_epoch=null", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu",
          "--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0"]  # fmt: skip
@@ -67,6 +68,23 @@ def test_one_command_trains(kind: str, domain: str, start: list[str], tmp_path: 
     }
     assert any(name.endswith(marks[kind]) for name in weights)
     assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+@pytest.mark.parametrize("kind", FOR_IMAGES)
+def test_kinds_for_images_train_there_and_are_refused_for_text(kind: str, tmp_path: Path, cache_dir: Path) -> None:
+    for name in ("classification/digits", "diffusion/digits"):
+        options = [*SMALL[name], *SHORT, "--trainer.callbacks=[]", f"--model.init_args.attention.kind={kind}"]
+        run(tmp_path, "fit", "--config", str(ROOT / f"configs/{name}.yaml"), *options)
+    assert len(list(tmp_path.glob("runs/*/version_0/checkpoints/*.ckpt"))) == 2
+    name = "language/stdlib"
+    options = [
+        *SMALL[name],
+        *SHORT,
+        f"--model.init_args.attention.kind={kind}",
+        f"--data.init_args.cache_dir={cache_dir}",
+    ]
+    said = run(tmp_path, "fit", "--config", str(ROOT / f"configs/{name}.yaml"), *options, status=1)
+    assert f"attention kind {kind!r} sees every token; choose another" in said.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("kind", NEW)
@@ -144,6 +162,6 @@ def test_recurrences_do_not_share_sequences() -> None:
 
 def test_every_kind_is_in_the_help_and_in_this_file() -> None:
     ours = {name for name, kind in KINDS.items() if kind.__module__.startswith("lightning_mhla.")}
-    assert ours == {"mhla", "linear", "softmax", "gated_conv", *NEW}
+    assert ours == {"mhla", "linear", "softmax", "gated_conv", *FOR_IMAGES, *NEW}
     for name in ours:
         assert name in (AttentionConfig.__doc__ or "")

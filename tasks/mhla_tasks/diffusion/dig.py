@@ -139,6 +139,11 @@ class TurningBackbone(nn.Module):
             if ".modulation." in name:
                 nn.init.zeros_(parameter)
 
+    @property
+    def layers(self) -> list[DiGBlock]:
+        """The blocks, first to last."""
+        return cast(list[DiGBlock], list(self.blocks))
+
     def transposed(self, layer: int) -> bool:
         """Whether the layer of this number, counted from 0, sees the image with rows and columns exchanged."""
         return self.config.directions == "four" and layer // 2 % 2 == 1

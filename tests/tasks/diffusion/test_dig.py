@@ -218,7 +218,7 @@ def test_recomputed_blocks_give_the_same_gradients() -> None:
             {},
             "lepe sees later tokens too; leave it out of causal attention",
         ),
-        ({"kind": "rala"}, {}, "is for attention that sees every token"),
+        ({"kind": "rala"}, {}, "attention kind 'rala' sees every token"),
         ({"kind": "gla"}, {"directions": "six"}, "directions='six' is not one of 'four', 'two', 'one'"),
         ({"kind": "gla"}, {"key_ratio": 0}, "key_ratio=0 must be positive"),
     ],
