@@ -110,5 +110,5 @@ class SummaryAttention(Attention):
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, "eps": eps, **blocks}
 
     def normalizer_eps(self, inputs: AttentionInputs) -> float:
-        """What is added to the sum of a query's weights."""
+        """Term that is added to the sum of a query's weights."""
         return SANA_EPS if self.config.feature_map == "sana" else EPS
