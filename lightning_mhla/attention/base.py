@@ -113,7 +113,6 @@ class Attention(LayoutTables):
         if self.rotary and projections and (len(layout.grid) > 2 or layout.prefix_tokens):
             raise ValueError(f"rotary positions are those of a 1-D or 2-D grid without prefix tokens, not of {layout}")
         self.turns_by_grid = self.rotary and projections and len(layout.grid) == 2
-        self.turns_by_position = self.rotary and not self.turns_by_grid
         self.options = self.Options(**config.options or {}) if self.Options is not None else None
         self.heads, self.key_value_heads = heads, key_value_heads
         self.key_width, self.value_width = key_width or dim // heads, value_width or dim // heads
@@ -336,9 +335,8 @@ class Attention(LayoutTables):
         if not self.rotary:
             return None
         if self.turns_by_grid:
-            return Rotary(
-                self.cos.to(x.device), self.sin.to(x.device), interleaved=True
-            )  # tables of a meta model are not meta
+            cos, sin = self.cos.to(x.device), self.sin.to(x.device)  # a model on the meta device has real tables
+            return Rotary(cos, sin, interleaved=True)
         if given is not None:
             return given if self.order is None else given.select(self.order)
         return self.angles(start + sequence_positions(x, cu_seqlens))

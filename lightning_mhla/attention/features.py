@@ -6,14 +6,12 @@ from typing import Literal
 
 import torch
 from mhla_kernels.attention import without_autocast
+from mhla_kernels.features import FEATURE_MAP_FLOOR
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mhla.attention.config import Features
 from lightning_mhla.attention.positions import Rotary
-
-RELU_OFFSET = 1e-6
-"""Added by the operator's relu."""
 
 
 def apply_features(
@@ -33,7 +31,7 @@ def apply_features(
     elif features == "sana":
         q, k = F.relu(q), F.relu(k)
     elif features == "relu" and key_weighting:
-        q, k = F.relu(q) + RELU_OFFSET, F.relu(k) + RELU_OFFSET
+        q, k = F.relu(q) + FEATURE_MAP_FLOOR, F.relu(k) + FEATURE_MAP_FLOOR
     else:
         rest = features
     if key_weighting:

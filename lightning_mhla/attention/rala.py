@@ -35,6 +35,7 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
     """
 
     unused: ClassVar[tuple[str, ...]] = (*MIXING_OPTIONS, *FIXED)
+    uses_linear_options = False
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
         if options.get("causal"):
@@ -45,7 +46,7 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
             "normalize_before_rotary": True,
             "key_weighting": True,
         }
-        super().__init__(dim, heads, layout, replace(config, **fixed, output_norm=False), **options)
+        super().__init__(dim, heads, layout, replace(config, **fixed), **options)
 
     @override
     def normalizer_eps(self, inputs: AttentionInputs) -> float:
@@ -65,11 +66,10 @@ class MagnitudeAwareLinearAttention(Attention, kind="mala"):
 
     handles = ("key_mask", "rotary")
     unused = (*MIXING_OPTIONS, *FIXED)
+    uses_linear_options = False
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
-        super().__init__(
-            dim, heads, layout, replace(config, normalize_before_rotary=True, output_norm=False), **options
-        )
+        super().__init__(dim, heads, layout, config, **options)
         if self.causal:
             raise ValueError("attention kind 'mala' sees every token; choose another for causal attention")
 

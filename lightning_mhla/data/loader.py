@@ -264,8 +264,9 @@ class ResumableLoader:
             ValueError: naming what differs.
         """
         for key, now in self.state_dict().items():
-            if state.get(key, UNSAID.get(key, now)) != now:
+            before = state.get(key, UNSAID.get(key, now))
+            if before != now:
                 raise ValueError(
-                    f"the checkpoint was trained with {key}={state.get(key)}, this run has {key}={now}: it could not resume "
+                    f"the checkpoint was trained with {key}={before}, this run has {key}={now}: it could not resume "
                     f"with the very next sample. Set {key} back, or start a new run from the weights alone"
                 )

@@ -210,7 +210,8 @@ class Backbone(LayoutTables):
 
     def _angles(self, positions: Tensor) -> dict[float, Rotary]:
         """Rotary angles of the layers, by their base; layers that do not turn by them take none."""
-        using = {block.attn.config.rotary_base: block.attn for block in self.layers if block.attn.turns_by_position}
+        layers = [block.attn for block in self.layers if block.attn.rotary and not block.attn.turns_by_grid]
+        using = {layer.config.rotary_base: layer for layer in layers}
         return {base: layer.angles(positions) for base, layer in using.items()}
 
 

@@ -188,7 +188,7 @@ def test_a_run_without_repeats_does_not_go_on_with_them() -> None:
     state = ResumableLoader(Noise(20), 4, train=True, seed=0).state_dict()
     del state["repeats"]  # as of a checkpoint from before there were any
     ResumableLoader(Noise(20), 4, train=True, seed=0).load_state_dict(state)
-    with pytest.raises(ValueError, match="trained with repeats=None, this run has repeats=3"):
+    with pytest.raises(ValueError, match="trained with repeats=1, this run has repeats=3"):
         ResumableLoader(Noise(20), 4, train=True, seed=0, repeats=3).load_state_dict(state)
 
 
