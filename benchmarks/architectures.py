@@ -2,15 +2,18 @@
 
     lightning bench architectures --device cpu --out benchmarks/results
     lightning bench architectures --models VLT-T --pixels 224 384
+    lightning bench architectures --count --models VLT-T VLT-S VLT-B VLT-L DiG-S/2 DiG-B/2 DiG-L/2 DiG-XL/2
 
-VLT-T at 224, 384 and 512 pixels, DiG-S/2 on latents of 256, 512 and 1,024 pixels, one image at a time (``--images``). With
-operations that torch counts on the meta device, and how both grow from the smallest size to the largest, for each pixel.
+By default VLT-T at 224, 384 and 512 pixels, DiG-S/2 on latents of 256, 512 and 1,024 pixels, one image at a time
+(``--images``). With billions of multiply-adds of forward, which torch counts on the meta device, and how both grow from the
+smallest size to the largest, for each pixel.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,27 +31,30 @@ from lightning_mhla.system.files import write_whole
 from lightning_mhla.vision import VLT, StageConfig
 from lightning_mhla.vision.stages import RAVLT
 
-PIXELS = {"VLT-T": (224, 384, 512), "DiG-S/2": (256, 512, 1024)}
+PIXELS = {"VLT": (224, 384, 512), "DiG": (256, 512, 1024)}
+"""Sizes of image by the family of the model."""
+MODELS = ("VLT-T", "VLT-S", "VLT-B", "VLT-L", "DiG-S/2", "DiG-B/2", "DiG-L/2", "DiG-XL/2")
 DIG_KINDS: dict[str, tuple[AttentionConfig, DiGConfig]] = {
     "softmax": (AttentionConfig(kind="softmax"), DiGConfig(causal=False, directions="one")),
     "linear": (AttentionConfig(kind="linear"), DiGConfig(causal=False, directions="one")),
     "gla": (AttentionConfig(kind="gla"), DiGConfig()),
     "mhla": (AttentionConfig(kind="mhla", block_grid=[4, 4]), DiGConfig(causal=False, directions="one")),
 }
-KINDS = {"VLT-T": ("softmax", "linear", "rala", "mala", "mhla"), "DiG-S/2": tuple(DIG_KINDS)}
+KINDS = {"VLT": ("softmax", "linear", "rala", "mala", "mhla"), "DiG": tuple(DIG_KINDS)}
 
 
 def network(model: str, kind: str, pixels: int) -> nn.Module:
     """A model for images of ``pixels`` pixels; softmax is the attention of all stages of VLT."""
-    if model == "VLT-T":
-        return VLT(pixels, 1000, AttentionConfig(**{**RAVLT, "kind": kind}), StageConfig(size="T"))
+    size: Any = model.partition("-")[2].removesuffix("/2")
+    if model.startswith("VLT"):
+        return VLT(pixels, 1000, AttentionConfig(**{**RAVLT, "kind": kind}), StageConfig(size=size))
     attention, dig = DIG_KINDS[kind]
-    return DiT(pixels // 8, 4, 1000, attention, size="S", dig=dig, out_channels=8)
+    return DiT(pixels // 8, 4, 1000, attention, size=size, dig=dig, out_channels=8)
 
 
 def inputs(model: str, pixels: int, images: int, device: torch.device) -> tuple[Tensor, ...]:
     """Random inputs of :func:`network`."""
-    if model == "VLT-T":
+    if model.startswith("VLT"):
         return (torch.randn(images, 3, pixels, pixels, device=device),)
     times, labels = (torch.zeros(images, device=device, dtype=dtype) for dtype in (torch.float32, torch.int64))
     return torch.randn(images, 4, pixels // 8, pixels // 8, device=device), times, labels
@@ -64,40 +70,56 @@ def step(module: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], None]:
     return once
 
 
-def measure(model: str, kind: str, pixels: int, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
-    """One row: milliseconds of forward and backward, and billions of multiply-adds forward, for one image."""
-    torch.manual_seed(0)
+def count(model: str, kind: str, pixels: int) -> dict[str, Any]:
+    """One row: parameters, and billions of multiply-adds forward for one image."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        network(model, kind, pixels).eval()(*inputs(model, pixels, 1, torch.device("meta")))
+        module = network(model, kind, pixels).eval()
+        module(*inputs(model, pixels, 1, torch.device("meta")))
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    gmacs = counter.get_total_flops() / 2e9
+    return {"model": model, "kind": kind, "pixels": pixels, "parameters": parameters, "gmacs": gmacs}
+
+
+def measure(model: str, kind: str, pixels: int, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
+    """Milliseconds of forward and backward for one image."""
+    torch.manual_seed(0)
     module = network(model, kind, pixels).to(device)
     taken = milliseconds(step(module, inputs(model, pixels, images, device)), device, seconds)
-    return {
-        "model": model,
-        "kind": kind,
-        "pixels": pixels,
-        "images": images,
-        "milliseconds": taken / images,
-        "gmacs": counter.get_total_flops() / 2e9,
-    }
+    return {"images": images, "milliseconds": taken / images}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line for each model and kind."""
+    """Markdown: a row for each kind, a column for each size, and how much the largest takes over the smallest by pixel."""
     parts = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
         sizes = sorted({row["pixels"] for row in own})
+        growths = {name: title for name, title in GROWTHS.items() if len(sizes) > 1 and name in own[0]}
         lines = []
         for kind in dict.fromkeys(row["kind"] for row in own):
             found = {row["pixels"]: row for row in own if row["kind"] == kind}
-            cells = [
-                f"{found[size]['milliseconds']:.0f} ms, {found[size]['gmacs']:.2f}" if size in found else ""
-                for size in sizes
-            ]
-            lines.append([f"`{kind}`", *cells, *(growth(found, name) for name in ("milliseconds", "gmacs"))])
-        header = [model, *(f"{size:,} pixels" for size in sizes), "time over pixels", "operations over pixels"]
+            parameters = f"{found[sizes[0]]['parameters'] / 1e6:.2f}M"
+            lines.append(
+                [
+                    f"`{kind}`",
+                    parameters,
+                    *(cell(found[size]) for size in sizes),
+                    *(growth(found, name) for name in growths),
+                ]
+            )
+        header = [model, "parameters", *(f"{size:,} pixels" for size in sizes), *growths.values()]
         parts.append(markdown(header, lines))
     return "\n\n".join(parts)
+
+
+def cell(row: dict[str, Any]) -> str:
+    """Time, where it was measured, and billions of multiply-adds."""
+    time = f"{row['milliseconds']:.0f} ms, " if "milliseconds" in row else ""
+    return f"{time}{row['gmacs']:.2f}G"
+
+
+GROWTHS = {"milliseconds": "time over pixels", "gmacs": "operations over pixels"}
+"""Columns that say how a figure grows."""
 
 
 def growth(found: dict[int, dict[str, Any]], name: str) -> str:
@@ -110,19 +132,25 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", nargs="+", choices=PIXELS, default=list(PIXELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["VLT-T", "DiG-S/2"])
     parser.add_argument("--pixels", nargs="+", type=int, help="by default those of the models")
     parser.add_argument("--images", type=int, default=1, help="images at once (default: 1)")
     parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each measurement, roughly (default: 5)")
+    parser.add_argument("--count", action="store_true", help="count parameters and operations, and measure no time")
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     args = parser.parse_args()
-    device = torch.device(args.device)
-    rows = [
-        measure(model, kind, pixels, args.images, device, args.seconds)
-        for model in args.models
-        for pixels in args.pixels or PIXELS[model]
-        for kind in KINDS[model]
-    ]
+    device = torch.device("meta" if args.count else args.device)
+    rows = []
+    for model in args.models:
+        for pixels in args.pixels or PIXELS[model[:3]]:
+            for kind in KINDS[model[:3]]:
+                print(f"{model}, {kind}, {pixels} pixels", file=sys.stderr)
+                counted = count(model, kind, pixels)
+                rows.append(
+                    counted
+                    if args.count
+                    else {**counted, **measure(model, kind, pixels, args.images, device, args.seconds)}
+                )
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         content = {"machine": describe(device), "rows": rows}

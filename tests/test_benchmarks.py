@@ -146,7 +146,7 @@ def test_architectures_are_measured_by_kind_and_size(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the smallest images that all blocks fit; operations grow with the pixels, softmax's faster."""
-    monkeypatch.setattr(architectures, "PIXELS", {"VLT-T": (64, 128), "DiG-S/2": (64, 128)})
+    monkeypatch.setattr(architectures, "PIXELS", {"VLT": (64, 128), "DiG": (64, 128)})
     options = ["--device", "cpu", "--models", "VLT-T", "DiG-S/2", "--seconds", "0", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["architectures", *options])
     architectures.main()
@@ -158,6 +158,12 @@ def test_architectures_are_measured_by_kind_and_size(
     for kind in ("linear", "rala", "mala", "mhla"):
         assert growth["VLT-T", kind] < 1.02 < growth["VLT-T", "softmax"], growth
     assert "operations over pixels" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["architectures", "--count", "--models", "DiG-B/2", "--pixels", "256"])
+    architectures.main()
+    printed = capsys.readouterr().out
+    assert "| `gla` | 130.55M |" in printed
+    assert " ms" not in printed
+    assert "over pixels" not in printed
 
 
 def test_what_wan_takes_is_counted(
