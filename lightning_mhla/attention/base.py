@@ -288,7 +288,12 @@ class Attention(LayoutTables):
                 raise ValueError(f"attention kind {self.config.kind!r} {UNHANDLED[name]}")
 
     def next_tokens(
-        self, x: Tensor, state: Any, counts: Sequence[int], rotary: Rotary | None = None
+        self,
+        x: Tensor,
+        state: Any,
+        counts: Sequence[int],
+        rotary: Rotary | None = None,
+        projections: Projections | None = None,
     ) -> tuple[Tensor, Any]:
         """The next tokens ``[B, N, dim]`` of every row, causal, to the same shape, and the state after them.
 
@@ -297,17 +302,19 @@ class Attention(LayoutTables):
             state: as for :meth:`continue_from`, like the rest.
             counts: see there.
             rotary: angles of these tokens, None for those that follow the state's.
+            projections: as for :meth:`forward`.
         """
         self.require("state")
         if not self.causal:
             raise ValueError("only causal attention generates token by token; build the layer with causal=True")
-        q, k, v = self._project(x)
+        split, merge = projections or (self._project, self._merge)
+        q, k, v = split(x)
         if not self.rotary:
             rotary = None
         elif rotary is None:
             rotary = self.angles(next_positions(() if state is None else state.lengths, x))
         out, state = self.continue_from(self._inputs(x, q, k, v, rotary=rotary), state, counts)
-        return self._merge(self._around(out, x, v, None)), state
+        return merge(self._around(out, x, v, None)), state
 
     def attention_matrix(
         self,

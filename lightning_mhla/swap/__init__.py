@@ -1,9 +1,9 @@
 """Other attention for pretrained models; see :mod:`lightning_mhla.swap.swapping`."""
 
 from lightning_mhla.swap.diffusers import SwappedAttention, attention_layers
+from lightning_mhla.swap.host import SAVED
 from lightning_mhla.swap.layers import KEEP, REPLACE
 from lightning_mhla.swap.swapping import (
-    SAVED,
     is_swapped,
     load_swapped,
     resize_blocks,

@@ -1,16 +1,27 @@
-"""Transformers of diffusers as hosts: attention of ours as the processor of their attention modules."""
+"""Transformers of diffusers as hosts: attention of ours as the processor of their attention modules.
+
+Projections of queries, keys, values and outputs, and the norms of queries and keys, stay where they are and as they are.
+The new attention is the *processor* of diffusers' attention module, so that the model's other names do not change, and
+what it adds (mixing coefficients, output norm, gate) is found under ``...attn1.processor``. A swapped model takes images or
+clips of any size: blocks are fitted to each, and where an axis has fewer tokens than blocks, the coefficients are resized
+(:func:`mhla_kernels.resize_mixing`).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, Projections, build_attention
+from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, Projections
 from lightning_mhla.attention.positions import Rotary
+from lightning_mhla.swap.host import SAVED, Host, build_beside
 
 log = logging.getLogger(__name__)
 
@@ -237,18 +248,84 @@ def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
         blocks = tuple(config.block_grid)
     heads, weight = host.heads, host.to_q.weight
     key_width = host.to_q.out_features // heads
-    with weight.device:
-        attention = build_attention(
-            config,
-            host.to_q.in_features,
-            heads,
-            BlockLayout(blocks, blocks),  # of the smallest grid; each input brings its own
-            key_value_heads=host.to_k.out_features // key_width,
-            key_width=key_width,
-            value_width=host.to_v.out_features * key_width // host.to_k.out_features,
-            projections=False,
-        )
-    if weight.dtype != torch.get_default_dtype():
-        attention = attention.to(weight.dtype)
-    attention.open_gate()
-    return attention
+    return build_beside(
+        weight,
+        config,
+        host.to_q.in_features,
+        heads,
+        BlockLayout(blocks, blocks),  # of the smallest grid; each input brings its own
+        key_value_heads=host.to_k.out_features // key_width,
+        key_width=key_width,
+        value_width=host.to_v.out_features * key_width // host.to_k.out_features,
+    )
+
+
+class DiffusersHost(Host):
+    """Wan, DiT, PixArt, SANA and their kin. Wherever they turn queries and keys by positions, so does the new attention,
+    after the feature map."""
+
+    package = "diffusers"
+
+    @override
+    def layers(self, model: Any) -> list[Any]:
+        return attention_layers(model)
+
+    @override
+    def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
+        check_supported(model, layers)
+        for config in configs.values():
+            if _turns(model) and "rotary" not in Attention.kinds[config.kind].handles:
+                raise ValueError(
+                    f"{type(model).__name__} turns queries and keys by their positions, and attention kind "
+                    f"{config.kind!r} does not take rotary: handle inputs.rotary, and name it in handles"
+                )
+
+    @override
+    def replace(
+        self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]
+    ) -> dict[int, Attention]:
+        patch = model.config.patch_size
+        grid = TokenGrid(tuple(patch) if isinstance(patch, Sequence) else (patch, patch))
+        swapped = {
+            index: build_swapped(layer, replace(configs[index], rotary=_turns(model)), len(grid.patch))
+            for index, layer in layers.items()
+        }
+        for index, built in swapped.items():
+            layers[index].set_processor(SwappedAttention(built, built.layout.block_grid, grid))
+        if swapped:
+            model.register_forward_pre_hook(grid, with_kwargs=True)
+        return swapped
+
+    @override
+    def swapped(self, model: Any) -> dict[int, Attention]:
+        processors = ((index, layer.processor) for index, layer in enumerate(attention_layers(model)))
+        return {
+            index: processor.attention for index, processor in processors if isinstance(processor, SwappedAttention)
+        }
+
+    @override
+    def record(self, model: Any) -> Mapping[str, Any] | None:
+        return model.config.get(SAVED)
+
+    @override
+    def remember(self, model: Any, record: Mapping[str, Any]) -> None:
+        model.register_to_config(**{SAVED: dict(record)})
+
+    @override
+    def wrote(self, config: Mapping[str, Any]) -> bool:
+        return "_diffusers_version" in config
+
+    @override
+    def build(self, folder: Path, config: dict[str, Any]) -> nn.Module:
+        import diffusers
+
+        return getattr(diffusers, config["_class_name"]).from_config(config)
+
+    @override
+    def kept_in_float32(self, model: Any) -> Sequence[str]:
+        return model._keep_in_fp32_modules or ()
+
+
+def _turns(model: nn.Module) -> bool:
+    """Whether a model turns queries and keys by their positions."""
+    return hasattr(model, "rope")

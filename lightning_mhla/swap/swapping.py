@@ -1,15 +1,13 @@
-"""Other attention for pretrained models: ``swap_attention`` replaces the self-attention of a diffusers transformer.
+"""Other attention for pretrained models: ``swap_attention`` replaces the self-attention of diffusers' and transformers' models.
 
-    model = WanTransformer3DModel.from_pretrained("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", subfolder="transformer")
-    swap_attention(model, AttentionConfig(block_grid=[3, 5, 10], normalize=False, gate=True))
+    model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+    swap_attention(model, AttentionConfig(block_size=64, mixing="exponential"))
     model.save_pretrained("swapped")
     model = load_swapped("swapped")
 
-Projections of queries, keys, values and outputs, and the norms of queries and keys, stay where they are and as they are.
-The new attention is the *processor* of diffusers' attention module, so that the model's other names do not change, and
-what it adds (mixing coefficients, output norm, gate) is found under ``...attn1.processor``. Its start depends on nothing
-random: the gate is open and ``lepe`` adds nothing. A swapped model takes images or clips of any size: blocks are fitted to
-each, and where an axis has fewer tokens than blocks, the coefficients are resized (:func:`mhla_kernels.resize_mixing`).
+What the model has learned stays where it is and as it is: projections of queries, keys, values and outputs, norms of queries
+and keys. What the new attention adds starts from nothing random: the gate is open and ``lepe`` adds nothing.
+:mod:`lightning_mhla.swap.diffusers` and :mod:`lightning_mhla.swap.transformers` say what each library's models do with it.
 """
 
 from __future__ import annotations
@@ -23,18 +21,29 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mhla.attention import MHLA, Attention, AttentionConfig
-from lightning_mhla.swap.diffusers import (
-    SwappedAttention,
-    TokenGrid,
-    attention_layers,
-    build_swapped,
-    check_supported,
-)
+from lightning_mhla.swap.diffusers import DiffusersHost, SwappedAttention, attention_layers
+from lightning_mhla.swap.host import SAVED, Host
 from lightning_mhla.swap.layers import KEEP, kinds_of_layers
+from lightning_mhla.swap.transformers import TransformersHost
 from lightning_mhla.system.untrusted import read_json
 
-SAVED = "swapped_attention"
-"""Entry of a diffusers model's ``config`` that says what was swapped."""
+HOSTS: tuple[Host, ...] = (DiffusersHost(), TransformersHost())
+"""Libraries whose models can be swapped."""
+
+
+def host_of(model: nn.Module) -> Host:
+    """The library that a model is of.
+
+    Raises:
+        ValueError: for a model of none of :data:`HOSTS`.
+    """
+    for host in HOSTS:
+        if host.claims(model):
+            return host
+    raise ValueError(
+        f"{type(model).__name__} is no model of {' or '.join(host.package for host in HOSTS)}; for your own model use "
+        "lightning_mhla.MHLA in place of its attention"
+    )
 
 
 def swap_attention(
@@ -43,13 +52,11 @@ def swap_attention(
     layers: Sequence[int] | None = None,
     layer_kinds: Sequence[str] | None = None,
 ) -> dict[int, Attention]:
-    """Replace self-attention of a diffusers transformer in place; see the module's description.
+    """Replace self-attention of a pretrained model in place; see the module's description.
 
     Args:
-        model: a ``WanTransformer3DModel``, ``DiTTransformer2DModel``, ``SanaTransformer2DModel`` or another of
-            :data:`PROCESSORS`.
-        attention: what comes in. ``rotary`` is the model's own: wherever it turns queries and keys, so does the new
-            attention, after the feature map; ``normalize`` must then be off.
+        model: a transformer of diffusers, or a language model of transformers.
+        attention: what comes in. ``rotary`` is the model's own.
         layers: numbers of those to replace; None for all.
         layer_kinds: kinds of the layers instead, repeated to the depth; ``"keep"`` for those that stay, ``"replace"`` for
             ``attention.kind``: ``["keep", "replace", "replace"]`` replaces two of three.
@@ -60,42 +67,24 @@ def swap_attention(
     Raises:
         ValueError: for another kind of model or attention, blocks that do not fit its axes, or one that is swapped already.
     """
-    hosts = attention_layers(model)
-    if SAVED in model.config:
+    host = host_of(model)
+    found = host.layers(model)
+    if host.record(model) is not None:
         raise ValueError("the model's attention is swapped already; load it again to swap it otherwise")
-    kinds = kinds_of_layers(attention, len(hosts), layers, layer_kinds)
-    check_supported(model, {index: host for index, host in enumerate(hosts) if kinds[index] != KEEP})
-    configs = {
-        index: replace(attention.with_kind(kind).at_layer(index), rotary=hasattr(model, "rope"))
-        for index, kind in enumerate(kinds)
-        if kind != KEEP
-    }
-    for config in configs.values():
-        if config.rotary and "rotary" not in Attention.kinds[config.kind].handles:
-            raise ValueError(
-                f"{type(model).__name__} turns queries and keys by their positions, and attention kind {config.kind!r} does "
-                "not take rotary: handle inputs.rotary, and name it in handles"
-            )
-    patch = model.config.patch_size
-    axes = len(patch) if isinstance(patch, Sequence) else 2
-    grid = TokenGrid(tuple(patch) if isinstance(patch, Sequence) else (patch, patch))
-    swapped = {index: build_swapped(hosts[index], config, axes) for index, config in configs.items()}
-    for index, built in swapped.items():
-        hosts[index].set_processor(SwappedAttention(built, built.layout.block_grid, grid))
+    kinds = kinds_of_layers(attention, len(found), layers, layer_kinds)
+    configs = {i: attention.with_kind(kind).at_layer(i) for i, kind in enumerate(kinds) if kind != KEEP}
+    chosen = {index: found[index] for index in configs}
+    host.check(model, chosen, configs)
+    swapped = host.replace(model, chosen, configs)
     if configs:
-        model.register_forward_pre_hook(grid, with_kwargs=True)
-        saved = {
-            "attention": asdict(attention),
-            "layers": {str(index): config.kind for index, config in configs.items()},
-        }
-        model.register_to_config(**{SAVED: saved})
+        numbers = {str(index): config.kind for index, config in configs.items()}
+        host.remember(model, {"attention": asdict(attention), "layers": numbers})
     return swapped
 
 
 def swapped_layers(model: nn.Module) -> dict[int, Attention]:
     """The attention modules that :func:`swap_attention` put in, by the number of their layer."""
-    processors = ((index, layer.processor) for index, layer in enumerate(attention_layers(model)))
-    return {index: processor.attention for index, processor in processors if isinstance(processor, SwappedAttention)}
+    return host_of(model).swapped(model)
 
 
 def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
@@ -135,13 +124,12 @@ def load_swapped(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
 
     Args:
         folder: with ``config.json`` and safetensors files.
-        dtype: dtype of the weights, but those that diffusers and mixing keep in float32; None as they were saved.
+        dtype: dtype of the weights, but those that the library and mixing keep in float32; None as they were saved.
 
     Raises:
         FileNotFoundError: when there is no such model in the folder.
         ValueError: when its attention was never swapped, or weights do not fit.
     """
-    import diffusers
     from safetensors.torch import load_file
 
     local = Path(folder)
@@ -149,32 +137,28 @@ def load_swapped(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
         raise FileNotFoundError(f"{local} has no config.json; give a folder that save_pretrained wrote")
     config = read_json(local / "config.json")
     saved = config.pop(SAVED, None)
-    if saved is None:
-        raise ValueError(
-            f"the attention of {local} was never swapped; load it with {config.get('_class_name')}.from_pretrained"
-        )
-    model = getattr(diffusers, config["_class_name"]).from_config(config)
+    host = next((host for host in HOSTS if host.wrote(config)), None)
+    if saved is None or host is None:
+        name = config.get("_class_name") or next(iter(config.get("architectures") or ()), "its class")
+        raise ValueError(f"the attention of {local} was never swapped; load it with {name}.from_pretrained")
+    model: Any = host.build(local, config)
     swap_saved(model, saved)
-    files = sorted(local.glob("*.safetensors"))
     state: dict[str, Tensor] = {}
-    for file in files:
+    for file in sorted(local.glob("*.safetensors")):
         state |= load_file(file)
-    if set(state) != set(model.state_dict()):
-        differing = sorted(set(state) ^ set(model.state_dict()))
-        raise ValueError(f"the weights in {local} are not those of its config.json: {', '.join(differing[:3])}")
-    model.load_state_dict(state, assign=True)
+    try:
+        host.load(model, state)
+    except ValueError as error:
+        raise ValueError(f"{local}: {error}") from None
     if dtype is not None:
-        kept = (*(model._keep_in_fp32_modules or ()), "mixing")
-        for name, parameter in model.named_parameters():
-            if not set(kept) & set(name.split(".")):
-                parameter.data = parameter.data.to(dtype)
+        host.cast(model, dtype)
     return model.eval()
 
 
 def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:
     """Swap as a saved model's config says."""
     kinds = saved["layers"]
-    depth = len(attention_layers(model))
+    depth = len(host_of(model).layers(model))
     swap_attention(
         model, AttentionConfig(**saved["attention"]), layer_kinds=[kinds.get(str(i), KEEP) for i in range(depth)]
     )

@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 from lightning_mhla import Backbone, Block, GenerationCache
 from lightning_mhla.attention.head_decay import HeadDecay, HeadScale
 from lightning_mhla.attention.mixing import MixingCoefficients
+from lightning_mhla.attention.rows import packed_bounds, real_tokens, rows_in_order
 from lightning_mhla.attention.sequence import SequenceShare
 from lightning_mhla.attention.short_conv import ShortConvolution
 from mhla_tasks.language.config import MHLAConfig
@@ -23,10 +24,7 @@ from mhla_tasks.language.padding import (
     check_counts,
     check_tokens,
     following_tokens,
-    packed_bounds,
-    real_tokens,
     row_positions,
-    rows_in_order,
 )
 
 

@@ -1,0 +1,120 @@
+"""A library whose models can be given other attention: one subclass of :class:`Host` for each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, build_attention
+
+SAVED = "swapped_attention"
+"""Entry of a saved model's ``config.json`` that says what was swapped."""
+
+
+class Host(ABC):
+    """A library of models, and how attention is replaced in them.
+
+    Attributes:
+        package: name of the library; its models are classes of its modules, or derived from such.
+    """
+
+    package: ClassVar[str]
+
+    def claims(self, model: nn.Module) -> bool:
+        """Whether ``model`` is of this library."""
+        return any(base.__module__.partition(".")[0] == self.package for base in type(model).__mro__)
+
+    @abstractmethod
+    def layers(self, model: Any) -> list[Any]:
+        """The self-attention modules of a model, first to last.
+
+        Raises:
+            ValueError: when the model is not one that attention can be swapped in.
+        """
+
+    @abstractmethod
+    def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
+        """Refuse what the new attention would not compute as the old one did, before anything is changed.
+
+        Args:
+            model: the model.
+            layers: attention modules that are to be replaced, by the number of their layer.
+            configs: what comes in their place.
+
+        Raises:
+            ValueError: naming what is not known.
+        """
+
+    @abstractmethod
+    def replace(
+        self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]
+    ) -> dict[int, Attention]:
+        """Put the new attention in, and return it by the number of its layer; nothing is changed if this raises."""
+
+    @abstractmethod
+    def swapped(self, model: Any) -> dict[int, Attention]:
+        """The attention that :meth:`replace` put in, by the number of its layer."""
+
+    @abstractmethod
+    def record(self, model: Any) -> Mapping[str, Any] | None:
+        """What :meth:`remember` was given; None for a model that was not swapped."""
+
+    @abstractmethod
+    def remember(self, model: Any, record: Mapping[str, Any]) -> None:
+        """Keep, in what the library saves of a model, what was swapped."""
+
+    @abstractmethod
+    def wrote(self, config: Mapping[str, Any]) -> bool:
+        """Whether a saved ``config.json`` is one that this library wrote."""
+
+    @abstractmethod
+    def build(self, folder: Path, config: dict[str, Any]) -> nn.Module:
+        """A model with the library's own attention and any weights, as a saved ``config.json`` describes it."""
+
+    def kept_in_float32(self, model: Any) -> Sequence[str]:
+        """Parts of the names of parameters that the library keeps in float32, whatever dtype is asked for."""
+        return ()
+
+    def load(self, model: Any, state: dict[str, Tensor]) -> None:
+        """Give ``model`` the saved tensors.
+
+        Raises:
+            ValueError: when they are not those of the model.
+        """
+        if set(state) != set(model.state_dict()):
+            differing = sorted(set(state) ^ set(model.state_dict()))
+            raise ValueError(f"the weights are not those of the config.json beside them: {', '.join(differing[:3])}")
+        model.load_state_dict(state, assign=True)
+
+    def cast(self, model: Any, dtype: torch.dtype) -> None:
+        """Change the dtype of the weights, but of mixing and what the library keeps in float32."""
+        kept = {*self.kept_in_float32(model), "mixing"}
+        for name, parameter in model.named_parameters():
+            if not kept & set(name.split(".")):
+                parameter.data = parameter.data.to(dtype)
+
+
+def build_beside(
+    weight: Tensor, config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any
+) -> Attention:
+    """Attention without projections, to use those of a layer that has ``weight``: on its device, in its dtype, gate open.
+
+    Args:
+        weight: a weight of the layer.
+        config: which attention.
+        dim: width of the tokens.
+        heads: number of query heads.
+        layout: see :class:`Attention`.
+        options: see there.
+    """
+    with weight.device:
+        attention = build_attention(config, dim, heads, layout, projections=False, **options)
+    if weight.dtype != torch.get_default_dtype():
+        attention = attention.to(weight.dtype)
+    attention.open_gate()
+    return attention
