@@ -156,5 +156,12 @@ STUDIES = (
         section,
         ("--model.init_args.patch_size=1", "--trainer.max_epochs=4"),
         setting="The same model on single pixels, with `lepe`, 4 epochs.",
+        reading=(
+            "**What the figures say.** With four times as many tokens for heads of the same width, MHLA with dense "
+            "coefficients ends at 73 to 85%; no run of softmax, linear attention or exponential coefficients ends above 41%. A "
+            "row of MHLA takes a third of softmax's processor time.\n\n"
+            "**What they do not say.** How far softmax comes in the end: four epochs of 4,000 images are 248 steps, and its "
+            "held-out accuracy still rises with each of them."
+        ),
     ),
 )
