@@ -15,15 +15,18 @@ counted from a row's first real token. Documents packed in one row (positions th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
+from lightning_mhla.attention.summaries import SummaryAttention
 from lightning_mhla.swap.host import SAVED, Host, build_beside
 
 FAMILIES = (
@@ -42,7 +45,12 @@ class TransformersHost(Host):
 
     @override
     def layers(self, model: Any) -> list[Any]:
-        found = [module for module in model.modules() if type(module).__name__ in NAMES]
+        if model.config.get_text_config() is not model.config:
+            raise ValueError(
+                f"{type(model).__name__} is a model of text and more, which is not supported; swap a text model, such as "
+                "AutoModelForCausalLM gives for a configuration of text alone"
+            )
+        found = [module for module in model.modules() if _is_known(type(module))]
         if not found:
             raise ValueError(
                 f"{type(model).__name__} {_reason(model.config)}; attention can be swapped in {', '.join(FAMILIES)}; for "
@@ -66,14 +74,25 @@ class TransformersHost(Host):
                 )
             if layer.attention_dropout:
                 raise ValueError(
-                    f"layer {index} drops attention weights (attention_dropout={layer.attention_dropout}), which linear "
-                    "attention does not have; load the model with attention_dropout=0"
+                    f"layer {index} drops attention weights (attention_dropout={layer.attention_dropout}), which the new "
+                    "attention does not; load the model with attention_dropout=0"
                 )
-            if not layer.is_causal:
-                raise ValueError(f"layer {index} sees later tokens too (use_bidirectional_attention)")
+            if not layer.is_causal or getattr(layer.config, "is_causal", True) is False:
+                raise ValueError(f"layer {index} sees later tokens too; only causal attention can be swapped")
+            if any(p.is_meta for p in layer.parameters()) and any(hasattr(m, "_hf_hook") for m in layer.modules()):
+                raise ValueError(f"the weights of layer {index} are offloaded; swap before the model is dispatched")
         for index, config in configs.items():
             if Attention.kinds[config.kind].uses_blocks and config.block_size is None:
-                raise ValueError(f"layer {index}: attention kind {config.kind!r} needs block_size, tokens in a block")
+                raise ValueError(
+                    f"layer {index}: attention kind {config.kind!r} needs block_size, tokens in a block"
+                    + (f", not block_grid={config.block_grid}" if config.block_grid else "")
+                )
+            half = _floating(layers[index]).dtype == torch.float16
+            if half and issubclass(Attention.kinds[config.kind], SummaryAttention):
+                raise ValueError(
+                    f"layer {index} is in float16, in which sums over many tokens overflow; load the model in bfloat16 or "
+                    "float32"
+                )
 
     @override
     def replace(
@@ -92,11 +111,15 @@ class TransformersHost(Host):
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:
-        return getattr(model.config, SAVED, None)
+        return getattr(model.config, SAVED, None) if self.swapped(model) else None
 
     @override
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        setattr(model.config, SAVED, dict(record))
+        shared, own = model.config, copy.copy(model.config)  # another model may have been made from the same one
+        setattr(own, SAVED, dict(record))
+        for module in model.modules():
+            if getattr(module, "config", None) is shared:
+                module.config = own
 
     @override
     def wrote(self, config: Mapping[str, Any]) -> bool:
@@ -108,7 +131,12 @@ class TransformersHost(Host):
 
         loaded = transformers.AutoConfig.from_pretrained(folder)
         delattr(loaded, SAVED)
-        model = getattr(transformers, config["architectures"][0])(loaded)
+        name = config["architectures"][0]
+        if not hasattr(transformers, name):
+            raise ValueError(
+                f"{folder} is of class {name}, which transformers does not have; build it and load its weights"
+            )
+        model = getattr(transformers, name)(loaded)
         if (folder / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         return model
@@ -117,8 +145,20 @@ class TransformersHost(Host):
     def load(self, model: Any, state: dict[str, Tensor]) -> None:
         tied = {name for name in model.all_tied_weights_keys if name not in state}
         own = model.state_dict()
-        super().load(model, {**state, **{name: own[name] for name in tied}})
+        try:
+            super().load(model, {**state, **{name: own[name] for name in tied}})
+        except RuntimeError as error:
+            raise ValueError(f"the weights are of other shapes: {str(error).splitlines()[-1].strip()}") from error
         model.tie_weights()
+
+    @override
+    def cast(self, model: Any, dtype: torch.dtype) -> None:
+        super().cast(model, dtype)
+        model.config.dtype = dtype
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__name__ in NAMES and kind.__module__.startswith("transformers.models.")
 
 
 def _window(layer: Any) -> int | None:
@@ -135,13 +175,21 @@ def _reason(config: Any) -> str:
     return "has no attention that is known here"
 
 
+def _floating(layer: Any) -> Tensor:
+    """A weight of a layer in floating point; where all are quantised, an empty tensor of the model's dtype."""
+    weights = list(layer.parameters())
+    empty = torch.empty(0, dtype=layer.config.dtype or torch.float32, device=weights[0].device)
+    return next((weight for weight in weights if weight.is_floating_point()), empty)
+
+
 def _build(layer: Any, config: AttentionConfig) -> Attention:
     """The attention that takes the place of ``layer``'s."""
     own = layer.config
+    weight = _floating(layer)
     tokens = own.max_position_embeddings
     blocks = config.block_size if Attention.kinds[config.kind].uses_blocks else tokens
     return build_beside(
-        next(layer.parameters()),
+        weight,
         replace(config, rotary=False),
         own.hidden_size,
         own.num_attention_heads,

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, Projections
-from lightning_mhla.attention.rows import packed_bounds, real_tokens, rows_in_order
+from lightning_mhla.attention.rows import real_tokens, rows_in_order
 
 NAME = "lightning_mhla"
 """Name of the attention function."""
@@ -43,6 +44,8 @@ def install(module: Any, attention: Attention) -> None:
 
 
 def _keep_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("cache") is not None:
+        raise ValueError("swapped attention has no paged keys and values: use generate, not continuous batching")
     x = args[0] if args else kwargs["hidden_states"]
     cache = kwargs.get("past_key_values")
     module.call = Call(x, None if cache is None else state_layer(cache, module.layer_idx))
@@ -55,6 +58,7 @@ class StateLayer(CacheLayerMixin):
         state: after the tokens so far; None at the start.
         columns: tokens so far, padding included.
         kept: whether the state was made: training does not need it.
+        kind: attention kind that made it.
     """
 
     is_sliding = False
@@ -64,6 +68,7 @@ class StateLayer(CacheLayerMixin):
         self.state: Any = None
         self.columns = 0
         self.kept = True
+        self.kind: str | None = None
 
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -135,7 +140,10 @@ def state_layer(cache: Cache, index: int) -> StateLayer:
             f"{type(cache).__name__}; leave cache_implementation out"
         )
     if layer.get_seq_length():
-        raise ValueError("the cache holds keys and values of other attention; begin with an empty one")
+        raise ValueError(
+            "the cache holds keys and values of other attention (another model's, or those of prefix tuning); begin with an "
+            "empty one"
+        )
     cache.layers[index] = state = StateLayer()
     return state
 
@@ -157,16 +165,16 @@ def swapped_attention(
         ``[B, N, H * Dv]``, and None for the weights.
 
     Raises:
-        ValueError: for a mask that hides more than padding and later tokens, and for a state that was not kept.
+        ValueError: for a mask that hides more than padding and later tokens, documents that are packed beside padding or in
+            several rows, more tokens than dense coefficients reach to, and a state that was not kept.
     """
     (x, cache), attention = module.call, module.swapped
     module.call = None  # nothing of a call is kept
+    _check_length(attention, x.shape[1] if cache is None else cache.columns)
     query = query * (options["scaling"] * query.shape[-1] ** 0.5)
     heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
-    bounds = None
-    if (position_ids := options.get("position_ids")) is not None and (cache is None or cache.state is None):
-        bounds = packed_bounds(position_ids, x)
-    mask = None if bounds is not None else key_mask(attention_mask, x)
+    bounds = documents(options.get("position_ids"), attention_mask, x)
+    mask = key_mask(attention_mask, x, cache) if bounds is None else None
     real, counts, order = real_tokens(mask, x)
     if order is not None:
         x, inverse = rows_in_order(x, order), order.argsort(dim=1)
@@ -174,7 +182,8 @@ def swapped_attention(
     host = Projections(lambda _: (heads[0], heads[1], heads[2]), lambda out: out)
     if cache is None or bounds is not None or (module.training and torch.is_grad_enabled()):
         if cache is not None:
-            _check_new(cache, x)
+            if cache.columns > x.shape[1]:
+                raise ValueError("training and packed documents cannot continue a cache; begin without one")
             cache.kept = False
         visible = None
         if any(count < x.shape[1] for count in counts):
@@ -183,36 +192,106 @@ def swapped_attention(
     else:
         if not cache.kept:
             raise ValueError("the cache was filled in training or with packed documents, which keep no state")
+        if cache.state is not None and cache.kind != attention.config.kind:
+            raise ValueError(f"the state is of attention kind {cache.kind!r}, not {attention.config.kind!r}")
         out, cache.state = attention.next_tokens(x, cache.state, counts, projections=host)
+        cache.kind = attention.config.kind
     return (out if order is None else rows_in_order(out, inverse)), None
 
 
-def _check_new(cache: StateLayer, x: Tensor) -> None:
-    if cache.columns > x.shape[1]:
-        raise ValueError("training and packed documents cannot continue a cache; begin without one")
+def _check_length(attention: Attention, tokens: int) -> None:
+    limit = attention.max_tokens
+    if limit is not None and tokens > limit:
+        raise ValueError(
+            f"{tokens} tokens are more than the {limit} that dense coefficients were made for (max_position_embeddings); "
+            'swap with mixing="exponential", which takes any number'
+        )
 
 
-def key_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """``[B, N]`` bool: which of these tokens are real; None where all are.
+def documents(position_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """``cu_seqlens`` of documents packed in the one row; None where nothing is packed.
+
+    As in transformers, a document begins where a position does not follow the one before it.
+
+    Args:
+        position_ids: ``[B, N]`` or ``[1, N]``; None for none.
+        attention_mask: as for :func:`swapped_attention`.
+        x: ``[B, N, dim]``.
 
     Raises:
-        ValueError: for a mask that hides more than padding and later tokens.
+        ValueError: for documents in one of several rows, or beside padding.
+    """
+    if position_ids is None or x.shape[1] < 2:
+        return None
+    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        real: Tensor | None = attention_mask[:, -x.shape[1] :].bool()
+    else:
+        real = _own_keys(attention_mask, x)
+    if real is not None:
+        starts = starts & real[:, 1:] & real[:, :-1]
+    if not bool(starts.any()):
+        return None
+    if x.shape[0] != 1 or (real is not None and not bool(real.all())):
+        raise ValueError(
+            "position_ids that start again pack documents in a row, which needs a batch of one row without padding, not "
+            f"{list(x.shape[:2])} tokens"
+        )
+    (first,) = starts[0].nonzero(as_tuple=True)
+    return F.pad(F.pad(first + 1, (1, 0)), (0, 1), value=x.shape[1])
+
+
+def _own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
+    """``[B, N]``: which of these tokens the mask lets see themselves; None without a mask."""
+    if attention_mask is None:
+        return None
+    return _visible(attention_mask)[:, 0, :, -x.shape[1] :].diagonal(dim1=1, dim2=2)
+
+
+def _visible(attention_mask: Any) -> Tensor:
+    """``[B, heads or 1, N, columns]`` bool."""
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"swapped attention does not know masks of {type(attention_mask).__name__}; set_attn_implementation of the "
+            "model to sdpa or eager"
+        )
+    return attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+
+
+def key_mask(attention_mask: Any, x: Tensor, cache: StateLayer | None = None) -> Tensor | None:
+    """``[B, N]`` bool: which of these tokens are real; None where all are.
+
+    Args:
+        attention_mask: as for :func:`swapped_attention`.
+        x: ``[B, N, dim]``.
+        cache: the state before these tokens, whose columns already count them.
+
+    Raises:
+        ValueError: for a mask that hides more than padding and later tokens, or tokens that the state holds.
     """
     if attention_mask is None:
         return None
-    if attention_mask.dim() == 2:
-        return attention_mask[:, -x.shape[1] :].bool()
-    visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-    last = visible[:, 0, -1]
-    real = last[:, -x.shape[1] :]
-    position = torch.arange(visible.shape[-1], device=x.device)
-    causal = position <= position[-x.shape[1] :, None]
-    wanted = last[:, None] & causal
-    if not bool((visible[:, 0] == wanted)[real].all()):
-        raise ValueError(
-            "the attention mask hides more than padding and later tokens, and swapped attention knows no other masks"
-        )
-    return real.expand(x.shape[0], -1)
+    tokens = x.shape[1]
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        last = attention_mask.bool()
+    else:
+        visible = _visible(attention_mask)
+        last = visible[:, 0, -1]
+        position = torch.arange(visible.shape[-1], device=x.device)
+        wanted = (last[:, None] & (position <= position[-tokens:, None]))[:, None]
+        padding = ~last[:, None, -tokens:, None] & (visible.all(-1, keepdim=True) | ~visible.any(-1, keepdim=True))
+        if not bool(((visible == wanted) | padding).all()):
+            raise ValueError(
+                "the attention mask hides more than padding and later tokens, and swapped attention knows no other masks"
+            )
+    if cache is not None and cache.state is not None and last.shape[1] > tokens:
+        seen = tuple(last[:, :-tokens].sum(1).tolist())
+        if last.shape[1] == cache.columns and seen != tuple(cache.state.lengths):
+            raise ValueError(
+                f"the attention mask has {list(seen)} real tokens before these, but the state holds {cache.state.lengths}: "
+                "tokens that were read cannot be hidden"
+            )
+    return last[:, -tokens:].expand(x.shape[0], -1)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, swapped_attention)

@@ -18,6 +18,8 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     StaticCache,
@@ -196,6 +198,67 @@ def test_packed_documents_do_not_see_each_other() -> None:
     torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kept", [None, [0, 2]])
+def test_documents_that_could_not_be_kept_apart_are_refused(kept: list[int] | None) -> None:
+    """Packed in several rows, beside padding, after a state, or by a mask of blocks: with and without softmax layers."""
+    model, x = swapped(tiny(), layers=kept), tokens()
+    positions = torch.cat([torch.arange(9), torch.arange(30, 43)])[None]
+    with pytest.raises(ValueError, match=r"needs a batch of one row without padding, not \[2, 22\]"):
+        model(x, position_ids=positions.expand(2, -1), use_cache=False)
+    mask = torch.ones_like(x)
+    mask[:, :4] = 0
+    with pytest.raises(ValueError, match="needs a batch of one row without padding"):
+        model(x[:1], position_ids=positions, attention_mask=mask[:1], use_cache=False)
+    blocks = torch.block_diag(torch.ones(9, 9), torch.ones(13, 13)).bool().tril()[None, None]
+    with pytest.raises(ValueError, match="hides more than padding and later tokens"):
+        model(x[:1], attention_mask=blocks, use_cache=False)
+    apart = torch.cat([model(part, use_cache=False).logits for part in x[:1].split([9, 13], dim=1)], 1)
+    found = model(x[:1], position_ids=positions.where(positions < 30, positions - 30), use_cache=False).logits
+    torch.testing.assert_close(found, apart, rtol=1e-4, atol=1e-4)
+    cache = model(x[:1, :5]).past_key_values
+    with pytest.raises(ValueError, match="cannot continue a cache"):
+        model(x[:1], position_ids=positions, past_key_values=cache)
+
+
+def test_one_row_padded_at_its_left_generates_as_without_padding() -> None:
+    """Its positions, as ``generate`` counts them, stand still over the padding."""
+    model, x = swapped(tiny()), tokens(1)
+    mask = torch.ones_like(x)
+    mask[:, :7] = 0
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    alone = model.generate(x[:, 7:], **how)[:, 15:]
+    assert torch.equal(model.generate(x, attention_mask=mask, **how)[:, 22:], alone)
+    assert torch.equal(model.generate(x, attention_mask=mask, prefill_chunk_size=5, **how)[:, 22:], alone)
+
+
+def test_models_of_one_configuration_are_swapped_each_for_itself(tmp_path: Path) -> None:
+    config = tiny().config
+    first, second, third = (AutoModelForCausalLM.from_config(config) for _ in range(3))
+    swap_attention(first, BLOCKS)
+    swap_attention(second, AttentionConfig(kind="linear"), layers=[0])
+    assert first.config.swapped_attention != second.config.swapped_attention
+    assert not hasattr(third.config, "swapped_attention")
+    first.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)  # transformers knows nothing of the swap
+    assert len(swap_attention(plain, BLOCKS)) == 4
+
+
+def test_tokens_in_a_state_cannot_be_hidden_afterwards() -> None:
+    model, x = swapped(tiny()), tokens()
+    cache = model(x[:, :15]).past_key_values
+    mask = torch.ones(2, 22, dtype=torch.long)
+    mask[:, :8] = 0
+    with pytest.raises(ValueError, match="tokens that were read cannot be hidden"):
+        model(x[:, 15:], attention_mask=mask, past_key_values=cache)
+
+
+def test_more_tokens_than_dense_coefficients_reach_to_are_refused() -> None:
+    model = swapped(tiny(), AttentionConfig(block_size=4))
+    for cached in (False, True):
+        with pytest.raises(ValueError, match=r'80 tokens are more than the 64 .* mixing="exponential"'):
+            model(tokens(1, 80), use_cache=cached)
+
+
 def test_the_cache_that_training_makes_changes_nothing() -> None:
     """transformers makes one unless told otherwise: the same gradients, and it cannot be continued."""
     model, x = swapped(tiny()).train(), tokens()
@@ -337,6 +400,25 @@ def test_another_cache_is_refused() -> None:
         model(x, past_key_values=filled)
 
 
+def test_paged_keys_and_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="use generate, not continuous batching"):
+        swapped(tiny())(tokens(), cache=object())
+
+
+def with_images() -> Any:
+    """A model of text and images."""
+    text = tiny("Gemma3").config.to_dict()
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+    }
+    config = Gemma3Config(text_config=text, vision_config=vision | {"patch_size": 8}, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(config)
+
+
 def sizes(model: type, **options: Any) -> Any:
     config: Any = {BloomForCausalLM: BloomConfig, GPT2LMHeadModel: GPT2Config, T5ForConditionalGeneration: T5Config}[
         model
@@ -356,6 +438,9 @@ def sizes(model: type, **options: Any) -> Any:
         (lambda: tiny("Gemma2", attn_logit_softcapping=50.0), "caps its scores at 50.0"),
         (lambda: sizes(BloomForCausalLM, hidden_size=32, n_layer=1, n_head=2), "ALiBi"),
         (lambda: sizes(T5ForConditionalGeneration, d_model=32, num_layers=1, d_kv=8, num_heads=2), "encoder-decoder"),
+        (with_images, "a model of text and more"),
+        (lambda: tiny().half(), "in float16.*bfloat16 or float32"),
+        (lambda: tiny("Llama", is_causal=False), "only causal attention"),
         (lambda: sizes(GPT2LMHeadModel, n_embd=32, n_layer=1, n_head=2), "no attention that is known here"),
     ],
 )
