@@ -62,11 +62,11 @@ class Host(ABC):
 
     @abstractmethod
     def record(self, model: Any) -> Mapping[str, Any] | None:
-        """What :meth:`remember` was given; None for a model that was not swapped."""
+        """The record that :meth:`remember` was given; None for a model that was not swapped."""
 
     @abstractmethod
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        """Keep, in what the library saves of a model, what was swapped."""
+        """Keep a record of the swap in the configuration that the library saves."""
 
     @abstractmethod
     def wrote(self, config: Mapping[str, Any]) -> bool:

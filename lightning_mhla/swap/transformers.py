@@ -167,7 +167,7 @@ def _window(layer: Any) -> int | None:
 
 
 def _reason(config: Any) -> str:
-    """What keeps a model from being swapped."""
+    """The reason that a model cannot be swapped."""
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder model, whose cross-attention has no blocks"
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):

@@ -1,6 +1,6 @@
 """Attention behind transformers' attention interface, with a state in transformers' cache; imports transformers.
 
-Every replaced module has a configuration of its own whose ``_attn_implementation`` is :data:`NAME`; the others go on with
+Every replaced module has a configuration of its own whose ``_attn_implementation`` is :data:`NAME`; the others keep
 theirs. The interface is given queries, keys and values; a hook hands on the module's input, which gates need, and the cache.
 """
 
