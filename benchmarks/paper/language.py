@@ -33,13 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "linear": {"kind": "linear"},
     "mhla, dense": {"kind": "mhla", "mixing": "dense", "mixing_per_head": False},
     "mhla, exponential": {"kind": "mhla", "mixing": "exponential", "mixing_per_head": False},
-    "mhla, dense, uniform start": {
-        "kind": "mhla",
-        "mixing": "dense",
-        "mixing_per_head": False,
-        "mixing_init": "uniform",
-    },
-    "mhla, dense per head": {"kind": "mhla", "mixing": "dense", "mixing_per_head": True},
     "mhla, exponential per head": {"kind": "mhla", "mixing": "exponential", "mixing_per_head": True},
     **{kind: {"kind": kind} for kind in ("retention", "gla", "gated_deltanet", "mamba2")},
 }
@@ -156,9 +149,9 @@ STUDIES = (
         {name: attention(**options) for name, options in KINDS.items()},
         measure,
         section,
-        ("--trainer.max_steps=500", "--trainer.val_check_interval=500"),
+        ("--trainer.max_steps=300", "--trainer.val_check_interval=300"),
         setting=(
-            "Models of width 128, 4 layers, 4 heads and 2,048 tokens of vocabulary, 500 steps of 8 x 512 tokens of "
+            "Models of width 128, 4 layers, 4 heads and 2,048 tokens of vocabulary, 300 steps of 8 x 512 tokens of "
             "the standard library; scored on files that were held out, and on windows of 4,096 tokens of them, dense "
             "coefficients continued by `extend_mixing`."
         ),
