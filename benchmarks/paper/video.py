@@ -163,8 +163,8 @@ STUDIES = (
         start_seed=0,
         setting=(
             "The softmax model above, its attention replaced and all of it fine-tuned for 500 steps, a fifth of what it "
-            "was trained for, each kind in the same way; 8 frames of 12 x 12 pixels, 288 tokens, 9 heads of 8 features. Clips drawn for every "
-            "caption, 200 with guidance 3, are looked at by program."
+            "was trained for, each kind in the same way; 8 frames of 12 x 12 pixels, 288 tokens, 9 heads of 8 features. "
+            "Clips drawn for every caption, 200 with guidance 3, are looked at by program."
         ),
         printed=PRINTED,
         full=("configs/video/wan_1_3b.yaml", "configs/video/wan_1_3b_hybrid.yaml"),
