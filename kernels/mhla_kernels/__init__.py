@@ -11,10 +11,12 @@ from mhla_kernels.rotary import rotary_features
 from mhla_kernels.state import MHLAState
 from mhla_kernels.verdicts import agree_on_kernels
 from mhla_kernels.version import __version__
+from mhla_kernels.windowed import MHLAWindowState, mhla_window_attention, mhla_window_prefill, mhla_window_step
 
 __all__ = [
     "ExponentialMixing",
     "MHLAState",
+    "MHLAWindowState",
     "__version__",
     "agree_on_kernels",
     "attention_matrix",
@@ -23,6 +25,9 @@ __all__ = [
     "mhla_attention",
     "mhla_prefill",
     "mhla_step",
+    "mhla_window_attention",
+    "mhla_window_prefill",
+    "mhla_window_step",
     "resize_mixing",
     "rotary_features",
 ]

@@ -70,7 +70,7 @@ def mhla_prefill(
         raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to mhla_step")
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     batch, tokens = q.shape[:2]
-    counts = _counts(lengths, batch, tokens)
+    counts = count_tokens(lengths, batch, tokens)
     check_form_and_backend(form, backend)
     before = state.lengths if state is not None else (0,) * batch
     problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, before, counts)
@@ -90,22 +90,22 @@ def mhla_prefill(
                 feature_map=feature_map, key_mask=mask, form=form, backend=backend,
             )  # fmt: skip
             start = empty_state(q, v, mixing, block_size, problem)
-            blocks = _summaries(*(_in_blocks(x, (0,) * batch, block_size) for x in mapped[1:]))
+            blocks = summaries(*(in_blocks(x, (0,) * batch, block_size) for x in mapped[1:]))
             return out, close(start, blocks, counts, mixing, block_size)
         moves = [count > 0 for count in counts]
         if not any(moves):
             return v.new_zeros(v.shape), state.select(range(batch))
         start = advance(state, mixing, block_size, moves)
         # a full row that gets no token keeps its block open, and its outputs are not real
-        firsts = [_first_block(length, block_size, moving) for length, moving in zip(before, moves, strict=True)]
+        firsts = [first_block(length, block_size, moving) for length, moving in zip(before, moves, strict=True)]
         offsets = tuple(length - first * block_size for length, first in zip(before, firsts, strict=True))
-        q_blocks, k_blocks, v_blocks = (_in_blocks(x, offsets, block_size) for x in mapped)
+        q_blocks, k_blocks, v_blocks = (in_blocks(x, offsets, block_size) for x in mapped)
         mixer = _ContinuedMixer(mixing, start, firsts, v_blocks.shape[2], q.shape[-1] * v.shape[-1])
         out = chunked(q_blocks, k_blocks, v_blocks, mixer, causal=True, scale=problem.scale, eps=eps)
-        blocks = _summaries(k_blocks, v_blocks)
+        blocks = summaries(k_blocks, v_blocks)
         blocks[:, :, 0] += start.open
         after = close(start, blocks, counts, mixing, block_size)
-        return _take_back(out, offsets, tokens, mask).to(problem.dtype), after
+        return take_back(out, offsets, tokens, mask).to(problem.dtype), after
 
 
 def mhla_step(
@@ -173,7 +173,12 @@ def mhla_step(
         return out.to(problem.dtype), replace(opened, lengths=lengths, open=total, owns_finished=owns, spent=False)
 
 
-def _counts(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:
+def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:
+    """How many tokens of each row are real, as numbers of the CPU.
+
+    Raises:
+        ValueError: when they do not fit.
+    """
     if lengths is None:
         return (tokens,) * batch
     counts = tuple(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
@@ -202,6 +207,16 @@ def _check(
         raise ValueError(f"the state is of {len(before)} rows, but q has B={q.shape[0]}")
     problem = check_problem(q, k, v, mixing, block_size, None, True, normalize, scale, eps, feature_map, None, None)
     check_devices(q, k, v, mixing)
+    check_reach(mixing, block_size, before, counts)
+    return problem
+
+
+def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: Sequence[int]) -> None:
+    """Check that the coefficients reach to the last token of each row.
+
+    Raises:
+        ValueError: when they do not.
+    """
     size = mixing.blocks
     longest = max((b + c for b, c in zip(before, counts, strict=True) if c), default=0)
     if size is not None and longest > size * block_size:
@@ -209,7 +224,6 @@ def _check(
             f"{longest} tokens with block_size={block_size} make {-(-longest // block_size)} blocks, but mixing is for "
             f"{size} at most: use at most {size * block_size} tokens, or a longer mixing (mhla_kernels.extend_mixing)"
         )
-    return problem
 
 
 def _check_state(state: MHLAState, q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: Problem) -> None:
@@ -239,17 +253,17 @@ def _mapped(
     return map_features(q, k, v, feature_map, mask)
 
 
-def _first_block(length: int, block_size: int, moves: bool) -> int:
+def first_block(length: int, block_size: int, moves: bool) -> int:
     """The block that the next token of a row lies in; the open one of a row that gets none."""
     return length // block_size if moves else max(length - 1, 0) // block_size
 
 
-def _summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
+def summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
     """``[B, H, M, W]``."""
     return torch.cat([(k_BHMCK.transpose(-1, -2) @ v_BHMCV).flatten(3), k_BHMCK.sum(-2)], -1)
 
 
-def _in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
+def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
     """``[B, N, H, D]`` in blocks ``[B, H, M, C, D]``, row b from slot ``offsets[b]`` of its first block on."""
     batch, tokens, heads, width = x.shape
     slots = max(offsets, default=0) + tokens
@@ -264,8 +278,8 @@ def _in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
     return BlockPartition(slots, blocks, size).split(x)
 
 
-def _take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor | None) -> Tensor:
-    """The reverse of :func:`_in_blocks`, zero where ``mask`` hides."""
+def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor | None) -> Tensor:
+    """The reverse of :func:`in_blocks`, zero where ``mask`` hides."""
     out = out.flatten(2, 3).transpose(1, 2)
     if len(set(offsets)) == 1:
         out = out[:, offsets[0] : offsets[0] + tokens]

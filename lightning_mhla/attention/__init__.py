@@ -13,6 +13,7 @@ from lightning_mhla.attention.mhla import MHLA
 from lightning_mhla.attention.rala import MagnitudeAwareLinearAttention, RankAugmentedLinearAttention
 from lightning_mhla.attention.retention import Retention
 from lightning_mhla.attention.softmax import SoftmaxAttention
+from lightning_mhla.attention.windowed import WindowedMHLA
 from lightning_mhla.recurrence import gated_delta_rule, gated_linear_attention, retention, state_space_dual
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "RankAugmentedLinearAttention",
     "Retention",
     "SoftmaxAttention",
+    "WindowedMHLA",
     "attention_per_layer",
     "build_attention",
     "gated_delta_rule",

@@ -14,7 +14,7 @@ from lightning_mhla.system.options import as_dataclass
 
 log = logging.getLogger(__name__)
 
-Features = Literal["relu", "elu", "softplus", "sana", "identity"]
+Features = Literal["relu", "elu", "softplus", "sana", "identity", "learned"]
 GateActivation = Literal["silu", "identity"]
 
 CHOICES = {
@@ -43,8 +43,9 @@ class AttentionConfig:
     """Which attention a model uses; the same keys in every domain.
 
     Args:
-        kind: mhla (mixed block summaries), linear (one summary of all tokens), softmax, rala and mala (images), retention,
-            gla, gated_deltanet, mamba2, gated_conv (a short convolution, no attention), or a kind of your own.
+        kind: mhla (mixed block summaries), mhla_window (softmax in the own and the previous block, mhla before; causal),
+            linear (one summary of all tokens), softmax, rala and mala (images), retention, gla, gated_deltanet, mamba2,
+            gated_conv (a short convolution, no attention), or a kind of your own.
         block_grid: number of blocks along each axis of the token grid (images, video).
         block_size: tokens in a block (sequences). One of block_grid and block_size; only mhla uses them.
         mixing: parametrisation of the mixing coefficients. dense is one free coefficient for each pair of blocks,
@@ -54,8 +55,9 @@ class AttentionConfig:
         mixing_per_head: whether every head has coefficients of its own.
         mixing_trainable: whether they are learned.
         normalize: whether the weights of a query are divided by their sum (mhla, linear).
-        feature_map: applied to queries and keys (mhla, linear). relu and elu are relu(x) + 1e-6 and elu(x) + 1;
-            sana is relu(x), with 1e-15 instead of 1e-6 added to the normaliser, as diffusers' SANA has it.
+        feature_map: applied to queries and keys (mhla, mhla_window, linear). relu and elu are relu(x) + 1e-6 and elu(x) + 1;
+            sana is relu(x), with 1e-15 instead of 1e-6 added to the normaliser, as diffusers' SANA has it; learned is
+            exp of a learned matrix times x, and of its negative (Hedgehog, arXiv 2402.04347), which comes after rotary.
         lepe: width of the depthwise convolution of the values that is added to the output, odd; 0 for none.
         rotary: whether queries and keys are turned by their position, after the feature map; sequences and images (row and
             column). It makes features signed, so mhla and linear need normalize off, or normalize_before_rotary.
@@ -113,7 +115,9 @@ class AttentionConfig:
             raise ValueError(f"lepe={self.lepe} must be an odd width, or 0 for none")
         if self.normalize and self.feature_map == "identity" and KINDS[self.kind].uses_linear_options:
             raise ValueError("normalize wants nonnegative queries and keys; feature_map 'identity' does not give them")
-        signed = self.rotary and not self.normalize_before_rotary
+        if self.feature_map == "learned" and (self.key_weighting or self.normalize_before_rotary):
+            raise ValueError("feature_map 'learned' comes without key_weighting and normalize_before_rotary")
+        signed = self.rotary and not self.normalize_before_rotary and self.feature_map != "learned"
         if self.normalize and signed and KINDS[self.kind].uses_linear_options:
             raise ValueError(
                 "normalize needs nonnegative queries and keys, and rotary makes them negative; set normalize: false, or "

@@ -7,11 +7,57 @@ from typing import Literal
 import torch
 from mhla_kernels.attention import without_autocast
 from mhla_kernels.features import FEATURE_MAP_FLOOR
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mhla.attention.config import Features
 from lightning_mhla.attention.positions import Rotary
+
+LARGEST_EXPONENT = 30.0
+"""Of the learned features of keys: exp of it is 1e13, so that a million of them can be summed in float32."""
+
+
+class LearnedFeatures(nn.Module):
+    """``exp([W x, -W x])`` with a matrix W of each head for queries and one for keys (Hedgehog, arXiv 2402.04347, section 4.2).
+
+    Queries come out with their largest feature 1, and the logarithm of what it was beside them, so that none overflows.
+    Exponents of keys end at :data:`LARGEST_EXPONENT`. W starts as ``Dk ** -0.25`` times the identity: a weight is then the sum
+    of ``exp(Dk ** -0.25 (q_i + k_i))`` and of its inverse over the width, largest where q and k are large in the same place.
+
+    Args:
+        heads: number of query heads.
+        width: width of a key.
+    """
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.empty(heads, width, width))
+        self.key = nn.Parameter(torch.empty(heads, width, width))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Multiples of the identity."""
+        width = self.query.shape[-1]
+        for weight in (self.query, self.key):
+            weight.copy_(torch.eye(width, device=weight.device) * width**-0.25)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Features of queries and keys ``[B, N, H, Dk]``.
+
+        Returns:
+            Features of queries ``[B, N, H, 2 Dk]`` up to a factor, its logarithm ``[B, N, H]``, and features of keys; float32
+            (float64 for float64 inputs).
+        """
+        wide = torch.promote_types(q.dtype, torch.float32)
+        with without_autocast(q.device.type):
+            q, k = (
+                torch.einsum("bnhd,hde->bnhe", x.to(wide), weight.to(wide))
+                for x, weight in ((q, self.query), (k, self.key))
+            )
+        exponents, keys = torch.cat([q, -q], -1), torch.cat([k, -k], -1)
+        largest = exponents.amax(-1)
+        return (exponents - largest[..., None]).exp(), largest, keys.clamp(max=LARGEST_EXPONENT).exp()
 
 
 def apply_features(
@@ -32,8 +78,8 @@ def apply_features(
         q, k = F.relu(q), F.relu(k)
     elif features == "relu" and key_weighting:
         q, k = F.relu(q) + FEATURE_MAP_FLOOR, F.relu(k) + FEATURE_MAP_FLOOR
-    else:
-        rest = features
+    elif features == "relu":
+        rest = "relu"
     if key_weighting:
         k = weighted_keys(q, k, key_mask)
     if rotary is None:

@@ -56,3 +56,8 @@ class AttentionInputs:
     rotary: Rotary | None = None
     cu_seqlens: Sequence[int] | None = None
     share: SequenceShare | None = None
+
+    @property
+    def turned(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys turned by their positions."""
+        return (self.q, self.k) if self.rotary is None else (self.rotary.turn(self.q), self.rotary.turn(self.k))

@@ -82,13 +82,15 @@ class MHLA(SummaryAttention, kind="mhla"):
         """Return the learned coefficients."""
         return self.mixing(None if self.causal else self.layout.block_grid), self.blocks
 
+    def summaries_mixed(self, tokens: int) -> float:
+        """Summaries that are added up for others, in all."""
+        blocks = tokens * self.layout.num_blocks / self.layout.num_tokens
+        if isinstance(self.mixing, ExponentialCoefficients):
+            return 2 * self.mixing.amplitude.shape[-1] * blocks
+        return blocks * (blocks - 1) / 2 if self.causal else blocks**2
+
     @override
     def operator_flops(self, tokens: int) -> float:
         """Count the operations of the chunked form."""
         size = self.layout.num_tokens / self.layout.num_blocks
-        blocks = tokens / size
-        if isinstance(self.mixing, ExponentialCoefficients):
-            mixed = 2 * self.mixing.amplitude.shape[-1] * blocks
-        else:
-            mixed = blocks * (blocks - 1) / 2 if self.causal else blocks**2
-        return self.summary_flops(tokens, size if self.causal else None, mixed)
+        return self.summary_flops(tokens, size if self.causal else None, self.summaries_mixed(tokens))

@@ -74,7 +74,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
     @override
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Attend; packed sequences are processed one by one (``cu_seqlens`` is read back)."""
-        q, k = _turned(inputs)
+        q, k = inputs.turned
         v, key_mask, cu_seqlens = inputs.v, inputs.key_mask, inputs.cu_seqlens
         if inputs.share is not None:
             return self._attend_shared(q, k, v, inputs.share)
@@ -102,7 +102,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
     def continue_from(
         self, inputs: AttentionInputs, state: KeyValueState | None, counts: Sequence[int]
     ) -> tuple[Tensor, KeyValueState]:
-        (q, k), v = _turned(inputs), inputs.v
+        (q, k), v = inputs.turned, inputs.v
         batch, tokens = q.shape[:2]
         if state is None:
             state = KeyValueState(
@@ -120,7 +120,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        (q, k), key_mask = _turned(inputs), inputs.key_mask
+        (q, k), key_mask = inputs.turned, inputs.key_mask
         k = k.repeat_interleave(self.heads // self.key_value_heads, 2)
         q, k = q.float().transpose(1, 2), k.float().transpose(1, 2)
         scores = q @ k.transpose(-1, -2) * self.key_width**-0.5
@@ -151,10 +151,3 @@ class SoftmaxAttention(Attention, kind="softmax"):
         own = torch.eye(tokens, dtype=torch.bool, device=q.device)
         visible = key_mask[:, None, None, :] | own
         return visible.tril() if self.causal else visible
-
-
-def _turned(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned by their positions."""
-    if inputs.rotary is None:
-        return inputs.q, inputs.k
-    return inputs.rotary.turn(inputs.q), inputs.rotary.turn(inputs.k)

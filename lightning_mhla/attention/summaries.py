@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from mhla_kernels import MHLAState, attention_matrix, mhla_attention, mhla_prefill, mhla_step
+from mhla_kernels import attention_matrix, mhla_attention, mhla_prefill, mhla_step
 from mhla_kernels.mixing import MixingLike
 from mhla_kernels.sequence_parallel import mhla_sequence_parallel
 from torch import Tensor
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.config import AttentionConfig
-from lightning_mhla.attention.features import apply_features
+from lightning_mhla.attention.features import LearnedFeatures, apply_features
 from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.lepe import hide_rows
@@ -27,7 +27,7 @@ EPS, SANA_EPS = 1e-6, 1e-15
 class SummaryAttention(Attention):
     """The operator with the coefficients and blocks of :meth:`coefficients`; arguments as for :class:`Attention`."""
 
-    handles = ("key_mask", "rotary", "cu_seqlens", "share")
+    handles: ClassVar[tuple[str, ...]] = ("key_mask", "rotary", "cu_seqlens", "share")
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
         super().__init__(dim, heads, layout, config, **options)
@@ -35,6 +35,7 @@ class SummaryAttention(Attention):
             for name in ("key_weighting", "normalize_before_rotary"):
                 if getattr(config, name):
                     raise ValueError(f"{name} is for attention that sees every token; leave it out of causal attention")
+        self.features = LearnedFeatures(heads, self.key_width) if config.feature_map == "learned" else None
 
     def coefficients(self, q: Tensor) -> tuple[MixingLike, dict[str, Any]]:
         """Coefficients for the operator, and its blocks by name, for mapped queries ``[B, N, H, Dk]``."""
@@ -57,7 +58,7 @@ class SummaryAttention(Attention):
         )
 
     def _normalizes_before_rotary(self, inputs: AttentionInputs) -> bool:
-        return self.config.normalize and inputs.rotary is not None
+        return self.config.normalize and inputs.rotary is not None and self.features is None
 
     def _attend_normalized(self, inputs: AttentionInputs) -> Tensor:
         """Outputs without normaliser, divided by the mixed sum of the weights before rotary turns queries and keys."""
@@ -80,9 +81,7 @@ class SummaryAttention(Attention):
         return attention_matrix(q, k, mixing, causal=self.causal, key_mask=inputs.key_mask, **options)
 
     @override
-    def continue_from(
-        self, inputs: AttentionInputs, state: MHLAState | None, counts: Sequence[int]
-    ) -> tuple[Tensor, MHLAState]:
+    def continue_from(self, inputs: AttentionInputs, state: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
         (q, k, mixing, options), v = self._operands(inputs), inputs.v
         if state is not None and q.shape[1] == 1 and all(counts):
             out, state = mhla_step(q[:, 0], k[:, 0], v[:, 0], mixing, state, donate_state=True, **options)
@@ -97,14 +96,22 @@ class SummaryAttention(Attention):
             chunk: tokens of a causal block; None for bidirectional attention.
             mixed: summaries that are added up for others, in all.
         """
-        summary = self.key_width * self.value_width
-        inside = 0.0 if chunk is None else (chunk + 1) / 2 * (self.key_width + self.value_width)
-        return 2.0 * self.heads * (tokens * (2 * summary + inside) + mixed * summary)
+        width = self.key_width if self.features is None else 2 * self.key_width
+        summary = width * self.value_width
+        inside = 0.0 if chunk is None else (chunk + 1) / 2 * (width + self.value_width)
+        mapped = 0 if self.features is None else 2 * self.key_width**2
+        return 2.0 * self.heads * (tokens * (2 * summary + inside + mapped) + mixed * summary)
 
     def _operands(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, MixingLike, dict[str, Any]]:
-        q, k, feature_map = apply_features(
-            inputs.q, inputs.k, self.config.feature_map, inputs.rotary, self.config.key_weighting, inputs.key_mask
-        )
+        if self.features is not None:
+            (q, _, k), feature_map = (
+                self.features(*inputs.turned),
+                "identity",
+            )  # a factor on a query's features means nothing
+        else:
+            q, k, feature_map = apply_features(
+                inputs.q, inputs.k, self.config.feature_map, inputs.rotary, self.config.key_weighting, inputs.key_mask
+            )
         mixing, blocks = self.coefficients(q)
         eps = self.normalizer_eps(inputs)
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, "eps": eps, **blocks}

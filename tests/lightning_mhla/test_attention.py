@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -42,12 +43,14 @@ def test_alone_and_block_ordered_are_the_same_layer(kind: str, grid: str, prefix
     torch.testing.assert_close(weights[:, :, inverse][:, :, :, inverse], alone.attention_matrix(x, mask))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(
+    ("kind", "causal"), [*product(KINDS, (False, True)), ("learned", False), ("learned", True), ("mhla_window", True)]
+)
 def test_attention_matrix_is_what_the_layer_applies(kind: str, causal: bool) -> None:
     options = {"conv": 0} if kind in ("gated_deltanet", "mamba2") else None  # else the values pass a convolution first
+    learned = {"kind": "mhla", "feature_map": "learned"} if kind == "learned" else {"kind": kind}
     layer = build_attention(
-        AttentionConfig(kind=kind, block_size=4, options=options),
+        AttentionConfig(block_size=4, options=options, **learned),
         16,
         2,
         BlockLayout((14,), block_size=4),
@@ -82,7 +85,7 @@ def test_mhla_with_ones_is_linear_attention() -> None:
     torch.testing.assert_close(mhla(x), linear(x), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("feature_map", ["relu", "elu", "softplus"])
+@pytest.mark.parametrize("feature_map", ["relu", "elu", "softplus", "learned"])
 def test_feature_maps_give_weights_that_sum_to_one(feature_map: Any) -> None:
     layer = MHLA(16, 2, BlockLayout((4, 4), (2, 2)), AttentionConfig(block_grid=[2, 2], feature_map=feature_map))
     weights = layer.attention_matrix(torch.randn(2, 16, 16))
@@ -431,3 +434,34 @@ def test_mamba2_is_the_mixer_of_transformers() -> None:
         })  # fmt: skip
         tokens = torch.randn(2, 50, dim)
         torch.testing.assert_close(ours(tokens), theirs(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mhla", "mhla_window"])
+def test_learned_features_of_outliers(kind: str) -> None:
+    """Outputs and gradients stay finite, and the normaliser cancels what queries are divided by."""
+    layout = BlockLayout((24,), block_size=4)
+    layer = build_attention(AttentionConfig(kind=kind, block_size=4, feature_map="learned"), 16, 2, layout, causal=True)
+    for scale in (1.0, 100.0, 1e4):
+        x = (scale * torch.randn(2, 24, 16)).requires_grad_()
+        out = layer(x)
+        out.sum().backward()
+        assert out.isfinite().all()
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+        assert all(p.grad.isfinite().all() for p in layer.parameters())
+    q, k = torch.randn(2, 2, 5, 2, 8).unbind()
+    f, largest, g = layer.features(q, k)
+    exponents = torch.einsum("bnhd,hde->bnhe", q, layer.features.query)
+    torch.testing.assert_close(f * largest[..., None].exp(), torch.cat([exponents, -exponents], -1).exp())
+    torch.testing.assert_close(g[..., :8] * g[..., 8:], torch.ones(2, 5, 2, 8))
+
+
+def test_a_window_as_long_as_the_sequence_is_softmax() -> None:
+    layout = BlockLayout((20,), block_size=10)
+    window = build_attention(AttentionConfig(kind="mhla_window", block_size=10), 16, 2, layout, causal=True)
+    softmax = build_attention(AttentionConfig(kind="softmax"), 16, 2, layout, causal=True)
+    softmax.load_state_dict(
+        {name: x for name, x in window.state_dict().items() if not name.startswith(("mixing", "far"))}
+    )
+    x = torch.randn(2, 20, 16)
+    torch.testing.assert_close(window(x), softmax(x), rtol=1e-5, atol=1e-6)

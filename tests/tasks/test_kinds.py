@@ -162,6 +162,6 @@ def test_recurrences_do_not_share_sequences() -> None:
 
 def test_every_kind_is_in_the_help_and_in_this_file() -> None:
     ours = {name for name, kind in KINDS.items() if kind.__module__.startswith("lightning_mhla.")}
-    assert ours == {"mhla", "linear", "softmax", "gated_conv", *FOR_IMAGES, *NEW}
+    assert ours == {"mhla", "mhla_window", "linear", "softmax", "gated_conv", *FOR_IMAGES, *NEW}
     for name in ours:
         assert name in (AttentionConfig.__doc__ or "")

@@ -13,11 +13,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from lightning_mhla import Backbone, Block, GenerationCache
+from lightning_mhla.attention.features import LearnedFeatures
 from lightning_mhla.attention.head_decay import HeadDecay, HeadScale
 from lightning_mhla.attention.mixing import MixingCoefficients
 from lightning_mhla.attention.rows import packed_bounds, real_tokens, rows_in_order
 from lightning_mhla.attention.sequence import SequenceShare
 from lightning_mhla.attention.short_conv import ShortConvolution
+from lightning_mhla.attention.windowed import FarWeight
 from mhla_tasks.language.config import MHLAConfig
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
 from mhla_tasks.language.padding import (
@@ -26,6 +28,9 @@ from mhla_tasks.language.padding import (
     following_tokens,
     row_positions,
 )
+
+DRAWN = (MixingCoefficients, nn.RMSNorm, ShortConvolution, HeadDecay, HeadScale, LearnedFeatures, FarWeight)
+"""Modules that draw their own weights."""
 
 
 @dataclass
@@ -119,7 +124,7 @@ class MHLAForCausalLM(PreTrainedModel, GenerationMixin):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, MixingCoefficients | nn.RMSNorm | ShortConvolution | HeadDecay | HeadScale):
+        elif isinstance(module, DRAWN):
             module.reset_parameters()
 
     def get_input_embeddings(self) -> nn.Module:

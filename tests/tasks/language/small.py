@@ -23,6 +23,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "exponential": {"kind": "mhla", "mixing": "exponential"},
     "linear": {"kind": "linear"},
     "softmax": {"kind": "softmax"},
+    "learned": {"kind": "mhla", "feature_map": "learned"},
+    "window": {"kind": "mhla_window", "feature_map": "learned", "mixing": "exponential"},
     **{kind: {"kind": kind} for kind in ("retention", "gla", "gated_deltanet", "mamba2", "gated_conv")},
 }
 

@@ -188,7 +188,9 @@ def test_positions_count(kind: str) -> None:
     model = small_model(kind).network
     plain = model(IDS).logits
     torch.testing.assert_close(model(IDS, position_ids=torch.arange(20)[None]).logits, plain)
-    torch.testing.assert_close(model(IDS, position_ids=torch.arange(7, 27)[None]).logits, plain, rtol=1e-3, atol=1e-3)
+    if "feature_map" not in KINDS[kind]:  # features of what rotary has turned know where they are
+        shifted = model(IDS, position_ids=torch.arange(7, 27)[None]).logits
+        torch.testing.assert_close(shifted, plain, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(model(IDS, position_ids=torch.arange(0, 60, 3)[None]).logits, plain, atol=1e-2)
     packed = model(IDS, position_ids=torch.cat([torch.arange(12), torch.arange(8)])[None]).logits
     alone = torch.cat([model(IDS[:, :12]).logits, model(IDS[:, 12:]).logits], 1)

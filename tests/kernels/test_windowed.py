@@ -1,0 +1,259 @@
+"""Softmax near by joined with MHLA far away: values and gradients against every pair of tokens in float64, and the state."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from mhla_kernels import (
+    ExponentialMixing,
+    MHLAWindowState,
+    mhla_window_attention,
+    mhla_window_prefill,
+    mhla_window_step,
+)
+from mhla_kernels.mixing import MixingLike
+from torch import Tensor
+
+SIZE = 4
+
+
+def tensors(
+    tokens: int, batch: int = 2, heads: int = 4, groups: int = 2, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """q, k, v, features of q and of k, and far weights."""
+    torch.manual_seed(tokens)
+    shapes = [(heads, 6), (groups, 6), (groups, 5), (heads, 3), (heads, 3)]
+    q, k, v, f, g = (torch.randn(batch, tokens, *shape, dtype=dtype) for shape in shapes)
+    return [2 * q, k, v, f.exp(), g.exp(), torch.randn(batch, tokens, heads, dtype=dtype)]
+
+
+def mixings(heads: int = 4, dtype: torch.dtype = torch.float64) -> dict[str, MixingLike]:
+    torch.manual_seed(0)
+    dense, per_head, amplitude = (
+        torch.rand(*shape, dtype=torch.float64) for shape in ((32, 32), (heads, 32, 32), (2,))
+    )
+    decay = torch.tensor([0.05, 1.0], dtype=dtype)
+    return {
+        "dense": dense.to(dtype),
+        "dense per head": per_head.to(dtype),
+        "exponential": ExponentialMixing((amplitude + 0.1).to(dtype), decay),
+    }
+
+
+def by_pairs(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, g: Tensor, far: Tensor, matrix: Tensor, size: int = SIZE
+) -> Tensor:
+    """The definition: a weight for each pair of tokens, with logarithms, so that any score can be held."""
+    heads, tokens = q.shape[2], q.shape[1]
+    k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v))
+    position = torch.arange(tokens)
+    block = position // size
+    near = torch.einsum("bthd,bjhd->bhtj", q, k) * q.shape[-1] ** -0.5
+    m = matrix[..., (block - 1).clamp(min=0)[:, None], block[None]]
+    distant = far.transpose(1, 2)[..., None] + (m * torch.einsum("bthd,bjhd->bhtj", f, g)).log()
+    logs = torch.where(block[None] >= block[:, None] - 1, near, distant)
+    logs = logs.masked_fill(position[None] > position[:, None], -torch.inf)
+    return torch.einsum("bhtj,bjhv->bthv", logs.softmax(-1), v)
+
+
+def matrix_of(mixing: MixingLike) -> Tensor:
+    return mixing if isinstance(mixing, Tensor) else mixing.matrix(32)
+
+
+@pytest.mark.parametrize("kind", mixings())
+@pytest.mark.parametrize("tokens", [1, 3, 4, 7, 8, 9, 23, 64])
+def test_every_pair_of_tokens(kind: str, tokens: int) -> None:
+    mixing, inputs = mixings()[kind], tensors(tokens)
+    out = mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, far=inputs[5])
+    torch.testing.assert_close(out, by_pairs(*inputs, matrix_of(mixing)), rtol=1e-10, atol=1e-10)
+    single = [x.float() for x in inputs]
+    narrow = mhla_window_attention(*single[:5], mixings(dtype=torch.float32)[kind], block_size=SIZE, far=single[5])
+    torch.testing.assert_close(narrow.double(), out, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", mixings())
+def test_gradients(kind: str) -> None:
+    mixing, inputs = mixings()[kind], tensors(19)
+    learned = [
+        x.requires_grad_() for x in (*inputs, *([mixing] if isinstance(mixing, Tensor) else mixing.tensors.values()))
+    ]
+    weight = torch.randn(2, 19, 4, 5, dtype=torch.float64)
+    own = torch.autograd.grad(
+        (mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, far=inputs[5]) * weight).sum(), learned
+    )
+    pairs = torch.autograd.grad((by_pairs(*inputs, matrix_of(mixing)) * weight).sum(), learned)
+    for mine, theirs in zip(own, pairs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
+
+
+def test_scores_and_weights_that_overflow_alone() -> None:
+    """Scores of several hundred, of either part, are joined by their logarithms, forward and backward."""
+    for near, far in ((900.0, 0.0), (1.0, 800.0), (-900.0, -800.0), (900.0, 900.0)):
+        inputs = [x.float() for x in tensors(23)]
+        inputs[0], inputs[5] = inputs[0].abs() * near, inputs[5] + far
+        mixing = mixings(dtype=torch.float32)["dense"]
+        leaves = [x.requires_grad_() for x in inputs]
+        out = mhla_window_attention(*leaves[:5], mixing, block_size=SIZE, far=leaves[5])
+        exact = by_pairs(*(x.double() for x in leaves), mixing.double())
+        torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+        for gradient in torch.autograd.grad(out.sum(), leaves):
+            assert gradient.isfinite().all()
+
+
+def test_later_tokens_change_nothing() -> None:
+    inputs, mixing = [x.float() for x in tensors(23)], mixings(dtype=torch.float32)["dense"]
+    out = mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, far=inputs[5])
+    for token in (0, 3, 4, 11, 22):
+        changed = [x.clone() for x in inputs]
+        for x in changed[:5]:
+            x[:, token:] = 1e30
+        again = mhla_window_attention(*changed[:5], mixing, block_size=SIZE, far=inputs[5])
+        assert torch.equal(again[:, :token], out[:, :token])
+
+
+@pytest.mark.parametrize("kind", mixings())
+def test_packed_sequences_do_not_see_each_other(kind: str) -> None:
+    bounds, mixing = [0, 9, 10, 10, 31], mixings()[kind]
+    inputs = tensors(31, batch=1)
+    out = mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, far=inputs[5], cu_seqlens=bounds)
+    for first, last in pairwise(bounds):
+        part = [x[:, first:last] for x in inputs]
+        torch.testing.assert_close(out[:, first:last], by_pairs(*part, matrix_of(mixing)), rtol=1e-9, atol=1e-9)
+
+
+def test_hidden_tokens_are_not_seen() -> None:
+    inputs, mixing = tensors(23), mixings()["dense"]
+    mask = torch.rand(2, 23) > 0.4
+    mask[0, :6] = False
+    out = mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, far=inputs[5], key_mask=mask)
+    spoiled = [torch.where(mask.view(2, 23, *[1] * (x.dim() - 2)), x, torch.nan) for x in inputs[:5]]
+    again = mhla_window_attention(*spoiled[:1], *spoiled[1:5], mixing, block_size=SIZE, far=inputs[5], key_mask=mask)
+    assert torch.equal(again, out)
+    assert not out[~mask].any()
+    q, k, v, f, g, far = inputs
+    k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+    block = torch.arange(23) // SIZE
+    logs = torch.where(
+        block[None] >= block[:, None] - 1,
+        torch.einsum("bthd,bjhd->bhtj", q, k) * 6**-0.5,
+        far.transpose(1, 2)[..., None]
+        + (mixing[(block - 1).clamp(min=0)[:, None], block[None]] * torch.einsum("bthd,bjhd->bhtj", f, g)).log(),
+    )
+    seen = torch.ones(23, 23, dtype=torch.bool).tril() & mask[:, None, None]
+    exact = torch.einsum("bhtj,bjhv->bthv", logs.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    torch.testing.assert_close(out[mask], exact[mask], rtol=1e-9, atol=1e-9)
+
+
+def run(inputs: list[Tensor], mixing: MixingLike, cuts: list[Any]) -> tuple[Tensor, MHLAWindowState]:
+    """Outputs ``[B, N, H, V]`` of a sequence that is read in parts: numbers of tokens, or a list of them for the rows."""
+    batch = len(inputs[0])
+    done, state, outs = [0] * batch, None, [[] for _ in range(batch)]
+    for cut in cuts:
+        counts = cut if isinstance(cut, list) else [cut] * batch
+        width = max(counts)
+        part = [torch.full((batch, width, *x.shape[2:]), torch.nan, dtype=x.dtype) for x in inputs]
+        for row, count in enumerate(counts):
+            for x, whole in zip(part, inputs, strict=True):
+                x[row, :count] = whole[row, done[row] : done[row] + count]
+        if state is not None and counts == [1] * batch:
+            step, state = mhla_window_step(
+                *(x[:, 0] for x in part[:5]), mixing, state, block_size=SIZE, far=part[5][:, 0]
+            )
+            out = step[:, None]
+        else:
+            part[5] = part[5].nan_to_num()
+            out, state = mhla_window_prefill(
+                *part[:5], mixing, block_size=SIZE, far=part[5], lengths=counts, state=state
+            )
+        for row, count in enumerate(counts):
+            outs[row].append(out[row, :count])
+            assert not out[row, count:].any()
+            done[row] += count
+    assert state is not None
+    assert list(state.lengths) == done
+    return torch.nn.utils.rnn.pad_sequence([torch.cat(row) for row in outs], batch_first=True), state
+
+
+CUTS: list[list[Any]] = [
+    [23],
+    [1] * 23,
+    [4, 4, 4, 4, 7],
+    [5, 1, 1, 1, 8, 7],
+    [9, 14],
+    [3, 1, 1, 1, 1, 16],
+    [[3, 8], [1, 1], [5, 0], [0, 9], [14, 5]],
+    [[0, 4], [9, 1], [1, 1], [1, 1], [12, 16]],
+    [[4, 8], [0, 1], [1, 0], [18, 14]],
+]
+
+
+@pytest.mark.parametrize("kind", mixings())
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_a_sequence_may_be_cut_anywhere(kind: str, cuts: list[Any]) -> None:
+    inputs, mixing = tensors(23), mixings()[kind]
+    out, state = run(inputs, mixing, cuts)
+    torch.testing.assert_close(out, by_pairs(*inputs, matrix_of(mixing)), rtol=1e-9, atol=1e-9)
+    for name, tensor in run(inputs, mixing, [23])[1].tensors.items():
+        kept = state.tensors[name]
+        if name == "finished":  # with room for more, perhaps
+            kept, tensor = (x[:, :, : min(kept.shape[2], tensor.shape[2])] for x in (kept, tensor))
+        torch.testing.assert_close(kept, tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_a_step_changes_the_old_state_only_if_it_may() -> None:
+    inputs, mixing = tensors(9), mixings()["exponential"]
+    _, state = mhla_window_prefill(*(x[:, :8] for x in inputs[:5]), mixing, block_size=SIZE, far=inputs[5][:, :8])
+    kept = {name: x.clone() for name, x in state.tensors.items()}
+    last = [x[:, 8] for x in inputs]
+    first, _ = mhla_window_step(*last[:5], mixing, state, block_size=SIZE, far=last[5])
+    assert all(torch.equal(state.tensors[name], x) for name, x in kept.items())
+    again, _ = mhla_window_step(*last[:5], mixing, state, block_size=SIZE, far=last[5], donate_state=True)
+    assert torch.equal(first, again)
+    other = mhla_window_prefill(
+        *(x[[1, 0, 1], :8] for x in inputs[:5]), mixing, block_size=SIZE, far=inputs[5][[1, 0, 1], :8]
+    )
+    chosen = mhla_window_prefill(*(x[:, :8] for x in inputs[:5]), mixing, block_size=SIZE, far=inputs[5][:, :8])[
+        1
+    ].select([1, 0, 1])
+    assert all(torch.equal(other[1].tensors[name], x) for name, x in chosen.tensors.items())
+
+
+def test_the_state_does_not_grow() -> None:
+    inputs, mixing = tensors(64), mixings()["exponential"]
+    sizes = {run([x[:, :n] for x in inputs], mixing, [n])[1].bytes for n in (9, 23, 64)}
+    assert len(sizes) == 1
+
+
+def test_nothing_to_attend_to() -> None:
+    for shape in ((0, 5), (2, 0)):
+        inputs = [x[: shape[0], : shape[1]].requires_grad_() for x in tensors(5)]
+        assert mhla_window_attention(*inputs[:5], mixings()["dense"], block_size=SIZE).shape == (*shape, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"q_features": torch.ones(2, 9, 4)}, "q_features has shape"),
+        ({"k_features": torch.ones(2, 9, 2, 3)}, "k_features has shape"),
+        ({"k": torch.ones(2, 9, 3, 6)}, "a divisor of H"),
+        ({"mixing": torch.rand(2, 2)}, "mixing"),
+        ({"block_size": 0}, "block_size"),
+    ],
+)
+def test_what_does_not_fit_is_said(change: dict[str, Any], words: str) -> None:
+    q, k, v, f, g, _ = (x.float() for x in tensors(9))
+    options = {"q": q, "k": k, "v": v, "q_features": f, "k_features": g, "mixing": torch.rand(8, 8), "block_size": SIZE}
+    with pytest.raises(ValueError, match=words):
+        mhla_window_attention(**options | change)
+
+
+def test_a_state_of_other_blocks_is_refused() -> None:
+    inputs, mixing = tensors(9), mixings()["exponential"]
+    _, state = mhla_window_prefill(*inputs[:5], mixing, block_size=SIZE)
+    with pytest.raises(ValueError, match="do not fit"):
+        mhla_window_prefill(*inputs[:5], mixing, block_size=8, state=state)
+    with pytest.raises(ValueError, match="blocks, but mixing is for 2"):
+        mhla_window_prefill(*(x.float() for x in inputs[:5]), torch.rand(2, 2), block_size=SIZE)
