@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ OTHER: dict[str, dict[str, Any]] = {
 }
 TYPES = {"Gemma3": "gemma3_text"}
 BLOCKS = AttentionConfig(block_size=4, mixing="exponential", mixing_per_head=True)
+WINDOW = AttentionConfig(kind="mhla_window", block_size=4, mixing="exponential", feature_map="learned")
 
 
 def tiny(family: str = "Llama", **more: Any) -> Any:
@@ -128,17 +130,21 @@ def test_softmax_swapped_for_softmax_and_nothing_swapped_change_nothing(family: 
         expected = model(x).logits
         same = swapped(model, AttentionConfig(kind="softmax"))
         torch.testing.assert_close(same(x).logits, expected, rtol=1e-5, atol=1e-5)
+        window = swapped(model, replace(WINDOW, block_size=11))  # no token is farther away than the block before
+        torch.testing.assert_close(window(x).logits, expected, rtol=1e-4, atol=1e-4)
         untouched = swapped(model, layers=[])
         assert torch.equal(untouched(x).logits, expected)
     assert untouched.config.to_dict() == model.config.to_dict()
 
 
-@pytest.mark.parametrize("kind", ["mhla", "dense", "linear", "gla", "hybrid"])
+@pytest.mark.parametrize("kind", ["mhla", "dense", "learned", "window", "linear", "gla", "hybrid"])
 def test_generation_is_that_without_a_cache(kind: str) -> None:
     """Greedy and beams, rows padded at their left, as the row alone."""
     config = {
         "mhla": BLOCKS,
         "dense": AttentionConfig(block_size=4),
+        "learned": replace(BLOCKS, feature_map="learned"),
+        "window": WINDOW,
         "linear": AttentionConfig(kind="linear"),
         "gla": AttentionConfig(kind="gla"),
         "hybrid": BLOCKS,
@@ -154,9 +160,10 @@ def test_generation_is_that_without_a_cache(kind: str) -> None:
         assert torch.equal(out[:1], model.generate(x[:1, 7:], **how)[:, 15:])
 
 
-def test_the_state_does_not_grow() -> None:
+@pytest.mark.parametrize("config", [BLOCKS, WINDOW], ids=["mhla", "window"])
+def test_the_state_does_not_grow(config: AttentionConfig) -> None:
     """With exponential mixing; and reading in parts, one token among them, is reading at once."""
-    model, x = swapped(tiny()), tokens(2, 40)
+    model, x = swapped(tiny(), config), tokens(2, 40)
     cache, sizes, parts = DynamicCache(config=model.config), [], []
     with torch.no_grad():
         for part in x.split([11, 1, 8, 20], dim=1):
