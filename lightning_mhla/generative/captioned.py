@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 from lightning import Callback
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.checkpoints.weights import shards_weights
-from lightning_mhla.generative.adapters import LoraOptions, TrainedPart, choose_trained
 from lightning_mhla.generative.codecs import FrozenVAE
 from lightning_mhla.generative.distillation import DistillationConfig, Teacher
 from lightning_mhla.generative.flow import FlowConfig, draw_flow_times, flow_point
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.generative.requests import SampleFolder
 from lightning_mhla.generative.text import CaptionEncoder
-from lightning_mhla.swap import swapped_layers
-from lightning_mhla.system.lightning_private import ddp_options
+from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
+from lightning_mhla.training.transfer import check_layer_steps
 
 
 class CaptionedDiffusion(GenerativeModule):
@@ -134,7 +132,7 @@ class CaptionedDiffusion(GenerativeModule):
         """Load the teacher, if there is one, and the empty caption."""
         path = self.distillation.teacher
         if self.distillation.layer_steps:
-            self._check_layer_steps()
+            check_layer_steps(self.trainer, self.network, self.hparams["train"])
         if path is not None and self._teacher is None:
             self._teacher = Teacher(self.build_teacher(path), self.velocity)
         if self._teacher is not None:
@@ -173,23 +171,6 @@ class CaptionedDiffusion(GenerativeModule):
             raise ValueError(
                 f"captions were encoded with instruction {instruction!r:.40}, and prompts would be with "
                 f"{self.captions.config.instruction!r:.40}; set --model.init_args.text.instruction to that of the data"
-            )
-
-    def _check_layer_steps(self) -> None:
-        """Refuse strategies under which layers cannot be trained one by one."""
-        strategy = self.trainer.strategy
-        if not swapped_layers(self.network):
-            raise ValueError("distillation.layer_steps matches replaced layers, and none is replaced; see layer_kinds")
-        if shards_weights(self.trainer):
-            raise ValueError(
-                f"distillation.layer_steps calls layers by themselves, whose weights {type(strategy).__name__} shards with "
-                "their blocks; match layers on one device or under DDP, and shard in a run that starts from its checkpoint"
-            )
-        unused = ddp_options(strategy).get("find_unused_parameters", False)
-        if isinstance(strategy, DDPStrategy) and self.hparams["train"] == "all" and not unused:
-            raise ValueError(
-                "distillation.layer_steps leaves parameters outside the replaced layers without gradients: set "
-                "--model.init_args.train=attention (or new, lora), or --trainer.strategy=ddp_find_unused_parameters_true"
             )
 
     def forward(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from lightning_mhla.swap.swapping import (
     swap_saved,
     swapped_layers,
 )
+from lightning_mhla.swap.timm import save_swapped
+from lightning_mhla.swap.transfer import original_attention, transfer_loss
 
 __all__ = [
     "KEEP",
@@ -20,8 +22,11 @@ __all__ = [
     "attention_layers",
     "is_swapped",
     "load_swapped",
+    "original_attention",
     "resize_blocks",
+    "save_swapped",
     "swap_attention",
     "swap_saved",
     "swapped_layers",
+    "transfer_loss",
 ]

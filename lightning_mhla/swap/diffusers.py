@@ -9,7 +9,6 @@ clips of any size: blocks are fitted to each, and where an axis has fewer tokens
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +20,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, Projections
 from lightning_mhla.attention.positions import Rotary
-from lightning_mhla.swap.host import SAVED, Host, build_beside
-
-log = logging.getLogger(__name__)
+from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside
 
 HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor", "processor")
 PROCESSORS = {
@@ -55,17 +52,16 @@ UNSUPPORTED = {
 HALF_MAX = torch.finfo(torch.float16).max
 
 
-class TokenGrid:
-    """The token grid of the model's present input, which its attention processors are not told: a forward pre-hook.
+class InputGrid(TokenGrid):
+    """The grid of a model's input, a forward pre-hook.
 
     Args:
         patch: size of a token along each axis of the input.
     """
 
     def __init__(self, patch: tuple[int, ...]) -> None:
+        super().__init__()
         self.patch = patch
-        self.shape: tuple[int, ...] | None = None
-        self.layouts: dict[tuple[Any, ...], BlockLayout] = {}
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the grid of what ``model`` is called with."""
@@ -77,17 +73,6 @@ class TokenGrid:
             )
         self.shape = tuple(size // step for size, step in zip(x.shape[2:], self.patch, strict=True))
 
-    def layout(self, blocks: tuple[int, ...]) -> BlockLayout:
-        """The present grid in at most so many blocks along each axis."""
-        assert self.shape is not None, "call the whole model, not its layers: the size of the input is seen there"
-        fitted = tuple(min(count, length) for count, length in zip(blocks, self.shape, strict=True))
-        key = (self.shape, fitted)
-        if key not in self.layouts:
-            if fitted != tuple(blocks):
-                log.warning("block_grid %s has more blocks than %s tokens: %s are used", blocks, self.shape, fitted)
-            self.layouts[key] = BlockLayout(self.shape, fitted)
-        return self.layouts[key]
-
 
 class SwappedAttention(nn.Module):
     """An attention of ours as the processor of a diffusers attention module, whose projections and norms it uses.
@@ -98,7 +83,7 @@ class SwappedAttention(nn.Module):
         grid: grid of the model's present input.
     """
 
-    def __init__(self, attention: Attention, blocks: tuple[int, ...], grid: TokenGrid) -> None:
+    def __init__(self, attention: Attention, blocks: tuple[int, ...], grid: InputGrid) -> None:
         super().__init__()
         self.attention, self.blocks, self.grid = attention, blocks, grid
         self.fitted: tuple[BlockLayout, torch.device] | None = None
@@ -238,14 +223,7 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
 
 def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
     """The attention that takes the place of ``host``'s, on its device and in its dtype."""
-    blocks = (1,) * axes
-    if Attention.kinds[config.kind].uses_blocks:
-        if config.block_grid is None or len(config.block_grid) != axes:
-            raise ValueError(
-                f"attention kind {config.kind!r} needs block_grid, the number of blocks along each of the {axes} axes of "
-                f"the model's token grid, not {config.block_grid}"
-            )
-        blocks = tuple(config.block_grid)
+    blocks = blocks_along(axes, config)
     heads, weight = host.heads, host.to_q.weight
     key_width = host.to_q.out_features // heads
     return build_beside(
@@ -285,7 +263,7 @@ class DiffusersHost(Host):
         self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]
     ) -> dict[int, Attention]:
         patch = model.config.patch_size
-        grid = TokenGrid(tuple(patch) if isinstance(patch, Sequence) else (patch, patch))
+        grid = InputGrid(tuple(patch) if isinstance(patch, Sequence) else (patch, patch))
         swapped = {
             index: build_swapped(layer, replace(configs[index], rotary=_turns(model)), len(grid.patch))
             for index, layer in layers.items()

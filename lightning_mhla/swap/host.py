@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, build_attention
+
+log = logging.getLogger(__name__)
 
 SAVED = "swapped_attention"
 """Entry of a saved model's ``config.json`` that says what was swapped."""
@@ -60,6 +64,14 @@ class Host(ABC):
     def swapped(self, model: Any) -> dict[int, Attention]:
         """The attention that :meth:`replace` put in, by the number of its layer."""
 
+    def original(self, model: Any) -> AbstractContextManager[None]:
+        """Within it, replaced layers compute what they did before the swap, with their projections as they are now.
+
+        Raises:
+            NotImplementedError: where the library's models do not keep what was replaced.
+        """
+        raise NotImplementedError(f"models of {self.package} do not keep the attention that was replaced")
+
     @abstractmethod
     def record(self, model: Any) -> Mapping[str, Any] | None:
         """The record that :meth:`remember` was given; None for a model that was not swapped."""
@@ -97,6 +109,46 @@ class Host(ABC):
         for name, parameter in model.named_parameters():
             if not kept & set(name.split(".")):
                 parameter.data = parameter.data.to(dtype)
+
+
+class TokenGrid:
+    """The token grid of a model's present input, which its attention modules are not told; a hook sets ``shape``.
+
+    Args:
+        prefix_tokens: tokens before those of the grid.
+    """
+
+    def __init__(self, prefix_tokens: int = 0) -> None:
+        self.prefix_tokens = prefix_tokens
+        self.shape: tuple[int, ...] | None = None
+        self.layouts: dict[tuple[Any, ...], BlockLayout] = {}
+
+    def layout(self, blocks: tuple[int, ...]) -> BlockLayout:
+        """The present grid in at most so many blocks along each axis."""
+        assert self.shape is not None, "call the whole model, not its layers: the size of the input is seen there"
+        fitted = tuple(min(count, length) for count, length in zip(blocks, self.shape, strict=True))
+        key = (self.shape, fitted)
+        if key not in self.layouts:
+            if fitted != tuple(blocks):
+                log.warning("block_grid %s has more blocks than %s tokens: %s are used", blocks, self.shape, fitted)
+            self.layouts[key] = BlockLayout(self.shape, fitted, prefix_tokens=self.prefix_tokens)
+        return self.layouts[key]
+
+
+def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:
+    """The blocks along each axis that a configuration asks for; 1 for a kind without blocks.
+
+    Raises:
+        ValueError: when it does not give as many.
+    """
+    if not Attention.kinds[config.kind].uses_blocks:
+        return (1,) * axes
+    if config.block_grid is None or len(config.block_grid) != axes:
+        raise ValueError(
+            f"attention kind {config.kind!r} needs block_grid, the number of blocks along each of the {axes} axes of "
+            f"the model's token grid, not {config.block_grid}"
+        )
+    return tuple(config.block_grid)
 
 
 def build_beside(

@@ -1,4 +1,4 @@
-"""Other attention for pretrained models: ``swap_attention`` replaces the self-attention of diffusers' and transformers' models.
+"""Other attention for pretrained models: ``swap_attention`` replaces self-attention in models of three libraries.
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     swap_attention(model, AttentionConfig(block_size=64, mixing="exponential"))
@@ -7,7 +7,8 @@
 
 What the model has learned stays where it is and as it is: projections of queries, keys, values and outputs, norms of queries
 and keys. What the new attention adds starts from nothing random: the gate is open and ``lepe`` adds nothing.
-:mod:`lightning_mhla.swap.diffusers` and :mod:`lightning_mhla.swap.transformers` say what each library's models do with it.
+:mod:`lightning_mhla.swap.diffusers`, :mod:`lightning_mhla.swap.timm` and :mod:`lightning_mhla.swap.transformers` say what
+each library's models do with it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from lightning_mhla.attention import MHLA, Attention, AttentionConfig
 from lightning_mhla.swap.diffusers import DiffusersHost, SwappedAttention, attention_layers
 from lightning_mhla.swap.host import SAVED, Host
 from lightning_mhla.swap.layers import KEEP, kinds_of_layers
+from lightning_mhla.swap.timm import TimmHost
 from lightning_mhla.swap.transformers import TransformersHost
 from lightning_mhla.system.untrusted import read_json
 
-HOSTS: tuple[Host, ...] = (DiffusersHost(), TransformersHost())
+HOSTS: tuple[Host, ...] = (DiffusersHost(), TimmHost(), TransformersHost())
 """Libraries whose models can be swapped."""
 
 
@@ -41,7 +43,7 @@ def host_of(model: nn.Module) -> Host:
         if host.claims(model):
             return host
     raise ValueError(
-        f"{type(model).__name__} is no model of {' or '.join(host.package for host in HOSTS)}; for your own model use "
+        f"{type(model).__name__} is no model of {', '.join(host.package for host in HOSTS)}; for your own model use "
         "lightning_mhla.MHLA in place of its attention"
     )
 
@@ -55,7 +57,7 @@ def swap_attention(
     """Replace self-attention of a pretrained model in place; see the module's description.
 
     Args:
-        model: a transformer of diffusers, or a language model of transformers.
+        model: a transformer of diffusers, a vision transformer of timm, or a language model of transformers.
         attention: what comes in. ``rotary`` is the model's own.
         layers: numbers of those to replace; None for all.
         layer_kinds: kinds of the layers instead, repeated to the depth; ``"keep"`` for those that stay, ``"replace"`` for

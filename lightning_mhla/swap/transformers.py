@@ -16,7 +16,8 @@ counted from a row's first real token. Documents packed in one row (positions th
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,20 @@ class TransformersHost(Host):
     @override
     def swapped(self, model: Any) -> dict[int, Attention]:
         return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
+
+    @override
+    @contextmanager
+    def original(self, model: Any) -> Iterator[None]:
+        from lightning_mhla.swap.transformers_attention import NAME
+
+        replaced = [layer for layer in self.layers(model) if hasattr(layer, "swapped")]
+        for layer in replaced:
+            layer.config._attn_implementation = model.config._attn_implementation
+        try:
+            yield
+        finally:
+            for layer in replaced:
+                layer.config._attn_implementation = NAME
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:

@@ -44,6 +44,8 @@ def install(module: Any, attention: Attention) -> None:
 
 
 def _keep_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if module.config._attn_implementation != NAME:  # what was replaced is asked for
+        return
     if kwargs.get("cache") is not None:
         raise ValueError("swapped attention has no paged keys and values: use generate, not continuous batching")
     x = args[0] if args else kwargs["hidden_states"]

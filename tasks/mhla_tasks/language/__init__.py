@@ -2,6 +2,7 @@
 
 from mhla_tasks.language.config import MHLAConfig
 from mhla_tasks.language.data import HubText, PythonSource, TokenShards
+from mhla_tasks.language.linearized import LinearizedModel
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.module import LanguageModel
 from mhla_tasks.language.recall import AssociativeRecall, Needle
@@ -10,6 +11,7 @@ __all__ = [
     "AssociativeRecall",
     "HubText",
     "LanguageModel",
+    "LinearizedModel",
     "MHLAConfig",
     "MHLAForCausalLM",
     "Needle",

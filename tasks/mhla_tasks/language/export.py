@@ -12,7 +12,11 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_mhla.training.loading import load_module
+from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
+from lightning_mhla.swap import is_swapped, load_swapped
+from lightning_mhla.swap.adapters import merge_adapters
+from lightning_mhla.training.loading import accepts, load_module
+from mhla_tasks.language.linearized import LinearizedModel
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.module import LanguageModel
 from mhla_tasks.language.tokenizer import load_tokenizer
@@ -20,9 +24,13 @@ from mhla_tasks.language.tokenizer import load_tokenizer
 OPTIONS = ("tokenizer", "context")
 
 LOADING = """\
+from lightning_mhla.swap import is_swapped, load_swapped
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
+if is_swapped("FOLDER"):  # a linearised model of transformers
+    model = load_swapped("FOLDER")
+else:
+    model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 """Python that loads an export, FOLDER being its path."""
 
@@ -38,7 +46,10 @@ def load_checkpoint(path: str | Path, live: bool = False) -> LanguageModel:
         FileNotFoundError: when there is no such file.
         ValueError: when it holds no language model, or cannot be read safely.
     """
-    return load_module(LanguageModel, path, live)
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path} does not exist; give a checkpoint of training, or an exported folder")
+    memory = read_header(resolve_checkpoint(Path(path))).get("hyper_parameters") or {}
+    return load_module(LinearizedModel if accepts(LinearizedModel, memory) else LanguageModel, path, live)
 
 
 def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -54,7 +65,8 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
     """
     own: Any = None
     if Path(path).is_dir() and (Path(path) / "config.json").exists():
-        model = AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False)
+        load = load_swapped if is_swapped(path) else AutoModelForCausalLM.from_pretrained
+        model = load(str(path))
     elif Path(path).exists() or Path(path).suffix == ".ckpt":
         module = load_checkpoint(path)
         model, own = module.network, module.tokenizer
@@ -77,6 +89,7 @@ def export(model: LanguageModel, folder: Path) -> None:
     if model.tokenizer is None:
         raise ValueError("the checkpoint keeps no tokenizer, and a model without one cannot be scored; name it")
     folder.mkdir(parents=True, exist_ok=True)
+    merge_adapters(model.network)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.part-") as name:
         aside = Path(name)
         model.network.save_pretrained(aside)

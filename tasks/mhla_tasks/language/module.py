@@ -107,38 +107,50 @@ class LanguageModel(TrainingModule):
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
         self._pretrained = pretrained
-        self.generation = generation
-        self.context = context
         if network is not None:
             if layer_kinds is not None or plain_attention(attention) != plain_attention(default_attention()):
                 raise ValueError("network brings its own attention: leave out attention and layer_kinds, or network")
-            self.network = build_network(network, vocab_size)
-            self.plain_head = examine(self.network, context)
-            if checkpointing:
-                self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        else:
-            self.network = MHLAForCausalLM(
-                MHLAConfig(
-                    vocab_size=vocab_size,
-                    dim=dim,
-                    depth=depth,
-                    heads=heads,
-                    key_value_heads=key_value_heads,
-                    key_width=key_width,
-                    value_width=value_width,
-                    mlp_width=mlp_width,
-                    context=context,
-                    attention=_for_layers(attention, layer_kinds, depth),
-                    tie_word_embeddings=tie_embeddings,
-                    initializer_range=initializer_range,
-                )
+            self.take(build_network(network, vocab_size), context, generation, checkpointing)
+            return
+        ours = MHLAForCausalLM(
+            MHLAConfig(
+                vocab_size=vocab_size,
+                dim=dim,
+                depth=depth,
+                heads=heads,
+                key_value_heads=key_value_heads,
+                key_width=key_width,
+                value_width=value_width,
+                mlp_width=mlp_width,
+                context=context,
+                attention=_for_layers(attention, layer_kinds, depth),
+                tie_word_embeddings=tie_embeddings,
+                initializer_range=initializer_range,
             )
-            self.network.backbone.checkpointing = checkpointing
-            size = self.network.backbone.layout.block_size or 0
-            if size > context:
-                log.warning(
-                    "block_size=%d is above context=%d: a sample is one block, and mixing does nothing", size, context
-                )
+        )
+        size = ours.backbone.layout.block_size or 0
+        if size > context:
+            log.warning(
+                "block_size=%d is above context=%d: a sample is one block, and mixing does nothing", size, context
+            )
+        self.take(ours, context, generation, checkpointing)
+
+    def take(self, network: PreTrainedModel, context: int, generation: GenerationOptions, checkpointing: bool) -> None:
+        """Make ``network`` the model.
+
+        Args:
+            network: a causal language model.
+            context: tokens of a training sample.
+            generation: options of predict for continuations.
+            checkpointing: recompute layers in the backward pass, to save memory.
+        """
+        self.network, self.context, self.generation = network, context, generation
+        if isinstance(network, MHLAForCausalLM):
+            network.backbone.checkpointing = checkpointing
+        else:
+            self.plain_head = examine(network, context)
+            if checkpointing:
+                network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.tokenizer: Any = None
         self._tokenizer_files: dict[str, str] = {}
         self.sums = nn.ModuleDict({"val": TextSums(), "test": TextSums()})
@@ -357,9 +369,7 @@ class LanguageModel(TrainingModule):
         return share
 
     def _losses(self, batch: dict[str, Any], reduction: Literal["mean", "none"], share: SequenceShare | None) -> Tensor:
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        if "labels" in batch:
-            inputs, targets = batch["tokens"], batch["labels"]
+        inputs, targets = inputs_and_targets(batch)
         bounds = batch.get("cu_seqlens")
         if share is not None:
             if bounds is not None:
@@ -382,6 +392,13 @@ class LanguageModel(TrainingModule):
         groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
         for name, value in self._sums(stage).take(stage, groups).items():
             self.log(f"{stage}/{name}", value, prog_bar=name in ("bits_per_byte", "accuracy"), sync_dist=True)
+
+
+def inputs_and_targets(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Tokens ``[B, N]`` and what is to follow each of them."""
+    if "labels" in batch:
+        return batch["tokens"], batch["labels"]
+    return batch["tokens"][:, :-1], batch["tokens"][:, 1:]
 
 
 def _for_layers(attention: Any, kinds: list[str] | None, depth: int) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diffusers import SanaPipeline
 
-from lightning_mhla.generative.adapters import merge_adapters, save_adapters
+from lightning_mhla.swap.adapters import merge_adapters, save_adapters
 from mhla_tasks.text_to_image.module import TextToImage
 
 OPTIONS = ("adapters",)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diffusers import WanPipeline
 
-from lightning_mhla.generative.adapters import merge_adapters, save_adapters
+from lightning_mhla.swap.adapters import merge_adapters, save_adapters
 from mhla_tasks.video.module import VideoDiffusion
 
 OPTIONS = ("adapters",)

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from wan import PAPER, TINY, inputs, shaken, tiny_wan
 
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
-from lightning_mhla.generative.adapters import LoraOptions, choose_trained, merge_adapters
 from lightning_mhla.generative.distillation import DistillationConfig, Teacher
 from lightning_mhla.swap import swapped_layers
+from lightning_mhla.swap.adapters import LoraOptions, choose_trained, merge_adapters
 
 HYBRID = ["keep", "mhla", "mhla"]
 

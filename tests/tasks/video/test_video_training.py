@@ -29,11 +29,11 @@ from wan import PAPER, ROOT, TINY, digits_config, tiny_wan, video_file
 
 from lightning_mhla import AttentionConfig, load_swapped
 from lightning_mhla.data.sampling import sample_generator
-from lightning_mhla.generative.adapters import LoraOptions
 from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.generative.flow import FlowConfig
 from lightning_mhla.generative.text import TextConfig
 from lightning_mhla.swap import swapped_layers
+from lightning_mhla.swap.adapters import LoraOptions
 
 DDP = ["--config", str(ROOT / "configs/trainer/ddp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2"]
 FSDP = ["--config", str(ROOT / "configs/trainer/fsdp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,12 +9,10 @@ from typing import Any, Literal
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_mhla.swap import attention_layers, swapped_layers
+from lightning_mhla.attention import Attention
+from lightning_mhla.swap.swapping import host_of, swapped_layers
 
 TrainedPart = Literal["all", "attention", "new", "lora"]
-
-LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
-"""Layers of an attention module that LoRA adapts."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +53,33 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
     if not replaced:
         raise ValueError(f"train={part!r} trains replaced attention, and no layer is replaced; set train: all")
     model.requires_grad_(False)
-    hosts = attention_layers(model)
+    hosts = host_of(model).layers(model)
     for index, attention in replaced.items():
         trained: nn.Module = hosts[index] if part == "attention" else attention
         for name, parameter in trained.named_parameters():
             fixed = "mixing." in name and not attention.config.mixing_trainable
             parameter.requires_grad_(not fixed)
     if part == "lora":
-        _add_adapters(model, sorted(replaced), lora)
+        _add_adapters(
+            model, [name for index, new in replaced.items() for name in _projections(model, hosts[index], new)], lora
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"train={part!r} leaves nothing to train: replacing added no parameters")
 
 
-def _add_adapters(model: nn.Module, layers: Sequence[int], lora: LoraOptions) -> None:
+def _projections(model: nn.Module, host: nn.Module, new: Attention) -> list[str]:
+    """Names of the projections of an attention module, without those that the swap added."""
+    names, added = {module: name for name, module in model.named_modules()}, set(new.modules())
+    return [names[module] for module in host.modules() if isinstance(module, nn.Linear) and module not in added]
+
+
+def _add_adapters(model: nn.Module, targets: list[str], lora: LoraOptions) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "train: lora needs peft: pip install 'lightning-mhla[video]' (or [text-to-image])"
+            "train: lora needs peft: pip install 'lightning-mhla[video]' (or [language], [text-to-image])"
         ) from error
-    hosts, names = attention_layers(model), {module: name for name, module in model.named_modules()}
-    targets = [f"{names[hosts[index]]}.{part}" for index in layers for part in LORA_TARGETS]
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, init_lora_weights=True
     )

@@ -1,0 +1,177 @@
+"""Vision transformers of timm as hosts: attention of ours in the place of the product of queries, keys and values.
+
+    model = timm.create_model("vit_small_patch14_dinov2.lvd142m", pretrained=True, img_size=518)
+    swap_attention(model, AttentionConfig(block_grid=[6, 6]))
+    save_swapped(model, "swapped")
+    model = load_swapped("swapped")
+
+Projections, norms of queries and keys, rotary embedding, and norm and gate of the output stay timm's; the feature map comes
+after the rotary embedding. Class and register tokens are a block of their own, which every block sees and which sees every
+block. The token grid is that of the present image: blocks are fitted to it, so a model with ``dynamic_img_size`` takes
+images of any size. What the new attention adds is found under ``...attn.swapped``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
+from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside
+
+MODELS = ("VisionTransformer", "Eva")
+"""Classes of timm whose attention is known, and those derived from them: ViT, DeiT, DINOv2, SigLIP, CLIP, EVA, DINOv3 .."""
+
+ATTENTION = ("timm.layers.attention.Attention", "timm.layers.attention.AttentionRope", "timm.models.eva.EvaAttention")
+"""Attention modules that are known."""
+
+
+class PatchGrid(TokenGrid):
+    """The grid of a model's present image, a forward pre-hook of its patch embedding."""
+
+    def __call__(self, embedding: Any, args: tuple[Any, ...]) -> None:
+        """Keep the grid of an image ``[B, C, H, W]``."""
+        self.shape = tuple(embedding.dynamic_feat_size(tuple(args[0].shape[-2:])))
+
+
+class TimmHost(Host):
+    """Models of :data:`MODELS`."""
+
+    package = "timm"
+
+    @override
+    def layers(self, model: Any) -> list[Any]:
+        found = [module for module in _transformer(model).modules() if _is_known(module)]
+        if not found:
+            raise ValueError(
+                f"{type(model).__name__} has no attention that is known here (its blocks, relative positions, or product are "
+                "others); for your own model use lightning_mhla.MHLA in place of its attention"
+            )
+        return found
+
+    @override
+    def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
+        transformer = _transformer(model)
+        drop = getattr(transformer, "patch_drop", None)
+        if drop is not None and not isinstance(drop, nn.Identity):
+            raise ValueError("the model drops patches (patch_drop_rate), and blocks need all of them; build it without")
+        for index, layer in layers.items():
+            if layer.attn_drop.p:
+                raise ValueError(
+                    f"layer {index} drops attention weights (attn_drop_rate={layer.attn_drop.p}), which the new attention "
+                    "does not; build the model with attn_drop_rate=0"
+                )
+        for config in configs.values():
+            blocks_along(2, config)
+
+    @override
+    def replace(
+        self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]
+    ) -> dict[int, Attention]:
+        from lightning_mhla.swap.timm_attention import install
+
+        transformer = _transformer(model)
+        grid = PatchGrid(transformer.num_prefix_tokens)
+        built = {index: _build(layer, configs[index], grid.prefix_tokens) for index, layer in layers.items()}
+        for index, attention in built.items():
+            install(layers[index], attention, grid)
+        if built:
+            transformer.patch_embed.register_forward_pre_hook(grid)
+        return built
+
+    @override
+    def swapped(self, model: Any) -> dict[int, Attention]:
+        return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
+
+    @override
+    @contextmanager
+    def original(self, model: Any) -> Iterator[None]:
+        replaced = [layer for layer in self.layers(model) if hasattr(layer, "swapped")]
+        for layer in replaced:
+            layer.as_before = True
+        try:
+            yield
+        finally:
+            for layer in replaced:
+                layer.as_before = False
+
+    @override
+    def record(self, model: Any) -> Mapping[str, Any] | None:
+        return getattr(_transformer(model), SAVED, None)
+
+    @override
+    def remember(self, model: Any, record: Mapping[str, Any]) -> None:
+        setattr(_transformer(model), SAVED, dict(record))
+
+    @override
+    def wrote(self, config: Mapping[str, Any]) -> bool:
+        return "architecture" in config and "pretrained_cfg" in config
+
+    @override
+    def build(self, folder: Path, config: dict[str, Any]) -> nn.Module:
+        import timm
+
+        model: nn.Module = timm.create_model(f"local-dir:{folder.resolve()}", pretrained=False)
+        return model
+
+
+def save_swapped(model: Any, folder: str | Path, model_args: Mapping[str, Any] | None = None) -> None:
+    """Write a swapped model of timm as timm keeps models, ``config.json`` and safetensors, for ``load_swapped``.
+
+    Args:
+        model: after :func:`lightning_mhla.swap_attention`.
+        folder: to write to.
+        model_args: options of the model that timm's factory did not see, as for ``timm.models.save_for_hf``.
+
+    Raises:
+        ValueError: for a model that was not swapped.
+    """
+    from timm.models import save_for_hf
+
+    record = TimmHost().record(model)
+    if record is None:
+        raise ValueError(
+            f"the attention of this {type(model).__name__} is not swapped; timm.models.save_for_hf writes it"
+        )
+    options = dict(model_args or {})
+    save_for_hf(model, str(folder), model_config={SAVED: record}, model_args=options, safe_serialization=True)
+
+
+def _transformer(model: Any) -> Any:
+    """The vision transformer in ``model``, which may be wrapped (``features_only``)."""
+    import timm.models
+
+    kinds = tuple(getattr(timm.models, name) for name in MODELS)
+    found = [module for module in model.modules() if isinstance(module, kinds)]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} is no vision transformer with global attention; attention can be swapped in timm's "
+            f"{' and '.join(MODELS)} and those derived from them; for your own model use lightning_mhla.MHLA"
+        )
+    return found[0]
+
+
+def _is_known(module: nn.Module) -> bool:
+    return any(f"{kind.__module__}.{kind.__name__}" in ATTENTION for kind in type(module).__mro__)
+
+
+def _build(layer: Any, config: AttentionConfig, prefix_tokens: int) -> Attention:
+    """The attention that takes the place of ``layer``'s."""
+    blocks = blocks_along(2, config)
+    keys = getattr(layer, "num_kv_heads", layer.num_heads)
+    return build_beside(
+        layer.proj.weight,
+        replace(config, rotary=False),
+        layer.proj.out_features,
+        layer.num_heads,
+        BlockLayout(blocks, blocks, prefix_tokens=prefix_tokens),  # of the smallest grid; each image brings its own
+        key_value_heads=keys,
+        key_width=layer.head_dim,
+        value_width=layer.head_dim,
+    )

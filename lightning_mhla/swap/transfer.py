@@ -1,0 +1,88 @@
+"""Attention transfer: replaced layers learn the outputs of the attention that they replaced, each by itself.
+
+The first stage of LoLCATs (arXiv 2410.10254, section 3.2). The model is its own teacher: while it runs with its original
+attention, every replaced layer is given the same input with its new attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mhla.swap.swapping import host_of, swapped_layers
+
+
+def original_attention(model: nn.Module) -> Any:
+    """A context in which a swapped model computes what it did before the swap, with its present weights.
+
+    Raises:
+        NotImplementedError: for a model whose library does not keep what was replaced (diffusers).
+    """
+    return host_of(model).original(model)
+
+
+@contextmanager
+def only_new_trained(model: nn.Module) -> Iterator[None]:
+    """A context in which nothing gets a gradient but what the swap added."""
+    new = {id(parameter) for layer in swapped_layers(model).values() for parameter in layer.parameters()}
+    others = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in new]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+
+
+def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
+    """How far the output of each replaced layer is from that of the attention it replaced, mean over the layers.
+
+    A layer's distance is the mean square of the difference over the variance of the output, so that all layers count alike.
+    Each is given the input that it has in the original model: none has to mend what an earlier one does. Gradients reach
+    what the swap added and nothing else.
+
+    Args:
+        model: after :func:`lightning_mhla.swap_attention`.
+        run: calls the model as a whole, without a cache.
+
+    Raises:
+        ValueError: when no layer is replaced.
+        NotImplementedError: for a model whose library does not keep what was replaced (diffusers).
+    """
+    host = host_of(model)
+    layers = host.layers(model)
+    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Tensor]] = []
+
+    def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls.append((layer, args, kwargs, _first(output).float()))
+
+    hooks = [layers[index].register_forward_hook(keep, with_kwargs=True) for index in swapped_layers(model)]
+    if not hooks:
+        raise ValueError("no layer is replaced, so there is nothing to transfer")
+    try:
+        with torch.no_grad(), host.original(model):
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    distances = []
+    with only_new_trained(model):
+        for layer, args, kwargs, output in calls:
+            if getattr(model, "is_gradient_checkpointing", False):
+                own = checkpoint(layer, *args, use_reentrant=False, **kwargs)
+            else:
+                own = layer(*args, **kwargs)
+            distances.append((_first(own).float() - output).square().mean() / output.var())
+    return torch.stack(distances).mean()
+
+
+def _first(output: Any) -> Tensor:
+    """What an attention module gives beside its weights."""
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found

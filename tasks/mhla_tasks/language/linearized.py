@@ -1,0 +1,250 @@
+"""Linearise a language model: its softmax attention is replaced, and what that costs is won back in two stages.
+
+The first ``distillation.layer_steps`` steps teach each new layer the output of the one it replaced (attention transfer);
+then the model is trained on the text, all of it or by low-rank adapters, after LoLCATs (arXiv 2410.10254, section 3).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from typing_extensions import override
+
+from lightning_mhla import AttentionConfig, swap_attention
+from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
+from lightning_mhla.checkpoints.pretrained import read_trained
+from lightning_mhla.swap import SAVED, is_swapped, transfer_loss
+from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
+from lightning_mhla.system.hyperparameters import keep_plain
+from lightning_mhla.system.lightning_private import saved_hyperparameters
+from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.compilation import CompileOptions
+from lightning_mhla.training.module import TrainingModule
+from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.transfer import check_layer_steps
+from mhla_tasks.language.module import LanguageModel, inputs_and_targets
+from mhla_tasks.language.networks import build_network
+from mhla_tasks.language.prompts import GenerationOptions
+
+log = logging.getLogger(__name__)
+
+WINDOW = AttentionConfig(kind="mhla_window", block_size=64, mixing="exponential", feature_map="learned")
+"""Attention that takes the place of softmax where nothing else is asked for."""
+
+OWN = ("transformers_version", "architectures", "model_type", "dtype", "_name_or_path", SAVED)
+"""Entries of a saved configuration that are no options of its class."""
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """How the new attention learns from the old one.
+
+    Args:
+        layer_steps: optimiser steps, from the first, that match the output of each replaced layer to that of the attention it
+            replaced, for the same input; only what the swap added is trained meanwhile.
+        teacher: weights of the model before the swap, as for pretrained, whose predictions are matched afterwards; null for
+            none.
+        logits_weight: weight of the divergence from the teacher's predictions.
+        loss_weight: weight of the loss on the text beside it.
+    """
+
+    layer_steps: int = 0
+    teacher: str | None = None
+    logits_weight: float = 1.0
+    loss_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("layer_steps", "logits_weight", "loss_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"distillation.{name}={getattr(self, name)} must not be negative")
+
+
+class LinearizedModel(LanguageModel):
+    """A causal language model of transformers whose attention is replaced, to train its quality back.
+
+    Args:
+        pretrained: model to start from: a folder or a name on the hub of transformers, a checkpoint or a run of LanguageModel
+            with network, or of this class; its weights are not read where --ckpt_path brings others.
+        attention: what takes the place of its attention; rotary and norms of queries and keys are the model's own.
+        layer_kinds: kinds of the layers, repeated to the depth: keep for those that stay as they are, replace for
+            attention.kind; null replaces all.
+        train: what is trained after the layer steps: all; attention, the replaced layers with their projections; new, only
+            what replacing added; lora, that and adapters of the projections.
+        lora: rank and alpha of the adapters.
+        distillation: see TransferOptions.
+        context: tokens of a training sample.
+        checkpointing: recompute layers in the backward pass, to save memory.
+        compile: compile the network, block by block (:func:`torch.compile`).
+        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
+        optimizer: AdamW or CAME, and its schedule.
+        ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
+        generation: options of predict for continuations.
+        network: the model's configuration, which is read from pretrained: leave it out.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        attention: AttentionConfig = WINDOW,
+        layer_kinds: list[str] | None = None,
+        train: TrainedPart = "all",
+        lora: LoraOptions = LoraOptions(),
+        distillation: TransferOptions = TransferOptions(),
+        context: int = 2048,
+        checkpointing: bool = False,
+        compile: bool = False,
+        compile_options: CompileOptions | None = None,
+        optimizer: OptimizerConfig = OptimizerConfig(),
+        ema_decay: float | None = None,
+        generation: GenerationOptions = GenerationOptions(),
+        network: dict[str, Any] | None = None,
+    ) -> None:
+        optimizer = as_dataclass(OptimizerConfig, optimizer)
+        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
+        TrainingModule.__init__(self, optimizer, ema_decay, compile_options)
+        if network is None:
+            if pretrained is None:
+                raise ValueError("name the model to linearise: --model.init_args.pretrained=FOLDER_OR_NAME")
+            network = source_network(pretrained)
+        self.save_hyperparameters(ignore=["pretrained"])
+        for saved in saved_hyperparameters(self):
+            saved["network"] = network
+        keep_plain(self)
+        self._pretrained = pretrained
+        self.distillation = as_dataclass(TransferOptions, distillation)
+        self._teacher: _Teacher | None = None
+        model = build_network(network, dict(network["init_args"])["vocab_size"])
+        swap_attention(model, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
+        self.take(model, context, as_dataclass(GenerationOptions, generation), checkpointing)
+        choose_trained(model, train, as_dataclass(LoraOptions, lora))
+
+    @override
+    def configure_model(self) -> None:
+        if self._pretrained is not None:
+            load_source(self.network, self._pretrained)
+            self._pretrained = None
+        super().configure_model()
+
+    def on_fit_start(self) -> None:
+        """Load the teacher, if there is one.
+
+        Raises:
+            ValueError: for strategies under which layers cannot be matched one by one.
+        """
+        if self.distillation.layer_steps:
+            check_layer_steps(self.trainer, self.network, self.hparams["train"])
+        if self.distillation.teacher is not None and self._teacher is None:
+            self._teacher = _Teacher(self.distillation.teacher)
+        if self._teacher is not None:
+            self._teacher.model.to(self.device)
+
+    @override
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Match the layers, then learn the text, and the teacher's predictions if there is one."""
+        inputs, targets = inputs_and_targets(batch)
+        if self.trainer.global_step < self.distillation.layer_steps:
+            loss = transfer_loss(self.network, lambda: self.network.base_model(inputs, use_cache=False))
+            self.log("train/layer_distance", loss.detach(), batch_size=len(inputs))
+            return self.log_loss(loss, len(inputs))
+        if self._teacher is None:
+            return super().training_step(batch, batch_idx)
+        logits = self.network(inputs, use_cache=False).logits.float().flatten(0, 1)
+        plain = F.cross_entropy(logits, targets.flatten())
+        divergence = F.kl_div(
+            logits.log_softmax(-1), self._teacher.scores(inputs), reduction="batchmean", log_target=True
+        )
+        self.log("train/text_loss", plain.detach(), batch_size=len(inputs))
+        self.log("train/teacher_divergence", divergence.detach(), batch_size=len(inputs))
+        loss = self.distillation.loss_weight * plain + self.distillation.logits_weight * divergence
+        return self.log_loss(loss, len(inputs))
+
+
+class _Teacher:
+    """The model before the swap, frozen; no module, so that it is neither trained, averaged nor kept."""
+
+    def __init__(self, path: str) -> None:
+        network = source_network(path)
+        self.model = build_network(network, dict(network["init_args"])["vocab_size"]).eval().requires_grad_(False)
+        load_source(self.model, path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Teacher:
+        return self
+
+    @torch.no_grad()
+    def scores(self, inputs: Tensor) -> Tensor:
+        """Log-probabilities ``[B * N, vocab]``, float32."""
+        return self.model(inputs, use_cache=False).logits.float().log_softmax(-1).flatten(0, 1)
+
+
+def source_network(pretrained: str) -> dict[str, Any]:
+    """The configuration of the model at a path or name, as :func:`build_network` takes it.
+
+    Raises:
+        FileNotFoundError: when there is none.
+        ValueError: for a checkpoint of a model that is not of transformers.
+    """
+    path = Path(pretrained)
+    if path.exists() and not (path / "config.json").is_file():
+        found = (read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}).get("network")
+        if found is None:
+            raise ValueError(
+                f"{pretrained} is of no model of transformers: softmax layers of our own backbone become others by "
+                "--model.init_args.attention.kind and pretrained of LanguageModel"
+            )
+        return {"class_path": found["class_path"], "init_args": dict(found.get("init_args") or {})}
+    try:
+        config = AutoConfig.from_pretrained(pretrained)
+    except OSError as error:
+        raise FileNotFoundError(f"{pretrained} is no checkpoint, no folder and no model on the hub") from error
+    options = {name: value for name, value in config.to_diff_dict().items() if name not in OWN}
+    return {
+        "class_path": f"transformers.{type(config).__name__}",
+        "init_args": {"vocab_size": config.vocab_size, **options},
+    }
+
+
+def load_source(network: PreTrainedModel, pretrained: str) -> None:
+    """Give a swapped network the weights at a path or name; what the swap added keeps its start where they have none of it.
+
+    Raises:
+        FileNotFoundError: when there is nothing.
+        ValueError: when they are of another model.
+    """
+    trained, local = read_trained(pretrained), Path(pretrained)
+    state: Mapping[str, Tensor]
+    if trained is not None:
+        state = trained.weights
+    elif is_swapped(local):
+        state = {
+            name: tensor for file in sorted(local.glob("*.safetensors")) for name, tensor in load_file(file).items()
+        }
+    else:
+        state = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32).state_dict()
+    own = {name.replace(".base_layer.", "."): name for name in network.state_dict()}
+    state = {own.get(name, name): tensor for name, tensor in state.items()}
+    result = _load(network, state, pretrained)
+    tied = set(network.all_tied_weights_keys or {})
+    missing = [name for name in result.missing_keys if not {"swapped"} & set(name.split(".")) and ".lora_" not in name]
+    wrong = [*result.unexpected_keys, *(f"{name} is missing" for name in missing if name not in tied)]
+    if wrong:
+        raise ValueError(
+            f"{pretrained} is of another model, or of other attention: {'; '.join(wrong[:3])} ({len(wrong)} in all)"
+        )
+    network.tie_weights()
+    log.info("started from %s: %d tensors taken, %d new", pretrained, len(state), len(result.missing_keys))
+
+
+def _load(network: nn.Module, state: Mapping[str, Tensor], pretrained: str) -> Any:
+    try:
+        return network.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"{pretrained} is of another shape: {str(error).splitlines()[-1].strip()}") from error
