@@ -12,15 +12,17 @@ from lightning_mhla.swap.swapping import (
     swapped_layers,
 )
 from lightning_mhla.swap.timm import save_swapped
-from lightning_mhla.swap.transfer import original_attention, transfer_loss
+from lightning_mhla.swap.transfer import LayerCosts, layer_costs, original_attention, transfer_loss
 
 __all__ = [
     "KEEP",
     "REPLACE",
     "SAVED",
+    "LayerCosts",
     "SwappedAttention",
     "attention_layers",
     "is_swapped",
+    "layer_costs",
     "load_swapped",
     "original_attention",
     "resize_blocks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,8 +64,12 @@ class Host(ABC):
     def swapped(self, model: Any) -> dict[int, Attention]:
         """The attention that :meth:`replace` put in, by the number of its layer."""
 
-    def original(self, model: Any) -> AbstractContextManager[None]:
+    def original(self, model: Any, layers: Collection[int] | None = None) -> AbstractContextManager[None]:
         """Within it, replaced layers compute what they did before the swap, with their projections as they are now.
+
+        Args:
+            model: after the swap.
+            layers: numbers of the replaced layers that do; None for all.
 
         Raises:
             NotImplementedError: where the library's models do not keep what was replaced.

@@ -42,9 +42,10 @@ def host_of(model: nn.Module) -> Host:
     for host in HOSTS:
         if host.claims(model):
             return host
+    *others, last = (host.package for host in HOSTS)
     raise ValueError(
-        f"{type(model).__name__} is no model of {', '.join(host.package for host in HOSTS)}; for your own model use "
-        "lightning_mhla.MHLA in place of its attention"
+        f"{type(model).__name__} is no model of {', '.join(others)} or {last}; for your own model use lightning_mhla.MHLA in "
+        "place of its attention"
     )
 
 

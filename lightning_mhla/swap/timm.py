@@ -13,7 +13,7 @@ images of any size. What the new attention adds is found under ``...attn.swapped
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -91,8 +91,9 @@ class TimmHost(Host):
 
     @override
     @contextmanager
-    def original(self, model: Any) -> Iterator[None]:
-        replaced = [layer for layer in self.layers(model) if hasattr(layer, "swapped")]
+    def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
+        every = self.layers(model)
+        replaced = [every[index] for index in self.swapped(model) if layers is None or index in layers]
         for layer in replaced:
             layer.as_before = True
         try:

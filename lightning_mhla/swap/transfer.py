@@ -6,8 +6,9 @@ attention, every replaced layer is given the same input with its new attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +18,56 @@ from torch.utils.checkpoint import checkpoint
 from lightning_mhla.swap.swapping import host_of, swapped_layers
 
 
-def original_attention(model: nn.Module) -> Any:
-    """A context in which a swapped model computes what it did before the swap, with its present weights.
+def original_attention(model: nn.Module, layers: Collection[int] | None = None) -> AbstractContextManager[None]:
+    """A context in which replaced layers compute what they did before the swap, with their present weights.
+
+    Args:
+        model: after :func:`lightning_mhla.swap_attention`.
+        layers: numbers of those that do; None for all.
 
     Raises:
         NotImplementedError: for a model whose library does not keep what was replaced (diffusers).
     """
-    return host_of(model).original(model)
+    return host_of(model).original(model, layers)
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What replacing each layer costs, by a measure of which less is better.
+
+    Attributes:
+        original: the measure with the original attention in all layers.
+        replaced: with the new attention in all that were replaced.
+        alone: with the new attention in one layer, by the layer's number.
+    """
+
+    original: float
+    replaced: float
+    alone: dict[int, float]
+
+    def worst(self, count: int) -> list[int]:
+        """The layers that cost most to replace, in the order of the model."""
+        return sorted(sorted(self.alone, key=lambda index: -self.alone[index])[:count])
+
+
+def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
+    """Measure a swapped model with one new layer after the other.
+
+    Args:
+        model: after :func:`lightning_mhla.swap_attention`, best with its layers trained by :func:`transfer_loss`.
+        measure: for instance its loss on held-out data.
+
+    Raises:
+        NotImplementedError: as for :func:`original_attention`.
+    """
+    every = set(swapped_layers(model))
+    found = {}
+    with original_attention(model):
+        original = measure()
+    for index in sorted(every):
+        with original_attention(model, every - {index}):
+            found[index] = measure()
+    return LayerCosts(original, measure(), found)
 
 
 @contextmanager
@@ -71,13 +115,11 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
     finally:
         for hook in hooks:
             hook.remove()
+    recomputes = model.is_activation_checkpointing if hasattr(model, "is_activation_checkpointing") else False
     distances = []
     with only_new_trained(model):
         for layer, args, kwargs, output in calls:
-            if getattr(model, "is_gradient_checkpointing", False):
-                own = checkpoint(layer, *args, use_reentrant=False, **kwargs)
-            else:
-                own = layer(*args, **kwargs)
+            own = checkpoint(layer, *args, use_reentrant=False, **kwargs) if recomputes else layer(*args, **kwargs)
             distances.append((_first(own).float() - output).square().mean() / output.var())
     return torch.stack(distances).mean()
 

@@ -16,7 +16,7 @@ counted from a row's first real token. Documents packed in one row (positions th
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -112,10 +112,11 @@ class TransformersHost(Host):
 
     @override
     @contextmanager
-    def original(self, model: Any) -> Iterator[None]:
+    def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
         from lightning_mhla.swap.transformers_attention import NAME
 
-        replaced = [layer for layer in self.layers(model) if hasattr(layer, "swapped")]
+        every = self.layers(model)
+        replaced = [every[index] for index in self.swapped(model) if layers is None or index in layers]
         for layer in replaced:
             layer.config._attn_implementation = model.config._attn_implementation
         try:

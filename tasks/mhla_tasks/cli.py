@@ -35,13 +35,14 @@ from mhla_tasks.settle import (
     find_missing,
     inside,
     leave_out_monitors,
+    network_of,
     settle,
     with_config_of_run,
     with_folder_of_logger,
     write_beside_checkpoint,
 )
 from mhla_tasks.sources import read_sources
-from mhla_tasks.trust import AllowError, allow_imports, check_config, refusal
+from mhla_tasks.trust import AllowError, allow_imports, allow_shapes, check_config, refusal
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,9 @@ class SuiteCLI(LightningCLI):
             for source in sources:
                 if isinstance(checkpoint := source.values.get("ckpt_path"), str):
                     try:
-                        chosen.set_defaults(defaults_from(checkpoint, sources))
+                        remembered = defaults_from(checkpoint, sources)
+                        allow_shapes(remembered)
+                        chosen.set_defaults(remembered)
                     except ValueError as error:
                         chosen.error(str(error))
         with without_collection():  # the classes that are named are imported
@@ -148,6 +151,9 @@ class SuiteCLI(LightningCLI):
         start = options.get("model", {}).get("init_args", {})
         if options.get("ckpt_path") and "pretrained" in start:
             start["pretrained"] = None
+            if "network" in start and start["network"] is None:  # it was read where the weights were
+                start["network"] = network_of(str(options["ckpt_path"]))
+                allow_shapes(start["network"])
         if subcommand == "predict" and not options.get("ckpt_path") and not start.get("pretrained"):
             raise ValueError(
                 "predict has no weights and would draw noise: name them with --ckpt_path=FILE, --run_dir=FOLDER or "

@@ -11,7 +11,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from lightning_mhla.checkpoints.io import RECOVERY, find_checkpoints, read_header
+from lightning_mhla.checkpoints.io import RECOVERY, find_checkpoints, read_header, resolve_checkpoint
 from lightning_mhla.checkpoints.runs import RunFolder
 from lightning_mhla.checkpoints.sharded import is_sharded
 from mhla_tasks.shipped import PREFIX, names
@@ -182,6 +182,13 @@ def inside(source: Source, subcommand: str) -> Source:
     """The options of a subcommand, where a file keeps them under its name."""
     own = source.values.get(subcommand)
     return Source(source.origin, own) if set(source.values) == {subcommand} and isinstance(own, dict) else source
+
+
+def network_of(checkpoint: str) -> dict[str, Any] | None:
+    """The configuration of transformers that the model of a checkpoint was built from; None where it has none."""
+    path = Path(checkpoint)
+    memory = (read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}) if path.exists() else {}
+    return memory.get("network")
 
 
 def defaults_from(checkpoint: str, sources: Sequence[Source]) -> dict[str, Any]:

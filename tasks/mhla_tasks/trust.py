@@ -43,11 +43,17 @@ def allow_imports(sources: Sequence[Source]) -> None:
         if foreign := set(_names(source.values.get("allow"))) - given:
             raise AllowError(f"{source.origin}: allow is for the command line: --allow={','.join(sorted(foreign))}")
     paths = {text for source in typed for text in _strings(source.values) if re.fullmatch(r"\w+(\.\w+)+", text)}
-    shapes = {text for source in sources for text in _strings(source.values) if SHAPES.fullmatch(text)}
-    _allowed[:] = [*PACKAGES, *sorted(given | paths | {name for text in shapes for name in _both_names(text)})]
+    _allowed[:] = [*PACKAGES, *sorted(given | paths)]
     find_in_working_folder(paths)
-    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(_allowed))
+    allow_shapes([source.values for source in sources])
     import_own(sorted(given))
+
+
+def allow_shapes(values: object) -> None:
+    """Let the values of a configuration or a checkpoint name the configurations of models (:data:`SHAPES`) that they name."""
+    shapes = {name for text in _strings(values) if SHAPES.fullmatch(text) for name in _both_names(text)}
+    _allowed.extend(sorted(shapes))
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=list(_allowed))
 
 
 def _both_names(path: str) -> set[str]:

@@ -113,8 +113,11 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
             data |= {"train": f"{world}/latents/train-*.tar", "val": f"{world}/latents/val-*.tar", "sample_size": 8}
     elif domain == "language":
         context = 64 if data.get("train") else 32
-        model |= {"vocab_size": 300, "context": context}
-        if "network" in model:
+        model |= {"context": context} | ({} if "pretrained" in model else {"vocab_size": 300})
+        if "pretrained" in model:
+            model |= {"pretrained": str(start or model["pretrained"]), "distillation": {"layer_steps": 2}}
+            model["attention"]["block_size"] = 8
+        elif "network" in model:
             sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
                      "state_size": 4, "num_heads": 4, "head_dim": 16, "time_step_rank": 2}  # fmt: skip
             model["network"]["init_args"] |= {k: v for k, v in sizes.items() if k in model["network"]["init_args"]}

@@ -153,6 +153,11 @@ def test_missing_data_folder(
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    if path.stem.startswith("linearize"):
+        cli = parse(monkeypatch, "fit", "--config", str(path))
+        with pytest.raises(ValueError, match="is no checkpoint, no folder and no model on the hub"):
+            cli.parser.instantiate_classes(cli.config)
+        return
     if "network:" in path.read_text():
         cli = parse(monkeypatch, "fit", "--config", str(path))
         with torch.device("meta"):

@@ -39,7 +39,7 @@ def in_small(path: Path) -> str:
     return json.dumps(config, sort_keys=True)
 
 
-STARTS = {"digits_finetune": "digits_pretrain", "dit_xl2_adapt": "dit_s2_256"}
+STARTS = {"digits_finetune": "digits_pretrain", "dit_xl2_adapt": "dit_s2_256", "linearize_stdlib": "llama_stdlib"}
 """Configurations whose weights come from another one."""
 ALIKE: dict[str, list[Path]] = {}
 """Configurations by their text in small: sizes of one model are the same one there, and one of them is run."""
@@ -119,7 +119,7 @@ def test_a_shipped_configuration_from_fit_to_export(
     assert list((tmp_path / "run").glob("events.out.tfevents.*"))
     assert (tmp_path / "run/checkpoints/learning_curves.png").exists()
     commands: dict[str, list[str]] = {"predict": predict_options(domain, world)}
-    if path.stem.startswith(("digits", "stdlib")):  # as fit validates, in all others
+    if path.stem.startswith(("digits", "stdlib", "linearize")):  # as fit validates, in all others
         commands["validate"] = []
     if path.stem in QUESTIONS:
         assert "val/accuracy" in text

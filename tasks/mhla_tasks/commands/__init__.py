@@ -51,6 +51,7 @@ TOOLS: dict[str, dict[str, str]] = {
         "score": "measuring:score",
         "arrange": "measuring:arrange",
         "compare": "measuring:compare",
+        "layers": "measuring:layers",
         "bench": "measuring:bench",
         "paper": "measuring:paper",
     },

@@ -110,6 +110,29 @@ def compare(parser: ArgumentParser) -> Run:
     return run
 
 
+def layers(parser: ArgumentParser) -> Run:
+    """What each replaced layer of a linearised language model costs, and which layers a hybrid should keep.
+
+        lightning layers runs/linearize-stdlib/version_0 --keep 0.25
+
+    Scores held-out text of the run's data with one new layer after the other, all others being the original ones, and proposes
+    ``layer_kinds`` with the given share of layers kept. Best after the layer steps of distillation.
+    """
+    parser.add_argument("checkpoint", type=Path, help="checkpoint or run of a LinearizedModel")
+    parser.add_argument("--keep", type=float, default=0.25, help="share of the layers to keep (default: 0.25)")
+    parser.add_argument("--batches", type=int, default=16, help="batches of validation data (default: 16)")
+    parser.add_argument("--accelerator", default="auto", help="cpu, gpu, .. (default: auto)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.language import layer_costs
+
+        found = layer_costs.measure(args.checkpoint, args.keep, args.batches, args.accelerator)
+        sys.stdout.write(json.dumps(found, indent=1) + "\n" if args.json else layer_costs.table(found))
+
+    return run
+
+
 @passes_on
 def bench(words: Sequence[str]) -> int | None:
     """Run a benchmark of the repository: attention, generation, models, recurrences and more.

@@ -28,7 +28,6 @@ from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
-from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
 from lightning_mhla.training.transfer import check_layer_steps
 from mhla_tasks.language.module import LanguageModel, inputs_and_targets
@@ -110,7 +109,7 @@ class LinearizedModel(LanguageModel):
     ) -> None:
         optimizer = as_dataclass(OptimizerConfig, optimizer)
         compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
-        TrainingModule.__init__(self, optimizer, ema_decay, compile_options)
+        super(LanguageModel, self).__init__(optimizer, ema_decay, compile_options)
         if network is None:
             if pretrained is None:
                 raise ValueError("name the model to linearise: --model.init_args.pretrained=FOLDER_OR_NAME")
@@ -194,13 +193,15 @@ def source_network(pretrained: str) -> dict[str, Any]:
     """
     path = Path(pretrained)
     if path.exists() and not (path / "config.json").is_file():
-        found = (read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}).get("network")
+        memory = read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}
+        found = memory.get("network")
         if found is None:
             raise ValueError(
                 f"{pretrained} is of no model of transformers: softmax layers of our own backbone become others by "
                 "--model.init_args.attention.kind and pretrained of LanguageModel"
             )
-        return {"class_path": found["class_path"], "init_args": dict(found.get("init_args") or {})}
+        options = {"vocab_size": memory.get("vocab_size"), **(found.get("init_args") or {})}
+        return {"class_path": found["class_path"], "init_args": options}
     try:
         config = AutoConfig.from_pretrained(pretrained)
     except OSError as error:

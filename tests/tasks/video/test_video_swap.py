@@ -290,7 +290,7 @@ def test_calls_of_other_models_are_refused() -> None:
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Linear is no model of diffusers or transformers"):
+    with pytest.raises(ValueError, match="Linear is no model of diffusers, timm or transformers"):
         swap_attention(nn.Linear(2, 2), PAPER)
     unet = UNet2DConditionModel(
         block_out_channels=(8, 8),

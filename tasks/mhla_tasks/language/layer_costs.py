@@ -1,0 +1,84 @@
+"""What each replaced layer of a linearised language model costs on held-out text, and which layers to keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning import LightningDataModule, Trainer
+
+from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
+from lightning_mhla.swap import KEEP, REPLACE, LayerCosts, layer_costs, original_attention, swapped_layers
+from mhla_tasks.language.export import load_checkpoint
+from mhla_tasks.language.linearized import LinearizedModel
+from mhla_tasks.trust import refusal
+
+
+def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") -> dict[str, Any]:
+    """Losses by layer, and the layers that a hybrid would keep.
+
+    Args:
+        path: checkpoint or run of a linearised model.
+        keep: share of the model's layers that a hybrid keeps as softmax, 0 to 1.
+        batches: batches of the run's validation data.
+        accelerator: as for Lightning.
+
+    Returns:
+        ``original``, ``replaced`` and ``hybrid``: nats a token with the original attention, the new one, and the proposed
+        mixture; ``layers``: nats a token with one new layer, by number; ``kept``; and ``layer_kinds``.
+
+    Raises:
+        ValueError: for another model, or a share that is none.
+    """
+    if not 0 <= keep < 1:
+        raise ValueError(f"keep={keep} is a share of the layers, from 0 to below 1")
+    module = load_checkpoint(path)
+    if not isinstance(module, LinearizedModel):
+        raise ValueError(f"{path} is of a {type(module).__name__}, no linearised model: train one with LinearizedModel")
+    data = _data(path)
+    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(
+        accelerator=accelerator, devices=1, limit_val_batches=batches, enable_model_summary=False, **options
+    )
+
+    def loss() -> float:
+        (found,) = trainer.validate(module, data, verbose=False)
+        return math.log(found["val/perplexity"])
+
+    costs = layer_costs(module.network, loss)
+    depth = module.network.config.num_hidden_layers
+    stay = set(range(depth)) - set(swapped_layers(module.network))
+    kept = costs.worst(max(0, round(keep * depth) - len(stay)))
+    with original_attention(module.network, kept):
+        hybrid = loss()
+    kinds = [KEEP if index in {*kept, *stay} else REPLACE for index in range(depth)]
+    return {**vars(costs), "hybrid": hybrid, "kept": sorted({*kept, *stay}), "layer_kinds": kinds}
+
+
+def table(found: dict[str, Any]) -> str:
+    """The figures of :func:`measure` as text."""
+    losses = LayerCosts(found["original"], found["replaced"], found["alone"])
+    lines = ["nats per token      against the original"]
+    rows: Sequence[tuple[str, float]] = [
+        ("original", losses.original),
+        *((f"layer {index} new", value) for index, value in losses.alone.items()),
+        ("all new", losses.replaced),
+        (f"kept: {', '.join(map(str, found['kept'])) or 'none'}", found["hybrid"]),
+    ]
+    lines += [f"{name:<14} {value:.4f}  {value - losses.original:+.4f}" for name, value in rows]
+    return "\n".join([*lines, f"layer_kinds: [{', '.join(found['layer_kinds'])}]", ""])
+
+
+def _data(path: Path) -> LightningDataModule:
+    """The data that a run was trained on, as its checkpoint remembers it."""
+    memory = dict(read_header(resolve_checkpoint(path)).get("datamodule_hyper_parameters") or {})
+    class_path = str(memory.get("_class_path", ""))
+    if not class_path or refusal(class_path):
+        raise ValueError(f"{path} does not say what data it was trained on: train it with lightning fit")
+    package, _, name = class_path.rpartition(".")
+    options = {key: value for key, value in memory.items() if not key.startswith("_")}
+    data: LightningDataModule = getattr(import_module(package), name)(**options)
+    return data

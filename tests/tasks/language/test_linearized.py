@@ -1,0 +1,170 @@
+"""Linearised language models: the stages, what each trains, where weights come from, and what is left of it on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningDataModule, Trainer
+from mhla_tasks.language import LanguageModel, LinearizedModel
+from mhla_tasks.language.export import load_checkpoint
+from mhla_tasks.language.linearized import TransferOptions, load_source, source_network
+from mhla_tasks.language.networks import build_network
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from lightning_mhla import AttentionConfig, load_swapped, swap_attention
+from lightning_mhla.swap import swapped_layers
+from lightning_mhla.swap.adapters import LoraOptions, merge_adapters
+from lightning_mhla.training.optim import OptimizerConfig
+
+NETWORK: dict[str, Any] = {
+    "class_path": "transformers.LlamaConfig",
+    "init_args": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48,
+        "max_position_embeddings": 128, "tie_word_embeddings": True, "vocab_size": 40,
+    },
+}  # fmt: skip
+WINDOW = AttentionConfig(kind="mhla_window", block_size=8, mixing="exponential", feature_map="learned")
+
+
+class Patterns(LightningDataModule):
+    """Rows of tokens that count up from a drawn start."""
+
+    def train_dataloader(self) -> Any:
+        starts = torch.randint(40, (400, 1), generator=torch.Generator().manual_seed(0))
+        rows = (starts + torch.arange(49)) % 40
+        return DataLoader([{"tokens": row} for row in rows], batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama in a folder of transformers."""
+    folder = tmp_path_factory.mktemp("source") / "llama"
+    torch.manual_seed(0)
+    model = build_network(NETWORK, 40)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def linearized(source: Path, **options: Any) -> LinearizedModel:
+    return LinearizedModel(str(source), WINDOW, context=48, optimizer=OptimizerConfig(lr=0.01), **options)
+
+
+def fit(model: Any, steps: int, folder: Path) -> Path:
+    """Train, and the path of a checkpoint."""
+    trainer = Trainer(
+        accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, Patterns())
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return folder / "last.ckpt"
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.network.state_dict().items()}
+
+
+def test_the_first_steps_train_what_the_swap_added_and_the_rest_the_model(source: Path, tmp_path: Path) -> None:
+    original = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    model = linearized(source, distillation=TransferOptions(layer_steps=6))
+    distances = []
+    model.log_loss = lambda loss, size: distances.append(float(loss.detach())) or loss  # type: ignore[method-assign]
+    fit(model, 6, tmp_path)
+    first = weights(model)
+    assert all(torch.equal(tensor, first[name]) for name, tensor in original.items())
+    assert distances[-1] < distances[0]
+    again = linearized(source, distillation=TransferOptions(layer_steps=3))
+    fit(again, 6, tmp_path)
+    assert not any(
+        torch.equal(tensor, again.network.state_dict()[name]) for name, tensor in original.items() if "proj" in name
+    )
+
+
+@pytest.mark.parametrize("train", ["new", "attention", "lora"])
+def test_only_what_is_asked_for_is_trained(train: Any, source: Path, tmp_path: Path) -> None:
+    model = linearized(source, train=train, lora=LoraOptions(2, 2), distillation=TransferOptions(layer_steps=1))
+    load_source(model.network, str(source))
+    before = weights(model)
+    path = fit(model, 4, tmp_path)
+    changed = {name for name, tensor in weights(model).items() if not torch.equal(tensor, before[name])}
+    parts = {"new": (".swapped.",), "attention": (".self_attn.",), "lora": (".swapped.", ".lora_")}[train]
+    assert changed == {name for name in before if any(part in name for part in parts)}
+    loaded = load_checkpoint(path)
+    assert isinstance(loaded, LinearizedModel)
+    x = torch.arange(20)[None]
+    torch.testing.assert_close(loaded(x), model.eval()(x))
+    merge_adapters(loaded.network)
+    loaded.network.save_pretrained(tmp_path / "exported")
+    torch.testing.assert_close(load_swapped(tmp_path / "exported")(x).logits, model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_teachers_predictions_are_matched(source: Path, tmp_path: Path) -> None:
+    """With no weight on the text, the distance to the teacher falls."""
+    options = TransferOptions(teacher=str(source), loss_weight=0.0)
+    model = linearized(source, distillation=options)
+    losses = []
+    model.log_loss = lambda loss, size: losses.append(float(loss.detach())) or loss  # type: ignore[method-assign]
+    path = fit(model, 30, tmp_path)
+    assert losses[-1] < 0.5 * losses[0]
+    names = torch.load(path, weights_only=True)["state_dict"]
+    assert not any("teacher" in name for name in names)
+
+
+def test_weights_come_from_checkpoints_folders_and_swapped_models(source: Path, tmp_path: Path) -> None:
+    options = {name: value for name, value in NETWORK["init_args"].items() if name != "vocab_size"}
+    plain = LanguageModel(
+        network={**NETWORK, "init_args": options}, vocab_size=40, context=48, optimizer=OptimizerConfig(lr=0.01)
+    )
+    checkpoint = fit(plain, 2, tmp_path)
+    model = linearized(checkpoint)
+    load_source(model.network, str(checkpoint))
+    assert all(
+        torch.equal(tensor, model.network.state_dict()[name]) for name, tensor in plain.network.state_dict().items()
+    )
+    (tmp_path / "stage").mkdir()
+    stage = fit(linearized(source, distillation=TransferOptions(layer_steps=2)), 2, tmp_path / "stage")
+    second = linearized(stage)
+    load_source(second.network, str(stage))
+    saved = torch.load(stage, weights_only=True)["state_dict"]
+    assert all(torch.equal(tensor, saved[f"network.{name}"]) for name, tensor in second.network.state_dict().items())
+    swapped = AutoModelForCausalLM.from_pretrained(source)
+    for layer in swap_attention(swapped, WINDOW).values():
+        torch.nn.init.normal_(layer.far.weight)
+    swapped.save_pretrained(tmp_path / "swapped")
+    third = linearized(tmp_path / "swapped")
+    load_source(third.network, str(tmp_path / "swapped"))
+    for mine, theirs in zip(swapped_layers(third.network).values(), swapped_layers(swapped).values(), strict=True):
+        assert torch.equal(mine.far.weight, theirs.far.weight)
+
+
+def test_hybrids_keep_their_layers(source: Path) -> None:
+    model = linearized(source, layer_kinds=["keep", "replace"])
+    assert list(swapped_layers(model.network)) == [1]
+
+
+def test_what_does_not_fit_is_said_in_one_line(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"name the model to linearise: --model.init_args.pretrained=FOLDER_OR_NAME"):
+        LinearizedModel()
+    with pytest.raises(FileNotFoundError, match="nowhere/at/all is no checkpoint, no folder and no model on the hub"):
+        linearized(Path("nowhere/at/all"))
+    ours = LanguageModel(vocab_size=40, dim=16, depth=1, heads=2, mlp_width=16, context=48)
+    with pytest.raises(
+        ValueError, match="is of no model of transformers: softmax layers of our own backbone become others by"
+    ):
+        source_network(str(fit(ours, 1, tmp_path)))
+    with pytest.raises(ValueError, match=r"distillation.layer_steps=-1 must not be negative"):
+        TransferOptions(layer_steps=-1)
+    other = build_network({**NETWORK, "init_args": {**NETWORK["init_args"], "hidden_size": 64}}, 40)
+    other.save_pretrained(tmp_path / "wide")
+    with pytest.raises(ValueError, match="wide is of another shape: "):
+        load_source(linearized(source).network, str(tmp_path / "wide"))
+    linear = AttentionConfig(kind="linear")
+    with pytest.raises(ValueError, match="leaves nothing to train: replacing added no parameters"):
+        LinearizedModel(str(source), linear, context=48, train="new")
