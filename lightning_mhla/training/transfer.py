@@ -1,6 +1,8 @@
-"""Runs whose first steps match replaced layers one by one."""
+"""Training after a swap: its options, and runs whose first steps match replaced layers one by one."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -9,6 +11,30 @@ from torch import nn
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.swap import swapped_layers
 from lightning_mhla.system.lightning_private import ddp_options
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """How the new attention learns from the old one.
+
+    Args:
+        layer_steps: optimiser steps, from the first, that match the output of each replaced layer to that of the attention it
+            replaced, for the same input; only what the swap added is trained meanwhile.
+        teacher: weights of the model before the swap, as for pretrained, whose predictions are matched afterwards; null for
+            none.
+        logits_weight: weight of the divergence from the teacher's predictions.
+        loss_weight: weight of the plain loss beside it.
+    """
+
+    layer_steps: int = 0
+    teacher: str | None = None
+    logits_weight: float = 1.0
+    loss_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("layer_steps", "logits_weight", "loss_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"distillation.{name}={getattr(self, name)} must not be negative")
 
 
 def check_layer_steps(trainer: Trainer, network: nn.Module, trained: str) -> None:

@@ -21,7 +21,8 @@ DOMAINS = {
     "text_to_image": "TextToImage",
     "video": "VideoDiffusion",
 }
-"""Module classes of the domains. A domain's ``export`` has ``write``, the names of its ``OPTIONS``, and ``LOADING``."""
+"""Module classes of the domains. A domain's ``export`` has ``write``, the names of its ``OPTIONS``, and ``LOADING``,
+or ``loading`` where that depends on the module."""
 
 
 def write_export(
@@ -55,7 +56,8 @@ def write_export(
         card.write_text(before)
         card = folder / "README.new.md"
     network = type(getattr(module, "network", None)).__name__
-    write_card(module, content, card, domain.LOADING.replace("NETWORK", network), license_name)
+    loading = domain.loading(module) if hasattr(domain, "loading") else domain.LOADING
+    write_card(module, content, card, loading.replace("NETWORK", network), license_name)
 
 
 def _load(checkpoint: Path, path: Path, content: Mapping[str, Any], live: bool) -> tuple[TrainingModule, ModuleType]:

@@ -24,15 +24,24 @@ from mhla_tasks.language.tokenizer import load_tokenizer
 OPTIONS = ("tokenizer", "context")
 
 LOADING = """\
-from lightning_mhla.swap import is_swapped, load_swapped
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-if is_swapped("FOLDER"):  # a linearised model of transformers
-    model = load_swapped("FOLDER")
-else:
-    model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 """Python that loads an export, FOLDER being its path."""
+
+LOADING_SWAPPED = """\
+from lightning_mhla import load_swapped
+from transformers import AutoTokenizer
+
+model = load_swapped("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
+"""The same for a linearised model."""
+
+
+def loading(model: LanguageModel) -> str:
+    """Python that loads the export of ``model``."""
+    return LOADING_SWAPPED if isinstance(model, LinearizedModel) else LOADING
 
 
 def load_checkpoint(path: str | Path, live: bool = False) -> LanguageModel:

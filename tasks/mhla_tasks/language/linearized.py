@@ -6,15 +6,13 @@ then the model is trained on the text, all of it or by low-rank adapters, after 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
@@ -24,47 +22,22 @@ from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.checkpoints.pretrained import read_trained
 from lightning_mhla.swap import SAVED, is_swapped, transfer_loss
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
+from lightning_mhla.swap.loading import give_weights
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.optim import OptimizerConfig
-from lightning_mhla.training.transfer import check_layer_steps
+from lightning_mhla.training.transfer import TransferOptions, check_layer_steps
 from mhla_tasks.language.module import LanguageModel, inputs_and_targets
 from mhla_tasks.language.networks import build_network
 from mhla_tasks.language.prompts import GenerationOptions
-
-log = logging.getLogger(__name__)
 
 WINDOW = AttentionConfig(kind="mhla_window", block_size=64, mixing="exponential", feature_map="learned")
 """Attention that takes the place of softmax where nothing else is asked for."""
 
 OWN = ("transformers_version", "architectures", "model_type", "dtype", "_name_or_path", SAVED)
 """Entries of a saved configuration that are no options of its class."""
-
-
-@dataclass(frozen=True)
-class TransferOptions:
-    """How the new attention learns from the old one.
-
-    Args:
-        layer_steps: optimiser steps, from the first, that match the output of each replaced layer to that of the attention it
-            replaced, for the same input; only what the swap added is trained meanwhile.
-        teacher: weights of the model before the swap, as for pretrained, whose predictions are matched afterwards; null for
-            none.
-        logits_weight: weight of the divergence from the teacher's predictions.
-        loss_weight: weight of the loss on the text beside it.
-    """
-
-    layer_steps: int = 0
-    teacher: str | None = None
-    logits_weight: float = 1.0
-    loss_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("layer_steps", "logits_weight", "loss_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"distillation.{name}={getattr(self, name)} must not be negative")
 
 
 class LinearizedModel(LanguageModel):
@@ -230,22 +203,5 @@ def load_source(network: PreTrainedModel, pretrained: str) -> None:
         }
     else:
         state = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32).state_dict()
-    own = {name.replace(".base_layer.", "."): name for name in network.state_dict()}
-    state = {own.get(name, name): tensor for name, tensor in state.items()}
-    result = _load(network, state, pretrained)
-    tied = set(network.all_tied_weights_keys or {})
-    missing = [name for name in result.missing_keys if not {"swapped"} & set(name.split(".")) and ".lora_" not in name]
-    wrong = [*result.unexpected_keys, *(f"{name} is missing" for name in missing if name not in tied)]
-    if wrong:
-        raise ValueError(
-            f"{pretrained} is of another model, or of other attention: {'; '.join(wrong[:3])} ({len(wrong)} in all)"
-        )
+    give_weights(network, state, pretrained, tuple(network.all_tied_weights_keys or ()))
     network.tie_weights()
-    log.info("started from %s: %d tensors taken, %d new", pretrained, len(state), len(result.missing_keys))
-
-
-def _load(network: nn.Module, state: Mapping[str, Tensor], pretrained: str) -> Any:
-    try:
-        return network.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        raise ValueError(f"{pretrained} is of another shape: {str(error).splitlines()[-1].strip()}") from error

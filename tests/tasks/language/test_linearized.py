@@ -10,7 +10,7 @@ import torch
 from lightning import LightningDataModule, Trainer
 from mhla_tasks.language import LanguageModel, LinearizedModel
 from mhla_tasks.language.export import load_checkpoint
-from mhla_tasks.language.linearized import TransferOptions, load_source, source_network
+from mhla_tasks.language.linearized import load_source, source_network
 from mhla_tasks.language.networks import build_network
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -19,6 +19,7 @@ from lightning_mhla import AttentionConfig, load_swapped, swap_attention
 from lightning_mhla.swap import swapped_layers
 from lightning_mhla.swap.adapters import LoraOptions, merge_adapters
 from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.transfer import TransferOptions
 
 NETWORK: dict[str, Any] = {
     "class_path": "transformers.LlamaConfig",
@@ -163,7 +164,7 @@ def test_what_does_not_fit_is_said_in_one_line(source: Path, tmp_path: Path) -> 
         TransferOptions(layer_steps=-1)
     other = build_network({**NETWORK, "init_args": {**NETWORK["init_args"], "hidden_size": 64}}, 40)
     other.save_pretrained(tmp_path / "wide")
-    with pytest.raises(ValueError, match="wide is of another shape: "):
+    with pytest.raises(ValueError, match="wide is of another model or other attention: "):
         load_source(linearized(source).network, str(tmp_path / "wide"))
     linear = AttentionConfig(kind="linear")
     with pytest.raises(ValueError, match="leaves nothing to train: replacing added no parameters"):
