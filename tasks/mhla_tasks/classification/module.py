@@ -82,10 +82,10 @@ class ImageClassifier(TrainingModule):
         ValueError: for sizes that do not fit together.
     """
 
-    network: VisionTransformer | VLT
+    network: Any
     agrees_with_data = ("image_size", "num_classes", "channels")
 
-    output_names = ("head", "proj", "norm")
+    output_names: tuple[str, ...] = ("head", "proj", "norm")
     train_batch = ("image", "label")
     evaluation_batch = ("image", "label")
     predict_batch = ("image", "index")
@@ -124,13 +124,8 @@ class ImageClassifier(TrainingModule):
         super().__init__(optimizer, ema_decay, compile_options)
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
-        if ema_batch is not None and ema_batch < 1:
-            raise ValueError(f"ema_batch={ema_batch} must be a number of images, or null")
-        if class_names is not None and len(class_names) != num_classes:
-            raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
-        self.num_classes = num_classes
-        self.class_names = class_names or [str(number) for number in range(num_classes)]
-        self.label_smoothing = label_smoothing
+        self._pretrained = pretrained
+        self.set_up(num_classes, class_names, label_smoothing, mixup, ema_batch)
         common: dict[str, Any] = {"channels": channels, "drop_path": drop_path, "checkpointing": checkpointing}
         plain: dict[str, Any] = {
             "size": size,
@@ -149,6 +144,26 @@ class ImageClassifier(TrainingModule):
             if given := [name for name, value in plain.items() if value != defaults[name]]:
                 raise ValueError(f"vlt gives the sizes of all stages; leave out {', '.join(given)}")
             self.network = VLT(image_size, num_classes, attention, as_dataclass(StageConfig, vlt), **common)
+
+    def set_up(
+        self,
+        num_classes: int,
+        class_names: list[str] | None,
+        label_smoothing: float,
+        mixup: MixupConfig,
+        ema_batch: int | None,
+    ) -> None:
+        """Take over the options that do not depend on the network, as the class describes them.
+
+        Raises:
+            ValueError: for names that are not as many as classes, and no number of images.
+        """
+        if ema_batch is not None and ema_batch < 1:
+            raise ValueError(f"ema_batch={ema_batch} must be a number of images, or null")
+        if class_names is not None and len(class_names) != num_classes:
+            raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
+        self.num_classes, self.label_smoothing, self.ema_batch = num_classes, label_smoothing, ema_batch
+        self.class_names = class_names or [str(number) for number in range(num_classes)]
         self.mixup: Any = None
         if mixup.mixup or mixup.cutmix:
             from timm import data as timm_data  # brings all of timm's models
@@ -162,8 +177,6 @@ class ImageClassifier(TrainingModule):
                 num_classes=num_classes,
             )
         self.val_metrics, self.test_metrics = _metrics(num_classes), _metrics(num_classes)
-
-        self._pretrained, self.ema_batch = pretrained, ema_batch
 
     @override
     def average_decay(self, decay: float) -> float:
@@ -218,6 +231,10 @@ class ImageClassifier(TrainingModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Cross-entropy of one batch."""
         images, labels = batch["image"], batch["label"]
+        return self.log_loss(self.label_loss(images, labels), len(images))
+
+    def label_loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy, with mixup, cutmix and label smoothing where they are asked for."""
         if self.mixup is not None:
             if len(images) % 2:
                 raise ValueError(
@@ -225,10 +242,8 @@ class ImageClassifier(TrainingModule):
                     "that is an even number for each process"
                 )
             images, labels = self.mixup(images, labels)
-            loss = torch.sum(-labels * F.log_softmax(self(images), dim=-1), dim=-1).mean()
-        else:
-            loss = F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
-        return self.log_loss(loss, len(images))
+            return torch.sum(-labels * F.log_softmax(self(images), dim=-1), dim=-1).mean()
+        return F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Update the validation metrics."""

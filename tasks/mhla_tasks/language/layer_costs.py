@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -35,6 +37,8 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     """
     if not 0 <= keep < 1:
         raise ValueError(f"keep={keep} is a share of the layers, from 0 to below 1")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     module = load_checkpoint(path)
     if not isinstance(module, LinearizedModel):
         raise ValueError(f"{path} is of a {type(module).__name__}, no linearised model: train one with LinearizedModel")

@@ -1,0 +1,202 @@
+"""Vision transformers of timm: trained as they are, or with their attention replaced, to win its quality back.
+
+The first ``distillation.layer_steps`` steps teach each new layer the output of the one it replaced (attention transfer);
+then the model is trained on the labels, all of it or by low-rank adapters, after LoLCATs (arXiv 2410.10254, section 3).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_mhla import AttentionConfig, swap_attention
+from lightning_mhla.checkpoints.pretrained import read_trained
+from lightning_mhla.swap import transfer_loss
+from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
+from lightning_mhla.swap.loading import give_weights
+from lightning_mhla.system.hyperparameters import keep_plain
+from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.compilation import CompileOptions
+from lightning_mhla.training.module import TrainingModule
+from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.transfer import TransferOptions, check_layer_steps
+from mhla_tasks.classification.module import ImageClassifier, MixupConfig
+
+PUBLISHED = "timm"
+"""Word for the weights that timm downloads."""
+
+
+class TimmClassifier(ImageClassifier):
+    """A vision transformer of timm, trained on images and labels; with ``attention``, a swapped one.
+
+    Args:
+        model: name of the architecture, such as vit_small_patch16_224.
+        num_classes: number of classes.
+        image_size: side of the square image, in pixels.
+        channels: channels of the image.
+        model_args: further options of timm.create_model, such as {patch_size: 2, embed_dim: 64, depth: 4, num_heads: 4}.
+        attention: what takes the place of its attention; null leaves it as it is.
+        layer_kinds: kinds of the layers, repeated to the depth: keep for those that stay as they are, replace for
+            attention.kind; null replaces all.
+        train: what is trained after the layer steps: all; attention, the replaced layers with their projections; new, only
+            what replacing added; lora, that and adapters of the projections.
+        lora: rank and alpha of the adapters.
+        distillation: see TransferOptions.
+        checkpointing: recompute blocks in the backward pass, to save memory.
+        compile: compile the network, block by block (:func:`torch.compile`).
+        compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
+        label_smoothing: share of the label that is spread over all classes.
+        mixup: mixing of images and labels.
+        optimizer: AdamW or CAME, and its schedule.
+        ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
+        ema_batch: see ImageClassifier.
+        class_names: names of the classes for predictions; null for those of the data, or numbers.
+        pretrained: weights to start from: timm for those that timm publishes, a checkpoint or a run of this class, or a folder
+            that timm or an export wrote; not read where --ckpt_path brings weights.
+
+    Raises:
+        ValueError: for sizes that do not fit together, and attention that cannot be replaced.
+    """
+
+    output_names: tuple[str, ...] = ("head", "fc_norm", "norm", "attn_pool")
+
+    def __init__(
+        self,
+        model: str,
+        num_classes: int,
+        image_size: int = 224,
+        channels: int = 3,
+        model_args: dict[str, Any] | None = None,
+        attention: AttentionConfig | None = None,
+        layer_kinds: list[str] | None = None,
+        train: TrainedPart = "all",
+        lora: LoraOptions = LoraOptions(),
+        distillation: TransferOptions = TransferOptions(),
+        checkpointing: bool = False,
+        compile: bool = False,
+        compile_options: CompileOptions | None = None,
+        label_smoothing: float = 0.0,
+        mixup: MixupConfig = MixupConfig(),
+        optimizer: OptimizerConfig = OptimizerConfig(),
+        ema_decay: float | None = None,
+        ema_batch: int | None = None,
+        class_names: list[str] | None = None,
+        pretrained: str | None = None,
+    ) -> None:
+        optimizer = as_dataclass(OptimizerConfig, optimizer)
+        compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
+        super(ImageClassifier, self).__init__(optimizer, ema_decay, compile_options)
+        self.save_hyperparameters(ignore=["pretrained"])
+        keep_plain(self)
+        self.distillation = as_dataclass(TransferOptions, distillation)
+        self._pretrained = pretrained
+        self._teacher: _Teacher | None = None
+        self.set_up(num_classes, class_names, label_smoothing, as_dataclass(MixupConfig, mixup), ema_batch)
+        self.network = self.build()
+        if checkpointing:
+            self.network.set_grad_checkpointing(True)
+        if attention is not None:
+            swap_attention(self.network, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
+            choose_trained(self.network, train, as_dataclass(LoraOptions, lora))
+        elif layer_kinds is not None or train != "all" or self.distillation != TransferOptions():
+            raise ValueError(
+                "layer_kinds, train and distillation are for a model whose attention is replaced: give attention"
+            )
+
+    def build(self, published: bool = False) -> Any:
+        """The model of timm with its own attention; with the weights that timm publishes, if asked for.
+
+        Raises:
+            ValueError: for a name that timm does not have, or options that the model does not.
+        """
+        import timm  # brings all of its models
+
+        given = self.hparams
+        options = {"img_size": given["image_size"], "in_chans": given["channels"], **(given["model_args"] or {})}
+        try:
+            return timm.create_model(given["model"], published, num_classes=given["num_classes"], **options)
+        except (RuntimeError, TypeError, AssertionError) as error:
+            raise ValueError(f"timm builds no model {given['model']!r} with {options}: {error}") from error
+
+    @override
+    def layers(self) -> list[nn.Module]:
+        return list(self.network.blocks)
+
+    @override
+    def configure_model(self) -> None:
+        if self._pretrained is not None:
+            give_weights(self.network, self._weights(self._pretrained), self._pretrained)
+            self._pretrained = None
+        TrainingModule.configure_model(self)
+
+    def _weights(self, path: str) -> dict[str, Tensor]:
+        """Weights of a model at a path.
+
+        Raises:
+            FileNotFoundError: when there are none.
+        """
+        if path == PUBLISHED:
+            return self.build(published=True).state_dict()
+        if (trained := read_trained(path)) is not None:
+            return trained.weights
+        files = sorted(Path(path).glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(
+                f"pretrained {path} is no checkpoint, no run and no folder with safetensors; or write timm"
+            )
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+    def on_fit_start(self) -> None:
+        """Load the teacher, if there is one.
+
+        Raises:
+            ValueError: for strategies under which layers cannot be matched one by one.
+        """
+        if self.distillation.layer_steps:
+            check_layer_steps(self.trainer, self.network, self.hparams["train"])
+        if self.distillation.teacher is not None and self._teacher is None:
+            model = self.build()
+            give_weights(model, self._weights(self.distillation.teacher), self.distillation.teacher)
+            self._teacher = _Teacher(model)
+        if self._teacher is not None:
+            self._teacher.model.to(self.device)
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Match the layers, then learn the labels, and the teacher's predictions if there is one."""
+        images, labels = batch["image"], batch["label"]
+        if self.trainer.global_step < self.distillation.layer_steps:
+            loss = transfer_loss(self.network, lambda: self.network.forward_features(images))
+            self.log("train/layer_distance", loss.detach(), batch_size=len(images))
+            return self.log_loss(loss, len(images))
+        plain = self.label_loss(images, labels)
+        if self._teacher is None:
+            return self.log_loss(plain, len(images))
+        scores = self(images).float().log_softmax(-1)
+        divergence = F.kl_div(scores, self._teacher.scores(images), reduction="batchmean", log_target=True)
+        self.log("train/label_loss", plain.detach(), batch_size=len(images))
+        self.log("train/teacher_divergence", divergence.detach(), batch_size=len(images))
+        return self.log_loss(
+            self.distillation.loss_weight * plain + self.distillation.logits_weight * divergence, len(images)
+        )
+
+
+class _Teacher:
+    """The model before the swap, frozen; no module, so that it is neither trained, averaged nor kept."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval().requires_grad_(False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Teacher:
+        return self
+
+    @torch.no_grad()
+    def scores(self, images: Tensor) -> Tensor:
+        """Log-probabilities ``[B, classes]``, float32."""
+        return self.model(images).float().log_softmax(-1)
