@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import override
@@ -223,7 +224,7 @@ def documents(position_ids: Tensor | None, attention_mask: Tensor | None, x: Ten
     Raises:
         ValueError: for documents in one of several rows, or beside padding.
     """
-    if position_ids is None or x.shape[1] < 2:
+    if position_ids is None or x.shape[1] < 2 or _counts_up(position_ids):
         return None
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
@@ -241,6 +242,27 @@ def documents(position_ids: Tensor | None, attention_mask: Tensor | None, x: Ten
         )
     (first,) = starts[0].nonzero(as_tuple=True)
     return F.pad(F.pad(first + 1, (1, 0)), (0, 1), value=x.shape[1])
+
+
+_counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Positions by tensor: its version, and whether they count up; the layers of a model are all given the same one."""
+
+
+def _counts_up(position_ids: Tensor) -> bool:
+    """Whether each position follows the one before it; tensors without values are taken to."""
+    if not _has_values(position_ids):
+        return True
+    version = 0 if position_ids.is_inference() else position_ids._version
+    known = _counting.get(position_ids)
+    if known is None or known[0] != version:
+        known = (version, bool((position_ids[:, 1:] == position_ids[:, :-1] + 1).all()))
+        _counting[position_ids] = known
+    return bool(known[1])
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether a tensor can be read: none of the meta device, and no fake one."""
+    return type(x) is Tensor and not x.is_meta
 
 
 def _own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
@@ -271,7 +293,7 @@ def key_mask(attention_mask: Any, x: Tensor, cache: StateLayer | None = None) ->
     Raises:
         ValueError: for a mask that hides more than padding and later tokens, or tokens that the state holds.
     """
-    if attention_mask is None:
+    if attention_mask is None or (isinstance(attention_mask, Tensor) and not _has_values(attention_mask)):
         return None
     tokens = x.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:

@@ -86,7 +86,11 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
     data["batch_size"] = 4
     if "num_workers" in data:
         data["num_workers"] = 1
-    if domain == "classification":
+    if domain == "classification" and "model_args" in model:
+        model["model_args"] |= {"embed_dim": 32, "depth": 2, "num_heads": 2}
+        if "pretrained" in model:
+            model |= {"pretrained": str(start or model["pretrained"]), "distillation": {"layer_steps": 2}}
+    elif domain == "classification":
         if "vlt" in model:
             model["vlt"] = {"dims": [8, 16], "depths": [1, 1], "heads": [1, 2], "linear_stages": 1, "head_width": 16,
                             "patch_size": 2}  # fmt: skip

@@ -153,6 +153,13 @@ def test_missing_data_folder(
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    if path.stem in ("mnist_timm", "linearize_mnist"):
+        cli = parse(monkeypatch, "fit", "--config", str(path))
+        swapped = [
+            m for m in cli.parser.instantiate_classes(cli.config).fit.model.modules() if isinstance(m, Attention)
+        ]
+        assert len(swapped) == (4 if path.stem == "linearize_mnist" else 0)
+        return
     if path.stem.startswith("linearize"):
         cli = parse(monkeypatch, "fit", "--config", str(path))
         with pytest.raises(ValueError, match="is no checkpoint, no folder and no model on the hub"):

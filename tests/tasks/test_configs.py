@@ -39,7 +39,8 @@ def in_small(path: Path) -> str:
     return json.dumps(config, sort_keys=True)
 
 
-STARTS = {"digits_finetune": "digits_pretrain", "dit_xl2_adapt": "dit_s2_256", "linearize_stdlib": "llama_stdlib"}
+STARTS = {"digits_finetune": "digits_pretrain", "dit_xl2_adapt": "dit_s2_256", "linearize_stdlib": "llama_stdlib",
+          "linearize_mnist": "mnist_timm"}  # fmt: skip
 """Configurations whose weights come from another one."""
 ALIKE: dict[str, list[Path]] = {}
 """Configurations by their text in small: sizes of one model are the same one there, and one of them is run."""

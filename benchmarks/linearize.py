@@ -1,0 +1,167 @@
+"""Memory of linearising a Llama of 1B parameters: a step of attention transfer, and one of training afterwards.
+
+    lightning bench linearize --out benchmarks/results
+
+The sizes are those of Llama 3.2 1B; one sequence. Nothing is computed: torch's memory tracker follows a step of fake tensors
+on a CPU (frozen weights in bfloat16, trained ones and AdamW in float32, layers recomputed) for models of a few depths; memory
+grows evenly with the depth, which gives the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+from typing_extensions import override
+
+from benchmarks.machine import describe
+from lightning_mhla import AttentionConfig, swap_attention
+from lightning_mhla.swap import transfer_loss
+from lightning_mhla.swap.adapters import LoraOptions, choose_trained
+from lightning_mhla.system.files import write_whole
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "vocab_size": 128_256, "max_position_embeddings": 131_072, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Llama 3.2 1B, without its number of layers."""
+
+ATTENTION = AttentionConfig(kind="mhla_window", block_size=64, mixing="exponential", feature_map="learned")
+
+
+class Storages(TorchDispatchMode):
+    """Bytes of the storages that are alive, and the most there were; torch's own tracker does not take frozen parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.peak = 0, 0
+        self.known: set[int] = set()
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor``, until it is freed."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.known:
+            return
+        self.known.add(storage._cdata)
+        self.alive += storage.nbytes()
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.alive -= size
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.add(tensor)
+        return out
+
+
+def peak_of(layers: int, part: Any, step: Callable[[Any, tuple[Tensor, ...]], None], tokens: int) -> int:
+    """Peak bytes of the second of two steps."""
+    with FakeTensorMode():
+        model, given = build(layers, part), (torch.ones(1, tokens, dtype=torch.long),)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=True) if trained else None
+        storages = Storages()
+        for tensor in (*model.parameters(), *model.buffers(), *given):
+            storages.add(tensor)
+        with storages:
+            for _ in range(2):
+                step(model, given)
+                if optimizer is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return storages.peak
+
+
+def build(layers: int, train: Any) -> Any:
+    """The model after the swap; what is not trained is in bfloat16."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers)).train()
+    if train == "original":
+        model.requires_grad_(False)
+    else:
+        swap_attention(model, ATTENTION)
+        choose_trained(model, train, LoraOptions(8, 16))
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def transfer(model: Any, given: tuple[Tensor, ...]) -> None:
+    """A step that matches the layers."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        transfer_loss(model, lambda: model.base_model(given[0], use_cache=False)).backward()
+
+
+def train(model: Any, given: tuple[Tensor, ...]) -> None:
+    """A step on the text."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(given[0], labels=given[0], use_cache=False).loss.backward()
+
+
+def generate(model: Any, given: tuple[Tensor, ...]) -> None:
+    """A forward pass of the original model, for comparison."""
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model.base_model(given[0], use_cache=False)
+
+
+STEPS: dict[str, tuple[str, Callable[[Any, tuple[Tensor, ...]], None]]] = {
+    "original, forward pass": ("original", generate),
+    "layers matched": ("new", transfer),
+    "replaced layers trained": ("attention", train),
+}
+"""Trained part and step, by name."""
+
+
+def peak(name: str, layers: int, tokens: int) -> dict[str, Any]:
+    """Peak bytes of a step, from those of models of 2, 3 and 4 layers.
+
+    Raises:
+        SystemExit: when memory does not grow evenly with the depth.
+    """
+    part, step = STEPS[name]
+    depths = (2, 3, 4)
+    peaks = [peak_of(n, part, step, tokens) for n in depths]
+    grows = peaks[2] - peaks[1]
+    if abs(grows - (peaks[1] - peaks[0])) > 0.01 * grows:
+        raise SystemExit(f"error: models of {depths} layers take {peaks} bytes, which do not grow evenly")
+    return {
+        "step": name,
+        "peak_bytes": peaks[2] + grows * (layers - depths[2]),
+        "tracked": dict(zip(map(str, depths), peaks, strict=True)),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for the JSON file")
+    parser.add_argument("--layers", type=int, default=16, help="layers of the model (default: 16)")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the sequence (default: 4096)")
+    args = parser.parse_args()
+    rows = [peak(name, args.layers, args.tokens) for name in STEPS]
+    for row in rows:
+        print(f"{row['step']}: {row['peak_bytes'] / 2**30:.2f} GiB")
+    if args.out is not None:
+        result = {"machine": describe(torch.device("cpu")), "layers": args.layers, "tokens": args.tokens, "rows": rows}
+        write_whole(args.out / "llama-1b-linearize-meta.json", json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""timm's vision transformers in our training: as they are, linearised, exported, and loaded by timm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from lightning import LightningDataModule, Trainer
+from mhla_tasks.classification import TimmClassifier
+from mhla_tasks.classification.export import loading, write
+from torch.utils.data import DataLoader
+
+from lightning_mhla import AttentionConfig, load_swapped
+from lightning_mhla.swap import layer_costs, swapped_layers
+from lightning_mhla.swap.adapters import LoraOptions
+from lightning_mhla.training.loading import load_module
+from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.transfer import TransferOptions
+
+SIZES: dict[str, Any] = {
+    "model": "vit_tiny_patch16_224",
+    "model_args": {
+        "patch_size": 4,
+        "embed_dim": 32,
+        "depth": 2,
+        "num_heads": 2,
+        "global_pool": "avg",
+        "class_token": False,
+    },
+    "num_classes": 4,
+    "image_size": 24,
+    "channels": 1,
+}
+LEARNED = AttentionConfig(block_grid=[3, 3], feature_map="learned")
+
+
+class Squares(LightningDataModule):
+    """Images of noise with a bright square in one of four corners."""
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        images, labels = 0.3 * torch.randn(400, 1, 24, 24, generator=generator), torch.arange(400) % 4
+        for image, label in zip(images, labels.tolist(), strict=True):
+            top, left = 14 * (label // 2), 14 * (label % 2)
+            image[:, top : top + 8, left : left + 8] += 2
+        return DataLoader([{"image": i, "label": n} for i, n in zip(images, labels, strict=True)], batch_size=20)
+
+
+def classifier(**options: Any) -> TimmClassifier:
+    torch.manual_seed(0)
+    return TimmClassifier(**{**SIZES, "optimizer": OptimizerConfig(lr=0.005), **options})
+
+
+def fit(model: Any, steps: int, folder: Path) -> Path:
+    """Train, and the path of a checkpoint."""
+    trainer = Trainer(
+        accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, Squares())
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return folder / "last.ckpt"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fit(classifier(), 60, tmp_path_factory.mktemp("trained"))
+
+
+def images() -> Any:
+    return next(iter(Squares().train_dataloader()))
+
+
+def accuracy(model: Any) -> float:
+    batch = images()
+    with torch.no_grad():
+        return float((model.eval()(batch["image"]).argmax(-1) == batch["label"]).float().mean())
+
+
+def test_trained_linearised_exported_and_loaded(trained: Path, tmp_path: Path) -> None:
+    original = load_module(TimmClassifier, trained)
+    assert accuracy(original) > 0.9
+    write(original, tmp_path / "plain")
+    plain = timm.create_model(f"local-dir:{tmp_path / 'plain'}", pretrained=True).eval()
+    torch.testing.assert_close(plain(images()["image"]), original(images()["image"]))
+    options = {"distillation": TransferOptions(layer_steps=20), "optimizer": OptimizerConfig(lr=0.003)}
+    model = classifier(attention=LEARNED, pretrained=str(trained), **options)
+    path = fit(model, 40, tmp_path)
+    assert accuracy(model) > 0.9
+    assert len(swapped_layers(model.network)) == 2
+    loaded = load_module(TimmClassifier, path)
+    write(loaded, tmp_path / "exported")
+    assert "load_swapped" in loading(loaded)
+    again = load_swapped(tmp_path / "exported")
+    torch.testing.assert_close(again(images()["image"]), model(images()["image"]))
+
+
+@pytest.mark.parametrize("train", ["new", "lora"])
+def test_only_what_is_asked_for_is_trained(train: Any, trained: Path, tmp_path: Path) -> None:
+    options = {"attention": LEARNED, "train": train, "lora": LoraOptions(2, 2), "pretrained": str(trained)}
+    model = classifier(**options)
+    path = fit(model, 3, tmp_path)
+    original = torch.load(trained, weights_only=True)["state_dict"]
+    saved = {n.replace(".base_layer.", "."): t for n, t in torch.load(path, weights_only=True)["state_dict"].items()}
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in original.items() if name.startswith("network."))
+    assert any(".lora_" in name for name in saved) == (train == "lora")
+    batch = images()["image"]
+    expected = model.eval()(batch)
+    write(load_module(TimmClassifier, path), tmp_path / "exported")
+    torch.testing.assert_close(load_swapped(tmp_path / "exported")(batch), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_teachers_predictions_are_matched(trained: Path, tmp_path: Path) -> None:
+    distillation = TransferOptions(teacher=str(trained), loss_weight=0.0)
+    model = classifier(attention=LEARNED, distillation=distillation)
+    losses = []
+    model.log_loss = lambda loss, size: losses.append(float(loss.detach())) or loss  # type: ignore[method-assign]
+    path = fit(model, 30, tmp_path)
+    assert losses[-1] < 0.5 * losses[0]
+    assert not any("teacher" in name for name in torch.load(path, weights_only=True)["state_dict"])
+
+
+def test_layers_are_measured_one_by_one(trained: Path) -> None:
+    model = classifier(attention=LEARNED, pretrained=str(trained))
+    model.configure_model()
+    batch = images()
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(torch.nn.functional.cross_entropy(model.eval()(batch["image"]), batch["label"]))
+
+    costs = layer_costs(model.network, loss)
+    assert costs.original == float(
+        torch.nn.functional.cross_entropy(load_module(TimmClassifier, trained)(batch["image"]), batch["label"])
+    )
+    assert set(costs.alone) == {0, 1}
+    assert costs.replaced == loss()
+    assert costs.worst(1) == [max(costs.alone, key=lambda index: costs.alone[index])]
+
+
+def test_what_does_not_fit_is_said_in_one_line(trained: Path) -> None:
+    with pytest.raises(ValueError, match="are for a model whose attention is replaced: give attention"):
+        classifier(train="lora")
+    with pytest.raises(ValueError, match="timm builds no model 'vit_nowhere' with"):
+        classifier(model="vit_nowhere")
+    with pytest.raises(ValueError, match="timm builds no model 'vit_tiny_patch16_224' with"):
+        classifier(model_args={"widths": 3})
+    other = classifier(pretrained=str(trained), model_args={**SIZES["model_args"], "embed_dim": 64})
+    with pytest.raises(ValueError, match="is of another model or other attention: pos_embed is"):
+        other.configure_model()
+    with pytest.raises(FileNotFoundError, match="nowhere is no checkpoint, no run and no folder with safetensors"):
+        classifier(pretrained="nowhere").configure_model()
