@@ -194,7 +194,7 @@ def test_shipped_comments_name_tools_that_parse() -> None:
         (["export", "run", "--li"], ["--live", "--license"]),
         (["fit", "--sw"], ["--sweep", "--sweep_sbatch"]),
         (["fit", "--config", "mhla://classification/mnist."], ["mhla://classification/mnist.yaml"]),
-        (["fit", "--config=mhla://classification/mnist_"], ["--config=mhla://classification/mnist_vlt.yaml"]),
+        (["fit", "--config=mhla://classification/mnist_v"], ["--config=mhla://classification/mnist_vlt.yaml"]),
         (["xyzzy", "a"], []),
     ],
 )
