@@ -11,7 +11,8 @@ from mhla_kernels.rotary import rotary_features
 from mhla_kernels.state import MHLAState
 from mhla_kernels.verdicts import agree_on_kernels
 from mhla_kernels.version import __version__
-from mhla_kernels.windowed import MHLAWindowState, mhla_window_attention, mhla_window_prefill, mhla_window_step
+from mhla_kernels.windowed import mhla_window_attention
+from mhla_kernels.windowed_state import MHLAWindowState, mhla_window_prefill, mhla_window_step
 
 __all__ = [
     "ExponentialMixing",

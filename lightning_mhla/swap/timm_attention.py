@@ -20,7 +20,7 @@ from lightning_mhla.swap.host import TokenGrid
 
 
 class _Swapped:
-    """What all three have in common.
+    """The common part of all three.
 
     Attributes:
         swapped: the new attention, without projections.

@@ -33,7 +33,7 @@ def original_attention(model: nn.Module, layers: Collection[int] | None = None) 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What replacing each layer costs, by a measure of which less is better.
+    """Costs of replacing each layer, by a measure of which less is better.
 
     Attributes:
         original: the measure with the original attention in all layers.
@@ -125,6 +125,6 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
 
 
 def _first(output: Any) -> Tensor:
-    """What an attention module gives beside its weights."""
+    """The output of an attention module, without the weights beside it."""
     found: Tensor = output[0] if isinstance(output, tuple) else output
     return found

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.swap import swapped_layers
@@ -62,3 +66,30 @@ def check_layer_steps(trainer: Trainer, network: nn.Module, trained: str) -> Non
             "distillation.layer_steps leaves parameters outside the replaced layers without gradients: set "
             "--model.init_args.train=attention (or new, lora), or --trainer.strategy=ddp_find_unused_parameters_true"
         )
+
+
+class Teacher:
+    """A frozen model before the swap; no module, so that it is neither trained, averaged nor kept.
+
+    Args:
+        model: with its weights.
+        predict: its scores ``[..., classes]`` for inputs.
+    """
+
+    def __init__(self, model: Any, predict: Callable[[Any, Tensor], Tensor]) -> None:
+        self.model, self._predict = model.eval().requires_grad_(False), predict
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Teacher:
+        return self
+
+    def divergence(self, scores: Tensor, inputs: Tensor) -> Tensor:
+        """Kullback-Leibler divergence of the model's predictions from the teacher's, the mean over all but the classes.
+
+        Args:
+            scores: the model's ``[..., classes]``.
+            inputs: what they are for.
+        """
+        with torch.no_grad():
+            wanted = self._predict(self.model, inputs).float().log_softmax(-1).flatten(0, -2)
+        found = scores.float().log_softmax(-1).flatten(0, -2)
+        return F.kl_div(found, wanted, reduction="batchmean", log_target=True)

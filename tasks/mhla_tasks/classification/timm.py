@@ -9,10 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_mhla import AttentionConfig, swap_attention
@@ -25,7 +23,7 @@ from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
-from lightning_mhla.training.transfer import TransferOptions, check_layer_steps
+from lightning_mhla.training.transfer import Teacher, TransferOptions, check_layer_steps
 from mhla_tasks.classification.module import ImageClassifier, MixupConfig
 
 PUBLISHED = "timm"
@@ -96,7 +94,7 @@ class TimmClassifier(ImageClassifier):
         keep_plain(self)
         self.distillation = as_dataclass(TransferOptions, distillation)
         self._pretrained = pretrained
-        self._teacher: _Teacher | None = None
+        self._teacher: Teacher | None = None
         self.set_up(num_classes, class_names, label_smoothing, as_dataclass(MixupConfig, mixup), ema_batch)
         self.network = self.build()
         if checkpointing:
@@ -163,7 +161,7 @@ class TimmClassifier(ImageClassifier):
         if self.distillation.teacher is not None and self._teacher is None:
             model = self.build()
             give_weights(model, self._weights(self.distillation.teacher), self.distillation.teacher)
-            self._teacher = _Teacher(model)
+            self._teacher = Teacher(model, lambda network, images: network(images))
         if self._teacher is not None:
             self._teacher.model.to(self.device)
 
@@ -178,25 +176,9 @@ class TimmClassifier(ImageClassifier):
         plain = self.label_loss(images, labels)
         if self._teacher is None:
             return self.log_loss(plain, len(images))
-        scores = self(images).float().log_softmax(-1)
-        divergence = F.kl_div(scores, self._teacher.scores(images), reduction="batchmean", log_target=True)
+        divergence = self._teacher.divergence(self(images), images)
         self.log("train/label_loss", plain.detach(), batch_size=len(images))
         self.log("train/teacher_divergence", divergence.detach(), batch_size=len(images))
         return self.log_loss(
             self.distillation.loss_weight * plain + self.distillation.logits_weight * divergence, len(images)
         )
-
-
-class _Teacher:
-    """The model before the swap, frozen; no module, so that it is neither trained, averaged nor kept."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model.eval().requires_grad_(False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Teacher:
-        return self
-
-    @torch.no_grad()
-    def scores(self, images: Tensor) -> Tensor:
-        """Log-probabilities ``[B, classes]``, float32."""
-        return self.model(images).float().log_softmax(-1)

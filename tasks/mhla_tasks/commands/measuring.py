@@ -111,7 +111,7 @@ def compare(parser: ArgumentParser) -> Run:
 
 
 def layers(parser: ArgumentParser) -> Run:
-    """What each replaced layer of a linearised language model costs, and which layers a hybrid should keep.
+    """Measure the cost of each replaced layer of a linearised language model, and propose the layers that a hybrid keeps.
 
         lightning layers runs/linearize-stdlib/version_0 --keep 0.25
 

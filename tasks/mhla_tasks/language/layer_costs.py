@@ -1,4 +1,4 @@
-"""What each replaced layer of a linearised language model costs on held-out text, and which layers to keep."""
+"""The cost of each replaced layer of a linearised language model on held-out text, and the layers to keep."""
 
 from __future__ import annotations
 

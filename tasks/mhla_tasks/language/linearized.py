@@ -28,7 +28,8 @@ from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.optim import OptimizerConfig
-from lightning_mhla.training.transfer import TransferOptions, check_layer_steps
+from lightning_mhla.training.transfer import Teacher, TransferOptions, check_layer_steps
+from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.module import LanguageModel, inputs_and_targets
 from mhla_tasks.language.networks import build_network
 from mhla_tasks.language.prompts import GenerationOptions
@@ -93,7 +94,7 @@ class LinearizedModel(LanguageModel):
         keep_plain(self)
         self._pretrained = pretrained
         self.distillation = as_dataclass(TransferOptions, distillation)
-        self._teacher: _Teacher | None = None
+        self._teacher: Teacher | None = None
         model = build_network(network, dict(network["init_args"])["vocab_size"])
         swap_attention(model, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
         self.take(model, context, as_dataclass(GenerationOptions, generation), checkpointing)
@@ -115,7 +116,7 @@ class LinearizedModel(LanguageModel):
         if self.distillation.layer_steps:
             check_layer_steps(self.trainer, self.network, self.hparams["train"])
         if self.distillation.teacher is not None and self._teacher is None:
-            self._teacher = _Teacher(self.distillation.teacher)
+            self._teacher = Teacher(read_source(self.distillation.teacher), _scores)
         if self._teacher is not None:
             self._teacher.model.to(self.device)
 
@@ -129,32 +130,26 @@ class LinearizedModel(LanguageModel):
             return self.log_loss(loss, len(inputs))
         if self._teacher is None:
             return super().training_step(batch, batch_idx)
-        logits = self.network(inputs, use_cache=False).logits.float().flatten(0, 1)
-        plain = F.cross_entropy(logits, targets.flatten())
-        divergence = F.kl_div(
-            logits.log_softmax(-1), self._teacher.scores(inputs), reduction="batchmean", log_target=True
-        )
+        logits = _scores(self.network, inputs)
+        plain = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        divergence = self._teacher.divergence(logits, inputs)
         self.log("train/text_loss", plain.detach(), batch_size=len(inputs))
         self.log("train/teacher_divergence", divergence.detach(), batch_size=len(inputs))
         loss = self.distillation.loss_weight * plain + self.distillation.logits_weight * divergence
         return self.log_loss(loss, len(inputs))
 
 
-class _Teacher:
-    """The model before the swap, frozen; no module, so that it is neither trained, averaged nor kept."""
+def _scores(network: Any, inputs: Tensor) -> Tensor:
+    scores: Tensor = network(inputs, use_cache=False).logits
+    return scores
 
-    def __init__(self, path: str) -> None:
-        network = source_network(path)
-        self.model = build_network(network, dict(network["init_args"])["vocab_size"]).eval().requires_grad_(False)
-        load_source(self.model, path)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Teacher:
-        return self
-
-    @torch.no_grad()
-    def scores(self, inputs: Tensor) -> Tensor:
-        """Log-probabilities ``[B * N, vocab]``, float32."""
-        return self.model(inputs, use_cache=False).logits.float().log_softmax(-1).flatten(0, 1)
+def read_source(path: str) -> PreTrainedModel:
+    """The model at a path or name, as :func:`source_network` and :func:`load_source` have it."""
+    network = source_network(path)
+    model = build_network(network, dict(network["init_args"])["vocab_size"])
+    load_source(model, path)
+    return model
 
 
 def source_network(pretrained: str) -> dict[str, Any]:

@@ -22,12 +22,7 @@ from lightning_mhla.attention.short_conv import ShortConvolution
 from lightning_mhla.attention.windowed import FarWeight
 from mhla_tasks.language.config import MHLAConfig
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
-from mhla_tasks.language.padding import (
-    check_counts,
-    check_tokens,
-    following_tokens,
-    row_positions,
-)
+from mhla_tasks.language.padding import check_counts, check_tokens, following_tokens, row_positions
 
 DRAWN = (MixingCoefficients, nn.RMSNorm, ShortConvolution, HeadDecay, HeadScale, LearnedFeatures, FarWeight)
 """Modules that draw their own weights."""
