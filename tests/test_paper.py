@@ -37,6 +37,7 @@ SMALL: dict[str, tuple[list[str], list[str]]] = {
     "needle": (["softmax"], [KEEP, "--data.init_args.tokens=32", "--data.init_args.val_samples=4", "--data.init_args.lengths=[1,2]"]),
     "stdlib": (["gla"], [KEEP, "--model.init_args.dim=32", "--model.init_args.depth=1", "--model.init_args.context=64",
                          "--data.init_args.context=64", "--model.init_args.vocab_size=512", "--data.init_args.vocab_size=512"]),
+    "linearize-vit": (["mhla, relu features"], [KEEP]),
     "mnist-images": (["mhla + lepe + gate"], [DRAW, "--model.init_args.dim=16", "--model.init_args.heads=1", "--model.init_args.depth=1"]),
     "scenes": (["mhla, 16 blocks"], [KEEP, "--model.init_args.transformer.num_layers=1", "--model.init_args.sampling.steps=1",
                                      "--trainer.val_check_interval=1"]),

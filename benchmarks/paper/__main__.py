@@ -6,14 +6,14 @@ import argparse
 from pathlib import Path
 
 import benchmarks.paper as description
-from benchmarks.paper import architectures, images, language, mnist, recall, scenes, video
+from benchmarks.paper import architectures, images, language, linearize, mnist, recall, scenes, video
 from benchmarks.paper.page import write_page
 from benchmarks.paper.runs import ROOT
 from benchmarks.paper.study import Study
 
 STUDIES: dict[str, Study] = {
     study.name: study
-    for part in (mnist, images, architectures, scenes, video, language, recall)
+    for part in (mnist, images, architectures, scenes, video, language, recall, linearize)
     for study in part.STUDIES
 }
 

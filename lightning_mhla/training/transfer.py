@@ -68,6 +68,21 @@ def check_layer_steps(trainer: Trainer, network: nn.Module, trained: str) -> Non
         )
 
 
+def check_transfer(trainer: Trainer, network: nn.Module, trained: str) -> None:
+    """:func:`check_layer_steps`, where those steps train nothing but what replacing added.
+
+    Raises:
+        ValueError: for attention that adds nothing, too.
+    """
+    check_layer_steps(trainer, network, trained)
+    layers = swapped_layers(network).values()
+    if idle := next((layer for layer in layers if not any(p.requires_grad for p in layer.parameters())), None):
+        raise ValueError(
+            f"distillation.layer_steps trains what replacing added, and attention kind {idle.config.kind!r} added nothing "
+            "that is trained; set distillation.layer_steps=0, or feature_map: learned"
+        )
+
+
 class Teacher:
     """A frozen model before the swap; no module, so that it is neither trained, averaged nor kept.
 

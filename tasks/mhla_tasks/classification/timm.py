@@ -23,7 +23,7 @@ from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
-from lightning_mhla.training.transfer import Teacher, TransferOptions, check_layer_steps
+from lightning_mhla.training.transfer import Teacher, TransferOptions, check_transfer
 from mhla_tasks.classification.module import ImageClassifier, MixupConfig
 
 PUBLISHED = "timm"
@@ -157,7 +157,7 @@ class TimmClassifier(ImageClassifier):
             ValueError: for strategies under which layers cannot be matched one by one.
         """
         if self.distillation.layer_steps:
-            check_layer_steps(self.trainer, self.network, self.hparams["train"])
+            check_transfer(self.trainer, self.network, self.hparams["train"])
         if self.distillation.teacher is not None and self._teacher is None:
             model = self.build()
             give_weights(model, self._weights(self.distillation.teacher), self.distillation.teacher)

@@ -28,7 +28,7 @@ from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.optim import OptimizerConfig
-from lightning_mhla.training.transfer import Teacher, TransferOptions, check_layer_steps
+from lightning_mhla.training.transfer import Teacher, TransferOptions, check_transfer
 from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.module import LanguageModel, inputs_and_targets
 from mhla_tasks.language.networks import build_network
@@ -114,7 +114,7 @@ class LinearizedModel(LanguageModel):
             ValueError: for strategies under which layers cannot be matched one by one.
         """
         if self.distillation.layer_steps:
-            check_layer_steps(self.trainer, self.network, self.hparams["train"])
+            check_transfer(self.trainer, self.network, self.hparams["train"])
         if self.distillation.teacher is not None and self._teacher is None:
             self._teacher = Teacher(read_source(self.distillation.teacher), _scores)
         if self._teacher is not None:

@@ -167,5 +167,10 @@ def test_what_does_not_fit_is_said_in_one_line(source: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match="wide is of another model or other attention: "):
         load_source(linearized(source).network, str(tmp_path / "wide"))
     linear = AttentionConfig(kind="linear")
+    idle = LinearizedModel(str(source), linear, context=48, distillation=TransferOptions(layer_steps=2))
+    with pytest.raises(
+        ValueError, match=r"attention kind 'linear' added nothing that is trained; set distillation.layer_steps=0"
+    ):
+        fit(idle, 1, tmp_path)
     with pytest.raises(ValueError, match="leaves nothing to train: replacing added no parameters"):
         LinearizedModel(str(source), linear, context=48, train="new")

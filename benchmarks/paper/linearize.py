@@ -1,0 +1,194 @@
+"""Linearised models: a Llama on the standard library and a vision transformer on MNIST, before and after."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+from mhla_tasks.classification import Mnist, TimmClassifier
+from mhla_tasks.language import LinearizedModel, PythonSource
+from mhla_tasks.language.export import load_checkpoint
+from transformers import DynamicCache
+
+from benchmarks.paper.study import (
+    Row,
+    Study,
+    attention,
+    by_variant,
+    conditions,
+    markdown,
+    remembered,
+    spread,
+    validated,
+)
+from lightning_mhla.swap.loading import give_weights
+from lightning_mhla.training.loading import load_module
+
+CONTEXTS, STEPS, CHUNK = (1024, 8192, 32_512), 16, 1024
+"""Tokens that are read before the time per token is taken, tokens that are timed, and tokens that are read at once."""
+
+
+@torch.inference_mode()
+def generation(network: Any) -> Row:
+    """Milliseconds per token and bytes of the state after each of :data:`CONTEXTS`."""
+    cache, read, rows = DynamicCache(config=network.config), 0, {}
+    token = torch.zeros(1, 1, dtype=torch.long)
+    for context in CONTEXTS:
+        while read < context:
+            count = min(CHUNK, context - read)
+            network(token.expand(1, count), past_key_values=cache, logits_to_keep=1)
+            read += count
+        spent = []
+        for _ in range(STEPS):
+            start = time.process_time()
+            network(token, past_key_values=cache, logits_to_keep=1)
+            spent.append(time.process_time() - start)
+        read += STEPS
+        rows[str(context)] = {"milliseconds": 1e3 * median(spent), "bytes": sum(map(_held, cache.layers))}
+    return rows
+
+
+def _held(layer: Any) -> int:
+    if hasattr(layer, "state"):
+        return int(layer.state.bytes)
+    return sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
+
+
+def measure(checkpoint: Path) -> Row:
+    """Held-out bits per byte, before any training too where only layers were matched; time and state of generation."""
+    model = load_checkpoint(checkpoint)
+    data = PythonSource(**remembered(checkpoint))
+    steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
+    row: Row = {"bits_per_byte": validated(model, data)["bits_per_byte"], "steps": steps}
+    if isinstance(model, LinearizedModel) and steps <= model.distillation.layer_steps:
+        fresh = LinearizedModel(**{name: value for name, value in model.hparams.items() if name[0] != "_"})
+        state = {name: tensor for name, tensor in model.network.state_dict().items() if ".swapped." not in name}
+        give_weights(fresh.network, state, str(checkpoint))
+        row["untouched"] = validated(fresh, data)["bits_per_byte"]
+    return {**row, "generation": generation(model.network.eval())}
+
+
+def section(rows: list[Row], folder: Path) -> str:
+    """One table; generation of the first seed."""
+    header = ["model", "steps", "bits per byte", "swapped, untouched"]
+    header += [f"state, ms a token at {context:,}" for context in CONTEXTS]
+    lines = []
+    for name, each in by_variant(rows).items():
+        cells = [f"`{name}`", str(each[0]["steps"])]
+        for key in ("bits_per_byte", "untouched"):
+            cells.append(spread([row[key] for row in each if key in row], 3))
+        for context in map(str, CONTEXTS):
+            found = [row["generation"][context] for row in each]
+            spent = mean(one["milliseconds"] for one in found)
+            cells.append(f"{found[0]['bytes'] / 2**20:.2f} MiB, {spent:.1f} ms")
+        lines.append(cells)
+    return f"{markdown(header, lines)}\n\n{conditions(rows)}"
+
+
+ORIGINAL = Study(
+    "linearize-original",
+    "Linearised: the Llama that is linearised below",
+    "configs/language/llama_stdlib.yaml",
+    {"softmax": []},
+    measure,
+    section,
+)
+
+LLAMA = (
+    "{class_path: transformers.LlamaConfig, init_args: {hidden_size: 128, intermediate_size: 352, num_hidden_layers: 4, "
+    "num_attention_heads: 4, max_position_embeddings: 32768, tie_word_embeddings: true, vocab_size: 2048}}"
+)
+NOT_MATCHED = "--model.init_args.distillation.layer_steps=0"
+"""For attention that adds nothing that could be trained, and for models from scratch."""
+
+SCRATCH = (
+    "--model.init_args.pretrained=null",
+    f"--model.init_args.network={LLAMA}",
+    NOT_MATCHED,
+    "--model.init_args.optimizer.lr=3.0e-3",
+    "--model.init_args.optimizer.warmup_steps=50",
+)
+HYBRID = ("--model.init_args.layer_kinds=[replace,replace,replace,keep]",)
+
+VARIANTS = {
+    "layers matched": ("--trainer.max_steps=80",),
+    "all layers": (),
+    "one of four layers softmax": HYBRID,
+    "all layers, relu features": tuple(attention(feature_map="relu")),
+    "all layers, no window": tuple(attention(kind="mhla")),
+    "all layers, no window, relu features": tuple(attention(kind="mhla", feature_map="relu")),
+    "all layers, linear attention": (*attention(kind="linear", feature_map="relu"), NOT_MATCHED),
+    "all layers by LoRA": (
+        "--model.init_args.train=lora",
+        "--model.init_args.lora.rank=8",
+        "--model.init_args.lora.alpha=16",
+    ),
+    "from scratch, as many steps": SCRATCH,
+    "from scratch, the original's steps": (*SCRATCH, "--trainer.max_steps=1000", "--trainer.val_check_interval=1000"),
+}
+"""``mhla_window`` with learned features, if nothing else is said."""
+
+
+def measure_images(checkpoint: Path) -> Row:
+    """Accuracy on the held-out images."""
+    model = load_module(TimmClassifier, checkpoint)
+    steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
+    return {"accuracy": validated(model, Mnist(**remembered(checkpoint)))["accuracy"], "steps": steps}
+
+
+def section_images(rows: list[Row], folder: Path) -> str:
+    """One table."""
+    lines = [
+        [f"`{name}`", str(each[0]["steps"]), spread([row["accuracy"] for row in each], 1, 100)]
+        for name, each in by_variant(rows).items()
+    ]
+    return f"{markdown(['model', 'steps', 'accuracy, %'], lines)}\n\n{conditions(rows)}"
+
+
+ORIGINAL_IMAGES = Study(
+    "linearize-vit-original",
+    "Linearised: the vision transformer that is linearised below",
+    "configs/classification/mnist_timm.yaml",
+    {"softmax": []},
+    measure_images,
+    section_images,
+)
+
+STUDIES = (
+    ORIGINAL,
+    Study(
+        "linearize",
+        "Linearised: a Llama with its attention replaced",
+        "configs/language/linearize_stdlib.yaml",
+        VARIANTS,
+        measure,
+        section,
+        ("--model.init_args.pretrained={pretrained}",),
+        (ORIGINAL, "softmax"),
+        setting=(
+            "The Llama above (1,000 steps of 8 x 512 tokens), its attention replaced by `mhla_window` with learned features, "
+            "80 steps of attention transfer and 120 of training, a fifth of the original's tokens. Time by the processor's "
+            "clock, one thread."
+        ),
+    ),
+    ORIGINAL_IMAGES,
+    Study(
+        "linearize-vit",
+        "Linearised: a vision transformer of timm with its attention replaced",
+        "configs/classification/linearize_mnist.yaml",
+        {
+            "mhla, learned features": (),
+            "mhla, relu features": tuple(attention(feature_map="relu")),
+            "linear attention": (*attention(kind="linear", feature_map="relu"), NOT_MATCHED),
+            "softmax, trained as much longer": (*attention(kind="softmax"), NOT_MATCHED),
+        },
+        measure_images,
+        section_images,
+        ("--model.init_args.pretrained={pretrained}",),
+        (ORIGINAL_IMAGES, "softmax"),
+        setting="The model above, 62 steps of attention transfer and 62 of training.",
+    ),
+)
