@@ -28,6 +28,9 @@ from mhla_kernels.finite import finite_
 from mhla_kernels.forms.chunked import make_mixer
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
 
+NEGLIGIBLE = 0.8
+"""Power of the smallest number below which far tokens weigh nothing (4e-31 in float32): its inverse has to have a gradient."""
+
 
 def mhla_window_attention(
     q: Tensor,
@@ -153,7 +156,7 @@ def combine(scores: Tensor, visible: Tensor, v: Tensor, sums: Tensor, far: Tenso
     top = top.masked_fill(top == -torch.inf, 0)
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
-    near_any, far_any = total > 0, sums[..., -1:] > 0
+    near_any, far_any = total > 0, sums[..., -1:] > torch.finfo(sums.dtype).tiny ** NEGLIGIBLE
     near_total, far_total = total.masked_fill(~near_any, 1), sums[..., -1:].masked_fill(~far_any, 1)
     difference = far + far_total.log() - top - near_total.log()
     share = difference.masked_fill(~near_any, torch.inf).masked_fill(~far_any, -torch.inf).sigmoid()

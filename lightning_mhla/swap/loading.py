@@ -24,6 +24,11 @@ def give_weights(model: nn.Module, state: Mapping[str, Tensor], path: str, tied:
     """
     own = model.state_dict()
     adapted = {name.replace(".base_layer.", "."): name for name in own}
+    if any(".lora_" in name for name in state) and not any(".lora_" in name for name in own):
+        raise ValueError(
+            f"{path} holds LoRA adapters beside the weights; put them together first, and start from the folder: "
+            f"lightning export {path} FOLDER"
+        )
     state = {adapted.get(name, name): tensor for name, tensor in state.items()}
     added = [name for name in own if ".swapped." in name or ".lora_" in name]
     wrong = [f"{name} is not known" for name in state if name not in own]

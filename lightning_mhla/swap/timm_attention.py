@@ -13,7 +13,6 @@ from timm.layers.attention import Attention as PlainAttention
 from timm.layers.attention import AttentionRope
 from timm.models.eva import EvaAttention
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_mhla.attention import Attention, Projections
 from lightning_mhla.swap.host import TokenGrid
@@ -85,10 +84,9 @@ def _split(module: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor,
             layer(x).unflatten(-1, (-1, module.head_dim)) for layer in (module.q_proj, module.k_proj, module.v_proj)
         )
     else:
-        bias = module.qkv.bias
+        projected = module.qkv(x)  # a call, which adapters take part in
         if getattr(module, "q_bias", None) is not None:
-            bias = torch.cat([module.q_bias, module.k_bias, module.v_bias])
-        projected = module.qkv(x) if bias is module.qkv.bias else F.linear(x, module.qkv.weight, bias)
+            projected = projected + torch.cat([module.q_bias, module.k_bias, module.v_bias])
         q, k, v = projected.unflatten(-1, (3, module.num_heads, module.head_dim)).unbind(2)
     q, k = module.q_norm(q), module.k_norm(k)
     if rope is not None:

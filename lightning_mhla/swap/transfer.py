@@ -117,10 +117,14 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
             hook.remove()
     recomputes = model.is_activation_checkpointing if hasattr(model, "is_activation_checkpointing") else False
     distances = []
-    with only_new_trained(model):
-        for layer, args, kwargs, output in calls:
-            own = checkpoint(layer, *args, use_reentrant=False, **kwargs) if recomputes else layer(*args, **kwargs)
-            distances.append((_first(own).float() - output).square().mean() / output.var())
+    for layer, args, kwargs, output in calls:
+
+        def own(*given: Any, layer: nn.Module = layer, **options: Any) -> Tensor:
+            with only_new_trained(model):  # also when it is computed again in the backward pass
+                return _first(layer(*given, **options)).float()
+
+        new = checkpoint(own, *args, use_reentrant=False, **kwargs) if recomputes else own(*args, **kwargs)
+        distances.append((new - output).square().mean() / output.var().clamp(min=torch.finfo(output.dtype).tiny))
     return torch.stack(distances).mean()
 
 

@@ -88,12 +88,8 @@ class TransformersHost(Host):
                     f"layer {index}: attention kind {config.kind!r} needs block_size, tokens in a block"
                     + (f", not block_grid={config.block_grid}" if config.block_grid else "")
                 )
-            half = _floating(layers[index]).dtype == torch.float16
-            if half and issubclass(Attention.kinds[config.kind], SummaryAttention):
-                raise ValueError(
-                    f"layer {index} is in float16, in which sums over many tokens overflow; load the model in bfloat16 or "
-                    "float32"
-                )
+            if _floating(layers[index]).dtype == torch.float16:
+                _refuse_float16(index, Attention.kinds[config.kind])
 
     @override
     def replace(
@@ -169,8 +165,18 @@ class TransformersHost(Host):
 
     @override
     def cast(self, model: Any, dtype: torch.dtype) -> None:
+        if dtype == torch.float16:
+            for index, attention in self.swapped(model).items():
+                _refuse_float16(index, type(attention))
         super().cast(model, dtype)
         model.config.dtype = dtype
+
+
+def _refuse_float16(index: int, kind: type) -> None:
+    if issubclass(kind, SummaryAttention):
+        raise ValueError(
+            f"layer {index} is in float16, in which sums over many tokens overflow; load the model in bfloat16 or float32"
+        )
 
 
 def _is_known(kind: type) -> bool:

@@ -280,10 +280,16 @@ class TrainingModule(LoggedApart, LightningModule):
                 load_weights(self, checkpoint[LIVE])
         if fitting:
             self._check_groups(checkpoint)
-        state = self.state_dict()
+        state, kept = self.state_dict(), checkpoint.get("state_dict", {})
+        if any(".lora_" in name for name in kept) != any(".lora_" in name for name in state):
+            with_, now = ("with", "without") if any(".lora_" in name for name in kept) else ("without", "with")
+            raise ValueError(
+                f"the checkpoint was trained {with_} LoRA adapters, this run is {now}; set --model.init_args.train and lora as "
+                "they were, or leave out --config to take the options that the checkpoint remembers"
+            )
         wrong = [
             f"{name} is {list(tensor.shape)}, here {list(state[name].shape)}"
-            for name, tensor in checkpoint.get("state_dict", {}).items()
+            for name, tensor in kept.items()
             if name in state and hasattr(tensor, "shape") and tensor.shape != state[name].shape
         ]
         if wrong:

@@ -41,13 +41,16 @@ class TransferOptions:
                 raise ValueError(f"distillation.{name}={getattr(self, name)} must not be negative")
 
 
-def check_layer_steps(trainer: Trainer, network: nn.Module, trained: str) -> None:
+def check_layer_steps(
+    trainer: Trainer, network: nn.Module, trained: str, whole: tuple[str, ...] = ("attention", "new", "lora")
+) -> None:
     """Refuse strategies under which layers cannot be trained one by one.
 
     Args:
         trainer: of the run.
         network: its model.
         trained: what is trained after those steps, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
+        whole: parts of which those steps train every parameter.
 
     Raises:
         ValueError: naming the way out.
@@ -61,10 +64,10 @@ def check_layer_steps(trainer: Trainer, network: nn.Module, trained: str) -> Non
             "their blocks; match layers on one device or under DDP, and shard in a run that starts from its checkpoint"
         )
     unused = ddp_options(strategy).get("find_unused_parameters", False)
-    if isinstance(strategy, DDPStrategy) and trained == "all" and not unused:
+    if isinstance(strategy, DDPStrategy) and trained not in whole and not unused:
         raise ValueError(
-            "distillation.layer_steps leaves parameters outside the replaced layers without gradients: set "
-            "--model.init_args.train=attention (or new, lora), or --trainer.strategy=ddp_find_unused_parameters_true"
+            f"distillation.layer_steps leaves some of the trained parameters (train={trained!r}) without gradients: set "
+            f"--model.init_args.train={' or '.join(whole)}, or --trainer.strategy=ddp_find_unused_parameters_true"
         )
 
 
@@ -74,7 +77,7 @@ def check_transfer(trainer: Trainer, network: nn.Module, trained: str) -> None:
     Raises:
         ValueError: for attention that adds nothing, too.
     """
-    check_layer_steps(trainer, network, trained)
+    check_layer_steps(trainer, network, trained, ("new",))
     layers = swapped_layers(network).values()
     if idle := next((layer for layer in layers if not any(p.requires_grad for p in layer.parameters())), None):
         raise ValueError(

@@ -257,3 +257,15 @@ def test_a_state_of_other_blocks_is_refused() -> None:
         mhla_window_prefill(*inputs[:5], mixing, block_size=8, state=state)
     with pytest.raises(ValueError, match="blocks, but mixing is for 2"):
         mhla_window_prefill(*(x.float() for x in inputs[:5]), torch.rand(2, 2), block_size=SIZE)
+
+
+def test_far_tokens_that_weigh_next_to_nothing_have_gradients() -> None:
+    """Sums below the smallest normal number, whose inverse overflows."""
+    for size in (1e-15, 1e-19, 1e-20, 1e-22):
+        leaves = [x.float() for x in tensors(24)]
+        for feature in leaves[3:5]:
+            feature.fill_(size)
+        leaves = [x.requires_grad_() for x in leaves]
+        out = mhla_window_attention(*leaves[:5], torch.ones(6, 6), block_size=SIZE)
+        for gradient in torch.autograd.grad(out.square().sum(), leaves[:5]):
+            assert gradient.isfinite().all()

@@ -193,6 +193,14 @@ def test_replaced_layers_learn_from_those_they_replaced() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_an_output_that_does_not_vary_counts_for_nothing() -> None:
+    model = tiny()
+    for parameter in model.blocks[0].attn.proj.parameters():
+        torch.nn.init.zeros_(parameter)
+    other = swapped(model)
+    assert transfer_loss(other, lambda: other(images(model))).isfinite()
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [

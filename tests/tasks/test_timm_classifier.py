@@ -116,10 +116,12 @@ def test_only_what_is_asked_for_is_trained(train: Any, trained: Path, tmp_path: 
 def test_a_teachers_predictions_are_matched(trained: Path, tmp_path: Path) -> None:
     distillation = TransferOptions(teacher=str(trained), loss_weight=0.0)
     model = classifier(attention=LEARNED, distillation=distillation)
-    losses = []
+    losses, calls = [], []
+    model.network.register_forward_hook(lambda *_: calls.append(1))
     model.log_loss = lambda loss, size: losses.append(float(loss.detach())) or loss  # type: ignore[method-assign]
     path = fit(model, 30, tmp_path)
     assert losses[-1] < 0.5 * losses[0]
+    assert len(calls) == 30
     assert not any("teacher" in name for name in torch.load(path, weights_only=True)["state_dict"])
 
 
@@ -153,3 +155,14 @@ def test_what_does_not_fit_is_said_in_one_line(trained: Path) -> None:
         other.configure_model()
     with pytest.raises(FileNotFoundError, match="nowhere is no checkpoint, no run and no folder with safetensors"):
         classifier(pretrained="nowhere").configure_model()
+
+
+def test_adapters_of_eva_take_part(trained: Path) -> None:
+    sizes = {
+        "model": "eva02_tiny_patch14_224",
+        "model_args": {"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2},
+    }
+    model = classifier(**sizes, attention=LEARNED, train="lora", lora=LoraOptions(2, 2))
+    model.network.train()
+    model(images()["image"]).square().mean().backward()
+    assert all(p.grad is not None for p in model.network.parameters() if p.requires_grad)

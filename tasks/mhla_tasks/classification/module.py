@@ -230,20 +230,26 @@ class ImageClassifier(TrainingModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Cross-entropy of one batch."""
-        images, labels = batch["image"], batch["label"]
-        return self.log_loss(self.label_loss(images, labels), len(images))
+        images, labels = self.mixed(batch["image"], batch["label"])
+        return self.log_loss(self.label_loss(self(images), labels), len(images))
 
-    def label_loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy, with mixup, cutmix and label smoothing where they are asked for."""
+    def mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and labels after mixup and cutmix, where they are asked for; the labels are ``[B, num_classes]`` then."""
+        if self.mixup is None:
+            return images, labels
+        if len(images) % 2:
+            raise ValueError(
+                f"mixup and cutmix pair the images of a batch, but each process has {len(images)}; use a batch_size "
+                "that is an even number for each process"
+            )
+        images, labels = self.mixup(images, labels)
+        return images, labels
+
+    def label_loss(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of scores ``[B, num_classes]`` and what :meth:`mixed` gives."""
         if self.mixup is not None:
-            if len(images) % 2:
-                raise ValueError(
-                    f"mixup and cutmix pair the images of a batch, but each process has {len(images)}; use a batch_size "
-                    "that is an even number for each process"
-                )
-            images, labels = self.mixup(images, labels)
-            return torch.sum(-labels * F.log_softmax(self(images), dim=-1), dim=-1).mean()
-        return F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
+            return torch.sum(-labels * F.log_softmax(scores, dim=-1), dim=-1).mean()
+        return F.cross_entropy(scores, labels, label_smoothing=self.label_smoothing)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Update the validation metrics."""

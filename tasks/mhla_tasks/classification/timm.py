@@ -163,7 +163,7 @@ class TimmClassifier(ImageClassifier):
             give_weights(model, self._weights(self.distillation.teacher), self.distillation.teacher)
             self._teacher = Teacher(model, lambda network, images: network(images))
         if self._teacher is not None:
-            self._teacher.model.to(self.device)
+            self._teacher.model.to(self.device, next(self.network.parameters()).dtype)
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -173,10 +173,12 @@ class TimmClassifier(ImageClassifier):
             loss = transfer_loss(self.network, lambda: self.network.forward_features(images))
             self.log("train/layer_distance", loss.detach(), batch_size=len(images))
             return self.log_loss(loss, len(images))
-        plain = self.label_loss(images, labels)
+        images, labels = self.mixed(images, labels)
+        scores = self(images)
+        plain = self.label_loss(scores, labels)
         if self._teacher is None:
             return self.log_loss(plain, len(images))
-        divergence = self._teacher.divergence(self(images), images)
+        divergence = self._teacher.divergence(scores, images)
         self.log("train/label_loss", plain.detach(), batch_size=len(images))
         self.log("train/teacher_divergence", divergence.detach(), batch_size=len(images))
         return self.log_loss(

@@ -33,10 +33,12 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
         mixture; ``layers``: nats a token with one new layer, by number; ``kept``; and ``layer_kinds``.
 
     Raises:
-        ValueError: for another model, or a share that is none.
+        ValueError: for another model, a share that is none, no batches, and data without validation.
     """
     if not 0 <= keep < 1:
         raise ValueError(f"keep={keep} is a share of the layers, from 0 to below 1")
+    if batches < 1:
+        raise ValueError(f"batches={batches} must be at least 1")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     module = load_checkpoint(path)
@@ -49,8 +51,12 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     )
 
     def loss() -> float:
-        (found,) = trainer.validate(module, data, verbose=False)
-        return math.log(found["val/perplexity"])
+        found = trainer.validate(module, data, verbose=False)
+        if not found or "val/perplexity" not in found[0]:
+            raise ValueError(
+                f"the data of {path}, {type(data).__name__}, has no validation of text to measure a loss on"
+            )
+        return math.log(found[0]["val/perplexity"])
 
     costs = layer_costs(module.network, loss)
     depth = module.network.config.num_hidden_layers

@@ -118,7 +118,7 @@ class LinearizedModel(LanguageModel):
         if self.distillation.teacher is not None and self._teacher is None:
             self._teacher = Teacher(read_source(self.distillation.teacher), _scores)
         if self._teacher is not None:
-            self._teacher.model.to(self.device)
+            self._teacher.model.to(self.device, next(self.network.parameters()).dtype)
 
     @override
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:

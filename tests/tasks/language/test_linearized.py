@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
-from lightning_mhla.swap import swapped_layers
+from lightning_mhla.swap import swapped_layers, transfer_loss
 from lightning_mhla.swap.adapters import LoraOptions, merge_adapters
 from lightning_mhla.training.optim import OptimizerConfig
 from lightning_mhla.training.transfer import TransferOptions
@@ -104,6 +104,31 @@ def test_only_what_is_asked_for_is_trained(train: Any, source: Path, tmp_path: P
     merge_adapters(loaded.network)
     loaded.network.save_pretrained(tmp_path / "exported")
     torch.testing.assert_close(load_swapped(tmp_path / "exported")(x).logits, model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("train", ["all", "attention", "lora"])
+def test_recomputed_layers_are_matched_alike(train: Any, source: Path) -> None:
+    tokens, gradients = torch.arange(48)[None] % 40, []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = linearized(source, train=train, lora=LoraOptions(2, 2), checkpointing=checkpointing)
+        load_source(model.network, str(source))
+        network = model.network.train()
+        transfer_loss(network, lambda network=network: network.base_model(tokens, use_cache=False)).backward()
+        gradients.append({name: p.grad for name, p in network.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(".swapped." in name for name in gradients[0])
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_a_run_with_adapters_is_not_mistaken(source: Path, tmp_path: Path) -> None:
+    path = fit(linearized(source, train="lora", lora=LoraOptions(2, 2)), 1, tmp_path)
+    with pytest.raises(ValueError, match=r"holds LoRA adapters beside the weights; .* lightning export .* FOLDER"):
+        load_source(linearized(path).network, str(path))
+    content = torch.load(path, weights_only=True)
+    with pytest.raises(ValueError, match="was trained with LoRA adapters, this run is without"):
+        linearized(source).on_load_checkpoint(content)
 
 
 def test_a_teachers_predictions_are_matched(source: Path, tmp_path: Path) -> None:
