@@ -158,7 +158,12 @@ STUDIES = (
         VARIANTS,
         measure,
         section,
-        (*NARROW, "--model.init_args.pretrained={pretrained}", "--trainer.max_steps=500"),
+        (
+            *NARROW,
+            "--model.init_args.pretrained={pretrained}",
+            "--trainer.max_steps=500",
+            "--trainer.val_check_interval=500",
+        ),
         (PRETRAIN, "softmax"),
         start_seed=0,
         setting=(

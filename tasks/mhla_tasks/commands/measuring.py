@@ -111,7 +111,7 @@ def compare(parser: ArgumentParser) -> Run:
 
 
 def layers(parser: ArgumentParser) -> Run:
-    """Measure the cost of each replaced layer of a linearised language model, and propose the layers that a hybrid keeps.
+    """Measure what each replaced layer of a linearised model costs, and propose a hybrid.
 
         lightning layers runs/linearize-stdlib/version_0 --keep 0.25
 
