@@ -87,7 +87,7 @@ def measure(kind: str, contexts: list[int], steps: int, device: torch.device) ->
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Two panels against the context: time per token, memory of the state."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
     panels = {"milliseconds_per_token": "ms per token", "state_bytes": "MiB of state"}
     for axis, (key, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
         for kind in KINDS:
@@ -98,7 +98,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set(xlabel="context, tokens", ylabel=label, xscale="log", yscale="log")
         plain_numbers(axis)
         axis.grid(alpha=0.3)
-    axis.legend()
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=120)
 
 

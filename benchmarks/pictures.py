@@ -7,8 +7,9 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 
 def plain_numbers(axis: Axes) -> None:
-    """Logarithmic axes marked 1, 2, 5, 10, 20 and so on, in figures that can be read."""
+    """Logarithmic axes marked 1, 2, 5, 10, 20 and so on, and all in figures that can be read."""
     for each in (axis.xaxis, axis.yaxis):
-        each.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        if each.get_scale() == "log":
+            each.set_major_locator(LogLocator(subs=(1, 2, 5)))
         each.set_major_formatter(StrMethodFormatter("{x:,g}"))
         each.set_minor_formatter(NullFormatter())

@@ -152,14 +152,18 @@ def test_every_row_of_the_committed_results_is_of_a_variant() -> None:
 
 
 def test_the_readme_shows_the_committed_figures() -> None:
-    found = by_variant(paper.STUDIES["mnist"].rows(paper.RESULTS))
+    images, language = (by_variant(paper.STUDIES[name].rows(paper.RESULTS)) for name in ("mnist", "stdlib"))
     text = (Path(__file__).parents[1] / "README.md").read_text()
-    shown = re.findall(r"^\| `([^`]+)`[^|]* \| (\d[^|]*) \| (\d[^|]*) \|$", text, re.MULTILINE)
-    assert len(shown) >= 5
-    for name, *cells in shown:
-        assert cells == [spread([row["accuracy"] for row in found[key]], 1, 100) for key in (name, f"{name}, lepe")], (
-            name
-        )
+    rows = re.compile(r"^\| `([^`]+)`[^|]* \| (\d[^|]*) \| (\d[^|]*) \|$", re.MULTILINE)
+    first, second = map(rows.findall, text.split("bits per byte", 1))
+    assert min(len(first), len(second)) >= 5
+    for name, *cells in first:
+        keys = (name, f"{name}, lepe")
+        assert cells == [spread([row["accuracy"] for row in images[key]], 1, 100) for key in keys], name
+    for name, *cells in second:
+        found = language[name]
+        digits = {"bits_per_byte": 3, "perplexity_last": 2}
+        assert cells == [spread([row[key] for row in found], count) for key, count in digits.items()], name
 
 
 def test_an_unknown_variant_is_named(
