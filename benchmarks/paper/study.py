@@ -178,7 +178,10 @@ def conditions(rows: Sequence[Row]) -> str:
     machines = {(row["machine"]["device"], row["machine"]["threads"], row["machine"]["torch"]) for row in rows}
     days = sorted({row["machine"]["date"] for row in rows})
     seeds = sorted({row["seed"] for row in rows})
-    where = "; ".join(f"{device}, {threads} thread{'s' * (threads > 1)}, torch {version}" for device, threads, version in sorted(machines))
+    where = "; ".join(
+        f"{device}, {threads} thread{'s' * (threads > 1)}, torch {version}"
+        for device, threads, version in sorted(machines)
+    )
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     hours = sum(row["seconds"] for row in rows) / 3600
     return f"Seeds {', '.join(map(str, seeds))}; {len(rows)} runs, {hours:.1f} processor hours; {where}; {when}."
