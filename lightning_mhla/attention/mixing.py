@@ -138,6 +138,7 @@ class DenseCoefficients(MixingCoefficients):
         own = self._start.to(torch.get_default_device(), copy=True)
         self.weight = nn.Parameter(own if heads is None else own.repeat(heads, 1, 1), requires_grad=trainable)
         self.grid, self.prefix_tokens, self.causal = layout.block_grid, layout.prefix_tokens, causal
+        self.cut = layout.block_size is not None
 
     @torch.no_grad()
     @override
@@ -145,8 +146,23 @@ class DenseCoefficients(MixingCoefficients):
         self.weight.copy_(self._start)
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> Tensor:
-        """``[M, M]`` or ``[H, M, M]``; see :func:`mhla_kernels.resize_mixing` for other blocks than those learned."""
-        return self.weight if block_grid in (None, self.grid) else self._resized(block_grid)
+        """``[M, M]`` or ``[H, M, M]``.
+
+        Over other blocks than those learned: of a sequence with ``block_size``, the first ones, as if padding followed; of a
+        grid, see :func:`mhla_kernels.resize_mixing`.
+        """
+        if block_grid in (None, self.grid):
+            return self.weight
+        assert block_grid is not None
+        if not self.cut:
+            return self._resized(block_grid)
+        (blocks,), (known,) = block_grid, self.grid
+        if blocks > known:
+            raise ValueError(
+                f"{blocks} blocks are more than the {known} that dense coefficients were made for; mixing: exponential takes "
+                "any number"
+            )
+        return self.weight[..., :blocks, :blocks]
 
     @override
     def resize(self, block_grid: tuple[int, ...]) -> None:
@@ -256,9 +272,12 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def forward(self, block_grid: tuple[int, ...] | None = None) -> ExponentialMixing:
-        """Build the mixing; over other blocks, decays stay the same over a whole axis."""
+        """Build the mixing; over other blocks, decays stay the same over a whole axis.
+
+        A decay that an optimiser without :func:`clip_mixing` brought below its bound counts as the bound, and can rise again.
+        """
         if self.grid is None or block_grid in (None, self.grid):
-            return ExponentialMixing(self.amplitude, self.decay, self.grid)
+            return ExponentialMixing(self.amplitude, self._bounded(), self.grid)
         assert block_grid is not None
         return ExponentialMixing(self.amplitude, self._rescaled(block_grid), block_grid)
 
@@ -285,7 +304,10 @@ class ExponentialCoefficients(MixingCoefficients):
         """Decays of a step between blocks that are larger or smaller than those learned."""
         old = (self.blocks,) if self.grid is None else self.grid
         scale = self.decay.new_tensor([before / after for before, after in zip(old, block_grid, strict=True)])
-        return self.decay * (scale[0] if self.grid is None else scale)
+        return self._bounded() * (scale[0] if self.grid is None else scale)
+
+    def _bounded(self) -> Tensor:
+        return self.decay + (self.decay.clamp(min=LOWER) - self.decay).detach()
 
     @override
     def matrix(self) -> Tensor:

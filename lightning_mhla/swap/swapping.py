@@ -58,7 +58,8 @@ def swap_attention(
     """Replace self-attention of a pretrained model in place; see the module's description.
 
     Args:
-        model: a transformer of diffusers, a vision transformer of timm, or a language model of transformers.
+        model: a transformer of diffusers, a vision transformer of timm, or a language
+            model or an encoder of transformers.
         attention: what comes in. ``rotary`` is the model's own.
         layers: numbers of those to replace; None for all.
         layer_kinds: kinds of the layers instead, repeated to the depth; ``"keep"`` for those that stay, ``"replace"`` for

@@ -1,4 +1,4 @@
-"""Language models of transformers as hosts: attention of ours behind their attention interface.
+"""Language models and encoders of transformers as hosts: attention of ours behind their attention interface.
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     swap_attention(model, AttentionConfig(block_size=64, mixing="exponential"))
@@ -8,9 +8,14 @@ The model's own code projects, normalises and turns queries and keys by their po
 map comes after the rotary embedding, and ``normalize`` may stay on. Turned and then mapped, features depend on positions
 themselves and not only on their differences: give ``position_ids`` with rows padded at their left, as ``generate`` does.
 
-What the new attention adds is found under ``...self_attn.swapped``. Generation keeps a state in transformers' own cache in
-place of keys and values; it is of constant size with ``mixing="exponential"``. Rows may be padded on either side: blocks are
-counted from a row's first real token. Documents packed in one row (positions that start again) do not see each other.
+What the new attention adds is found under ``.swapped`` of each attention module. Generation keeps a state in transformers'
+own cache in place of keys and values; it is of constant size with ``mixing="exponential"``. Rows may be padded on either
+side: blocks are counted from a row's first real token. Documents packed in one row (positions that start again) do not see
+each other.
+
+Encoders of text take ``block_size`` too, and every token sees all; dense coefficients of a text shorter than
+``max_position_embeddings`` are those of its blocks. Encoders of images take ``block_grid``, as timm's do
+(:mod:`lightning_mhla.swap.timm`): images of any size that the model takes.
 """
 
 from __future__ import annotations
@@ -28,19 +33,37 @@ from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
 from lightning_mhla.attention.summaries import SummaryAttention
-from lightning_mhla.swap.host import SAVED, Host, build_beside
+from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside
 
-FAMILIES = (
+DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi", "Phi3"
 )  # fmt: skip
-"""Model families whose attention is known: causal self-attention that calls transformers' attention interface with queries
+"""Language models whose attention is known: causal self-attention that calls transformers' attention interface with queries
 and keys already turned by their positions."""
 
-NAMES = frozenset(f"{family}Attention" for family in FAMILIES)
+TEXT_ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Electra", "DistilBert", "ModernBert", "Siglip")
+"""Encoders of text: the same interface, and every token sees all."""
+
+IMAGE_ENCODERS = {"ViT": 1, "DeiT": 2, "Dinov2": 1, "Dinov2WithRegisters": 1, "DINOv3ViT": 1, "Siglip": 0, "CLIP": 1}
+"""Encoders of images, with the tokens that come before registers and patches."""
+
+FAMILIES = tuple(dict.fromkeys((*DECODERS, *TEXT_ENCODERS, *IMAGE_ENCODERS)))
+NAMES = {f"{family}{name}": family for family in FAMILIES for name in ("Attention", "SelfAttention")}
+"""Families by the name of the attention module."""
+WRAPPERS = tuple(f"{family}Attention" for family in ("Bert", "Roberta", "XLMRoberta", "Electra"))
+"""Modules that hold the attention module of these families."""
+
+
+class PatchGrid(TokenGrid):
+    """The grid of a model's present image, a forward hook of the convolution that makes its patches."""
+
+    def __call__(self, convolution: Any, args: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the grid of patches ``[B, C, H, W]``."""
+        self.shape = tuple(output.shape[-2:])
 
 
 class TransformersHost(Host):
-    """Decoders of :data:`FAMILIES`."""
+    """Decoders and encoders of :data:`FAMILIES`."""
 
     package = "transformers"
 
@@ -48,8 +71,8 @@ class TransformersHost(Host):
     def layers(self, model: Any) -> list[Any]:
         if model.config.get_text_config() is not model.config:
             raise ValueError(
-                f"{type(model).__name__} is a model of text and more, which is not supported; swap a text model, such as "
-                "AutoModelForCausalLM gives for a configuration of text alone"
+                f"{type(model).__name__} is a model of text and more, which is not supported; swap a model of text alone or of "
+                "images alone"
             )
         found = [module for module in model.modules() if _is_known(type(module))]
         if not found:
@@ -69,21 +92,11 @@ class TransformersHost(Host):
                 f"attention would not keep to; {way}"
             )
         for index, layer in layers.items():
-            if (cap := getattr(layer, "attn_logit_softcapping", None)) is not None:
-                raise ValueError(
-                    f"layer {index} caps its scores at {cap} (attn_logit_softcapping), which the new attention does not"
-                )
-            if layer.attention_dropout:
-                raise ValueError(
-                    f"layer {index} drops attention weights (attention_dropout={layer.attention_dropout}), which the new "
-                    "attention does not; load the model with attention_dropout=0"
-                )
-            if not layer.is_causal or getattr(layer.config, "is_causal", True) is False:
-                raise ValueError(f"layer {index} sees later tokens too; only causal attention can be swapped")
-            if any(p.is_meta for p in layer.parameters()) and any(hasattr(m, "_hf_hook") for m in layer.modules()):
-                raise ValueError(f"the weights of layer {index} are offloaded; swap before the model is dispatched")
+            _check_layer(index, layer, model)
         for index, config in configs.items():
-            if Attention.kinds[config.kind].uses_blocks and config.block_size is None:
+            if _patches(model) is not None:
+                blocks_along(2, config)
+            elif Attention.kinds[config.kind].uses_blocks and config.block_size is None:
                 raise ValueError(
                     f"layer {index}: attention kind {config.kind!r} needs block_size, tokens in a block"
                     + (f", not block_grid={config.block_grid}" if config.block_grid else "")
@@ -97,9 +110,16 @@ class TransformersHost(Host):
     ) -> dict[int, Attention]:
         from lightning_mhla.swap.transformers_attention import install
 
-        built = {index: _build(layer, configs[index]) for index, layer in layers.items()}
+        patches, grid = _patches(model), None
+        if patches is not None and layers:
+            (family,) = {_family(layer) for layer in layers.values()}
+            grid = PatchGrid(IMAGE_ENCODERS[family] + (getattr(model.config, "num_register_tokens", None) or 0))
+        built = {index: _build(layer, configs[index], grid) for index, layer in layers.items()}
         for index, attention in built.items():
-            install(layers[index], attention)
+            install(layers[index], attention, grid)
+        if grid is not None:
+            assert patches is not None
+            patches.register_forward_hook(grid)
         return built
 
     @override
@@ -155,8 +175,9 @@ class TransformersHost(Host):
 
     @override
     def load(self, model: Any, state: dict[str, Tensor]) -> None:
-        tied = {name for name in model.all_tied_weights_keys if name not in state}
         own = model.state_dict()
+        state = _by_own_names(model, own, state)
+        tied = {name for name in model.all_tied_weights_keys if name not in state}
         try:
             super().load(model, {**state, **{name: own[name] for name in tied}})
         except RuntimeError as error:
@@ -172,6 +193,17 @@ class TransformersHost(Host):
         model.config.dtype = dtype
 
 
+def _by_own_names(model: Any, own: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Saved tensors by the names that the model has for them: transformers writes those of its older versions."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = {id(tensor): name for name, tensor in own.items()}
+    written = {
+        old: names[id(tensor)] for old, tensor in revert_weight_conversion(model, own).items() if id(tensor) in names
+    }
+    return {written.get(name, name): tensor for name, tensor in state.items()}
+
+
 def _refuse_float16(index: int, kind: type) -> None:
     if issubclass(kind, SummaryAttention):
         raise ValueError(
@@ -180,7 +212,41 @@ def _refuse_float16(index: int, kind: type) -> None:
 
 
 def _is_known(kind: type) -> bool:
-    return kind.__name__ in NAMES and kind.__module__.startswith("transformers.models.")
+    known = kind.__name__ in NAMES and kind.__name__ not in WRAPPERS
+    return known and kind.__module__.startswith("transformers.models.")
+
+
+def _family(layer: Any) -> str:
+    return NAMES[type(layer).__name__]
+
+
+def _patches(model: Any) -> nn.Module | None:
+    """The convolution that makes patches of an image; None in a model of text."""
+    named = model.named_modules()
+    return next((module for name, module in named if isinstance(module, nn.Conv2d) and "patch_embed" in name), None)
+
+
+def _check_layer(index: int, layer: Any, model: Any) -> None:
+    """Refuse a layer that does what the new attention would not."""
+    if (cap := getattr(layer, "attn_logit_softcapping", None)) is not None:
+        raise ValueError(
+            f"layer {index} caps its scores at {cap} (attn_logit_softcapping), which the new attention does not"
+        )
+    for name in ("attention_dropout", "attention_probs_dropout_prob"):
+        if share := getattr(layer.config, name, 0):
+            raise ValueError(
+                f"layer {index} drops attention weights ({name}={share}), which the new attention does not; load the model "
+                f"with {name}=0"
+            )
+    causal = layer.is_causal and getattr(layer.config, "is_causal", True) is not False
+    if _family(layer) in DECODERS and not causal:
+        raise ValueError(f"layer {index} sees later tokens too; of this family, only causal attention can be swapped")
+    if _family(layer) not in DECODERS and layer.is_causal:
+        raise ValueError(f"layer {index} is causal (is_decoder); of this family, only encoders can be swapped")
+    if _family(layer) not in TEXT_ENCODERS and _family(layer) not in DECODERS and _patches(model) is None:
+        raise ValueError(f"{type(model).__name__} has no patches of images, and of this family only those are known")
+    if any(p.is_meta for p in layer.parameters()) and any(hasattr(m, "_hf_hook") for m in layer.modules()):
+        raise ValueError(f"the weights of layer {index} are offloaded; swap before the model is dispatched")
 
 
 def _window(layer: Any) -> int | None:
@@ -204,20 +270,25 @@ def _floating(layer: Any) -> Tensor:
     return next((weight for weight in weights if weight.is_floating_point()), empty)
 
 
-def _build(layer: Any, config: AttentionConfig) -> Attention:
+def _build(layer: Any, config: AttentionConfig, grid: PatchGrid | None) -> Attention:
     """The attention that takes the place of ``layer``'s."""
     own = layer.config
-    weight = _floating(layer)
-    tokens = own.max_position_embeddings
-    blocks = config.block_size if Attention.kinds[config.kind].uses_blocks else tokens
+    if grid is not None:
+        blocks = blocks_along(2, config)
+        layout = BlockLayout(blocks, blocks, prefix_tokens=grid.prefix_tokens)  # each image brings its own
+    else:
+        tokens = own.max_position_embeddings
+        size = config.block_size if Attention.kinds[config.kind].uses_blocks else None
+        layout = BlockLayout((tokens,), block_size=size or tokens)
+    width = layer.head_dim if hasattr(layer, "head_dim") else layer.attention_head_size
     return build_beside(
-        weight,
+        _floating(layer),
         replace(config, rotary=False),
         own.hidden_size,
         own.num_attention_heads,
-        BlockLayout((tokens,), block_size=blocks),
-        key_value_heads=own.num_key_value_heads,
-        key_width=layer.head_dim,
-        value_width=layer.head_dim,
-        causal=True,
+        layout,
+        key_value_heads=getattr(own, "num_key_value_heads", None),
+        key_width=width,
+        value_width=width,
+        causal=_family(layer) in DECODERS,
     )

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import override
 
-from lightning_mhla.attention import Attention, Projections
+from lightning_mhla.attention import Attention, BlockLayout, Projections
 from lightning_mhla.attention.rows import real_tokens, rows_in_order
+from lightning_mhla.swap.host import TokenGrid
+from lightning_mhla.swap.transformers_masks import documents, key_mask, padding_mask
 
 NAME = "lightning_mhla"
 """Name of the attention function."""
@@ -36,11 +36,17 @@ class Call(NamedTuple):
     cache: StateLayer | None
 
 
-def install(module: Any, attention: Attention) -> None:
-    """Let ``attention`` take the place of the attention function of ``module``."""
+def install(module: Any, attention: Attention, grid: TokenGrid | None = None) -> None:
+    """Let ``attention`` take the place of the attention function of ``module``.
+
+    Args:
+        module: an attention module of transformers.
+        attention: the new attention.
+        grid: token grid of the present image; None for text.
+    """
     module.config = copy.copy(module.config)
     module.config._attn_implementation = NAME
-    module.swapped = attention
+    module.swapped, module.grid, module.blocks, module.fitted = attention, grid, attention.layout.block_grid, None
     module.register_forward_pre_hook(_keep_call, with_kwargs=True)
 
 
@@ -168,38 +174,98 @@ def swapped_attention(
         ``[B, N, H * Dv]``, and None for the weights.
 
     Raises:
-        ValueError: for a mask that hides more than padding and later tokens, documents that are packed beside padding or in
-            several rows, more tokens than dense coefficients reach to, and a state that was not kept.
+        ValueError: for a mask that hides more than padding (and later tokens, in a decoder), documents that are packed
+            beside padding or in several rows, more tokens than dense coefficients reach to, a state that was not kept, and
+            tokens that are not those of the image.
     """
     (x, cache), attention = module.call, module.swapped
     module.call = None  # nothing of a call is kept
-    _check_length(attention, x.shape[1] if cache is None else cache.columns)
     query = query * (options["scaling"] * query.shape[-1] ** 0.5)
     heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    if module.grid is not None:
+        return _of_an_image(module, x, heads, attention_mask), None
+    if not attention.causal:
+        return _of_a_whole_text(module, x, heads, attention_mask), None
+    _check_length(attention, x.shape[1] if cache is None else cache.columns)
     bounds = documents(options.get("position_ids"), attention_mask, x)
-    mask = key_mask(attention_mask, x, cache) if bounds is None else None
-    real, counts, order = real_tokens(mask, x)
-    if order is not None:
-        x, inverse = rows_in_order(x, order), order.argsort(dim=1)
-        heads = [rows_in_order(tensor.flatten(2), order).unflatten(2, tensor.shape[2:]) for tensor in heads]
-    host = Projections(lambda _: (heads[0], heads[1], heads[2]), lambda out: out)
+    rows = real_first(key_mask(attention_mask, x, cache) if bounds is None else None, x, heads)
     if cache is None or bounds is not None or (module.training and torch.is_grad_enabled()):
         if cache is not None:
             if cache.columns > x.shape[1]:
                 raise ValueError("training and packed documents cannot continue a cache; begin without one")
             cache.kept = False
-        visible = None
-        if any(count < x.shape[1] for count in counts):
-            visible = real if order is None else real.gather(1, order)
-        out = attention(x, visible, cu_seqlens=bounds, projections=host)
+        out = attention(rows.x, rows.visible, cu_seqlens=bounds, projections=rows.projections)
     else:
         if not cache.kept:
             raise ValueError("the cache was filled in training or with packed documents, which keep no state")
         if cache.state is not None and cache.kind != attention.config.kind:
             raise ValueError(f"the state is of attention kind {cache.kind!r}, not {attention.config.kind!r}")
-        out, cache.state = attention.next_tokens(x, cache.state, counts, projections=host)
+        out, cache.state = attention.next_tokens(rows.x, cache.state, rows.counts, projections=rows.projections)
         cache.kind = attention.config.kind
-    return (out if order is None else rows_in_order(out, inverse)), None
+    return rows.restored(out), None
+
+
+class Rows(NamedTuple):
+    """Tokens of which the real ones come first in every row.
+
+    Attributes:
+        x: ``[B, N, dim]``.
+        projections: those of the host, for :meth:`Attention.forward`.
+        visible: ``[B, N]`` bool; None where all tokens are real.
+        counts: real tokens of each row.
+        inverse: ``[B, N]``, the way back; None where nothing moved.
+    """
+
+    x: Tensor
+    projections: Projections
+    visible: Tensor | None
+    counts: tuple[int, ...]
+    inverse: Tensor | None
+
+    def restored(self, out: Tensor) -> Tensor:
+        """Outputs in the order that the tokens came in."""
+        return out if self.inverse is None else rows_in_order(out, self.inverse)
+
+
+def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
+    """Tokens, and queries, keys and values ``[B, N, H, D]`` of them, with padding moved to the right."""
+    real, counts, order = real_tokens(mask, x)
+    visible, inverse = real if any(count < x.shape[1] for count in counts) else None, None
+    if order is not None:
+        x, inverse = rows_in_order(x, order), order.argsort(dim=1)
+        heads = [rows_in_order(tensor.flatten(2), order).unflatten(2, tensor.shape[2:]) for tensor in heads]
+        visible = real.gather(1, order)
+    q, k, v = heads
+    return Rows(x, Projections(lambda _: (q, k, v), lambda out: out), visible, counts, inverse)
+
+
+def _of_a_whole_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
+    """Every token sees all; blocks are counted from a row's first real token."""
+    rows = real_first(padding_mask(attention_mask, x), x, heads)
+    size = module.swapped.config.block_size
+    size = module.swapped.config.block_size if module.swapped.uses_blocks else x.shape[1]
+    _fit(module, BlockLayout((x.shape[1],), block_size=size), x.device)
+    return rows.restored(module.swapped(rows.x, rows.visible, projections=rows.projections))
+
+
+def _of_an_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
+    """Every token sees all; blocks are those of the present image."""
+    layout = module.grid.layout(module.blocks)
+    if attention_mask is not None or x.shape[1] != layout.num_tokens:
+        raise ValueError(
+            f"{x.shape[1]} tokens for an image of {layout.num_tokens}, or a mask: the new attention sees whole images"
+        )
+    _fit(module, layout, x.device)
+    order = module.swapped.order
+    q, k, v = heads if order is None else [tensor.index_select(1, order) for tensor in heads]
+    out: Tensor = module.swapped(x, projections=Projections(lambda _: (q, k, v), lambda out: out))
+    return out
+
+
+def _fit(module: Any, layout: BlockLayout, device: torch.device) -> None:
+    if (fitted := (layout, device)) != module.fitted:
+        module.swapped.fit(*fitted)
+        module.fitted = fitted
 
 
 def _check_length(attention: Attention, tokens: int) -> None:
@@ -209,113 +275,6 @@ def _check_length(attention: Attention, tokens: int) -> None:
             f"{tokens} tokens are more than the {limit} that dense coefficients were made for (max_position_embeddings); "
             'swap with mixing="exponential", which takes any number'
         )
-
-
-def documents(position_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """``cu_seqlens`` of documents packed in the one row; None where nothing is packed.
-
-    As in transformers, a document begins where a position does not follow the one before it.
-
-    Args:
-        position_ids: ``[B, N]`` or ``[1, N]``; None for none.
-        attention_mask: as for :func:`swapped_attention`.
-        x: ``[B, N, dim]``.
-
-    Raises:
-        ValueError: for documents in one of several rows, or beside padding.
-    """
-    if position_ids is None or x.shape[1] < 2 or _counts_up(position_ids):
-        return None
-    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        real: Tensor | None = attention_mask[:, -x.shape[1] :].bool()
-    else:
-        real = _own_keys(attention_mask, x)
-    if real is not None:
-        starts = starts & real[:, 1:] & real[:, :-1]
-    if not bool(starts.any()):
-        return None
-    if x.shape[0] != 1 or (real is not None and not bool(real.all())):
-        raise ValueError(
-            "position_ids that start again pack documents in a row, which needs a batch of one row without padding, not "
-            f"{list(x.shape[:2])} tokens"
-        )
-    (first,) = starts[0].nonzero(as_tuple=True)
-    return F.pad(F.pad(first + 1, (1, 0)), (0, 1), value=x.shape[1])
-
-
-_counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Positions by tensor: its version, and whether they count up; the layers of a model are all given the same one."""
-
-
-def _counts_up(position_ids: Tensor) -> bool:
-    """Whether each position follows the one before it; tensors without values are taken to."""
-    if not _has_values(position_ids):
-        return True
-    version = 0 if position_ids.is_inference() else position_ids._version
-    known = _counting.get(position_ids)
-    if known is None or known[0] != version:
-        known = (version, bool((position_ids[:, 1:] == position_ids[:, :-1] + 1).all()))
-        _counting[position_ids] = known
-    return bool(known[1])
-
-
-def _has_values(x: Tensor) -> bool:
-    """Whether a tensor can be read: none of the meta device, and no fake one."""
-    return type(x) is Tensor and not x.is_meta
-
-
-def _own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
-    """``[B, N]``: which of these tokens the mask lets see themselves; None without a mask."""
-    if attention_mask is None:
-        return None
-    return _visible(attention_mask)[:, 0, :, -x.shape[1] :].diagonal(dim1=1, dim2=2)
-
-
-def _visible(attention_mask: Any) -> Tensor:
-    """``[B, heads or 1, N, columns]`` bool."""
-    if not isinstance(attention_mask, Tensor):
-        raise ValueError(
-            f"swapped attention does not know masks of {type(attention_mask).__name__}; set_attn_implementation of the "
-            "model to sdpa or eager"
-        )
-    return attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-
-
-def key_mask(attention_mask: Any, x: Tensor, cache: StateLayer | None = None) -> Tensor | None:
-    """``[B, N]`` bool: which of these tokens are real; None where all are.
-
-    Args:
-        attention_mask: as for :func:`swapped_attention`.
-        x: ``[B, N, dim]``.
-        cache: the state before these tokens, whose columns already count them.
-
-    Raises:
-        ValueError: for a mask that hides more than padding and later tokens, or tokens that the state holds.
-    """
-    if attention_mask is None or (isinstance(attention_mask, Tensor) and not _has_values(attention_mask)):
-        return None
-    tokens = x.shape[1]
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        last = attention_mask.bool()
-    else:
-        visible = _visible(attention_mask)
-        last = visible[:, 0, -1]
-        position = torch.arange(visible.shape[-1], device=x.device)
-        wanted = (last[:, None] & (position <= position[-tokens:, None]))[:, None]
-        padding = ~last[:, None, -tokens:, None] & (visible.all(-1, keepdim=True) | ~visible.any(-1, keepdim=True))
-        if not bool(((visible == wanted) | padding).all()):
-            raise ValueError(
-                "the attention mask hides more than padding and later tokens, and swapped attention knows no other masks"
-            )
-    if cache is not None and cache.state is not None and last.shape[1] > tokens:
-        seen = tuple(last[:, :-tokens].sum(1).tolist())
-        if last.shape[1] == cache.columns and seen != tuple(cache.state.lengths):
-            raise ValueError(
-                f"the attention mask has {list(seen)} real tokens before these, but the state holds {cache.state.lengths}: "
-                "tokens that were read cannot be hidden"
-            )
-    return last[:, -tokens:].expand(x.shape[0], -1)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, swapped_attention)

@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
 from lightning_mhla.attention import MHLA
 from lightning_mhla.swap import swapped_layers
-from lightning_mhla.swap.transformers import FAMILIES
+from lightning_mhla.swap.transformers import DECODERS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -88,7 +88,7 @@ def tokens(rows: int = 2, columns: int = 22) -> Tensor:
 
 
 @pytest.mark.parametrize("mixing", ["dense", "exponential"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODERS)
 def test_a_swapped_model_is_its_definition(family: str, mixing: Any) -> None:
     """Every pair of tokens written out in float64, in the model's own code around it: 1e-9 (in float32 1e-4)."""
     model = tiny(family).double()
@@ -123,7 +123,7 @@ def _weights(q: Tensor, k: Tensor) -> Tensor:
     return (q.relu() + 1e-6) @ (k.relu() + 1e-6).transpose(1, 2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODERS)
 def test_softmax_swapped_for_softmax_and_nothing_swapped_change_nothing(family: str) -> None:
     model, x = tiny(family), tokens()
     with torch.no_grad():

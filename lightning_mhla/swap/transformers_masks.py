@@ -1,0 +1,140 @@
+"""What transformers' attention masks and positions say about the tokens of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+def documents(position_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """``cu_seqlens`` of documents packed in the one row; None where nothing is packed.
+
+    As in transformers, a document begins where a position does not follow the one before it.
+
+    Args:
+        position_ids: ``[B, N]`` or ``[1, N]``; None for none.
+        attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as boolean or as what is added to scores; None for none.
+        x: ``[B, N, dim]``.
+
+    Raises:
+        ValueError: for documents in one of several rows, or beside padding.
+    """
+    if position_ids is None or x.shape[1] < 2 or _counts_up(position_ids):
+        return None
+    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        real: Tensor | None = attention_mask[:, -x.shape[1] :].bool()
+    else:
+        real = own_keys(attention_mask, x)
+    if real is not None:
+        starts = starts & real[:, 1:] & real[:, :-1]
+    if not bool(starts.any()):
+        return None
+    if x.shape[0] != 1 or (real is not None and not bool(real.all())):
+        raise ValueError(
+            "position_ids that start again pack documents in a row, which needs a batch of one row without padding, not "
+            f"{list(x.shape[:2])} tokens"
+        )
+    (first,) = starts[0].nonzero(as_tuple=True)
+    return F.pad(F.pad(first + 1, (1, 0)), (0, 1), value=x.shape[1])
+
+
+_counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Positions by tensor: its version, and whether they count up; the layers of a model are all given the same one."""
+
+
+def _counts_up(position_ids: Tensor) -> bool:
+    """Whether each position follows the one before it; tensors without values are taken to."""
+    if not _has_values(position_ids):
+        return True
+    version = 0 if position_ids.is_inference() else position_ids._version
+    known = _counting.get(position_ids)
+    if known is None or known[0] != version:
+        known = (version, bool((position_ids[:, 1:] == position_ids[:, :-1] + 1).all()))
+        _counting[position_ids] = known
+    return bool(known[1])
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether a tensor can be read: none of the meta device, and no fake one."""
+    return type(x) is Tensor and not x.is_meta
+
+
+def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
+    """``[B, N]``: which of these tokens the mask lets see themselves; None without a mask."""
+    if attention_mask is None:
+        return None
+    return _visible(attention_mask)[:, 0, :, -x.shape[1] :].diagonal(dim1=1, dim2=2)
+
+
+def _visible(attention_mask: Any) -> Tensor:
+    """``[B, heads or 1, N, columns]`` bool."""
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"swapped attention does not know masks of {type(attention_mask).__name__}; set_attn_implementation of the "
+            "model to sdpa or eager"
+        )
+    return attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+
+
+def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None:
+    """``[B, N]`` bool: which of these tokens are real; None where all are.
+
+    Args:
+        attention_mask: as for :func:`documents`.
+        x: ``[B, N, dim]``.
+        cache: the state before these tokens, whose columns already count them.
+
+    Raises:
+        ValueError: for a mask that hides more than padding and later tokens, or tokens that the state holds.
+    """
+    if attention_mask is None or (isinstance(attention_mask, Tensor) and not _has_values(attention_mask)):
+        return None
+    tokens = x.shape[1]
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        last = attention_mask.bool()
+    else:
+        visible = _visible(attention_mask)
+        last = visible[:, 0, -1]
+        position = torch.arange(visible.shape[-1], device=x.device)
+        wanted = (last[:, None] & (position <= position[-tokens:, None]))[:, None]
+        padding = ~last[:, None, -tokens:, None] & (visible.all(-1, keepdim=True) | ~visible.any(-1, keepdim=True))
+        if not bool(((visible == wanted) | padding).all()):
+            raise ValueError(
+                "the attention mask hides more than padding and later tokens, and swapped attention knows no other masks"
+            )
+    if cache is not None and cache.state is not None and last.shape[1] > tokens:
+        seen = tuple(last[:, :-tokens].sum(1).tolist())
+        if last.shape[1] == cache.columns and seen != tuple(cache.state.lengths):
+            raise ValueError(
+                f"the attention mask has {list(seen)} real tokens before these, but the state holds {cache.state.lengths}: "
+                "tokens that were read cannot be hidden"
+            )
+    return last[:, -tokens:].expand(x.shape[0], -1)
+
+
+def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
+    """``[B, N]`` bool: which tokens of a text that an encoder reads are real; None where all are.
+
+    Args:
+        attention_mask: as for :func:`documents`.
+        x: ``[B, N, dim]``.
+
+    Raises:
+        ValueError: for a mask that hides more than padding.
+    """
+    if attention_mask is None or (isinstance(attention_mask, Tensor) and not _has_values(attention_mask)):
+        return None
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        return attention_mask.bool()
+    visible, real = _visible(attention_mask), own_keys(attention_mask, x)
+    assert real is not None
+    if not bool(((visible == real[:, None, None]) | ~real[:, None, :, None]).all()):
+        raise ValueError(
+            "the attention mask hides more than padding, and the new attention of an encoder knows no other"
+        )
+    return real.expand(x.shape[0], -1)
