@@ -43,7 +43,8 @@ def write_export(
     """
     path = resolve_checkpoint(checkpoint)
     content = read_header(path)
-    module, domain = _load(checkpoint, path, content, live)
+    module = load_trained(checkpoint, live)
+    domain = _domain_of(type(module))
     for name in options:
         if name not in domain.OPTIONS:
             raise ValueError(
@@ -60,19 +61,28 @@ def write_export(
     write_card(module, content, card, loading.replace("NETWORK", network), license_name)
 
 
-def _load(checkpoint: Path, path: Path, content: Mapping[str, Any], live: bool) -> tuple[TrainingModule, ModuleType]:
-    """The module of a checkpoint, and the ``export`` of its domain."""
-    memory = content.get("hyper_parameters") or {}
+def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:
+    """The module of a checkpoint, of whatever domain, without running any code from it.
+
+    Args:
+        checkpoint: file, or folder of a run or of a sharded checkpoint.
+        live: the weights as trained, where the checkpoint also has their moving average.
+
+    Raises:
+        FileNotFoundError: when there is no checkpoint.
+        ValueError: when it holds no module of a domain.
+    """
+    path = resolve_checkpoint(checkpoint)
+    memory = read_header(path).get("hyper_parameters") or {}
     class_path = str(memory.get("_class_path", ""))
     if class_path:
         if refused := refusal(class_path):
             raise ValueError(f"{checkpoint} was trained with the class {class_path[:80]}: {refused}")
-        kind = _class(checkpoint, class_path)
-        return load_module(kind, path, live), _domain_of(kind)
+        return load_module(_class(checkpoint, class_path), path, live)
     for domain, name in DOMAINS.items():  # trained from Python: the checkpoint does not name its class
         kind = getattr(import_module(f"mhla_tasks.{domain}"), name)
         if accepts(kind, memory):
-            return load_module(kind, path, live), _domain_of(kind)
+            return load_module(kind, path, live)
     raise ValueError(f"{checkpoint} holds no module of {', '.join(DOMAINS)}")
 
 

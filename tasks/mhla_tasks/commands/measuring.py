@@ -115,17 +115,17 @@ def layers(parser: ArgumentParser) -> Run:
 
         lightning layers runs/linearize-stdlib/version_0 --keep 0.25
 
-    Scores held-out text of the run's data with one new layer after the other, all others being the original ones, and proposes
-    ``layer_kinds`` with the given share of layers kept. Best after the layer steps of distillation.
+    Scores held-out samples of the run's data with one new layer after the other, all others being the original ones, and
+    proposes ``layer_kinds`` with the given share of layers kept. Best after the layer steps of distillation.
     """
-    parser.add_argument("checkpoint", type=Path, help="checkpoint or run of a LinearizedModel")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint or run of a LinearizedModel or a TimmClassifier")
     parser.add_argument("--keep", type=float, default=0.25, help="share of the layers to keep (default: 0.25)")
     parser.add_argument("--batches", type=int, default=16, help="batches of validation data (default: 16)")
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, .. (default: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     def run(args: Namespace) -> None:
-        from mhla_tasks.language import layer_costs
+        from mhla_tasks import layer_costs
 
         found = layer_costs.measure(args.checkpoint, args.keep, args.batches, args.accelerator)
         sys.stdout.write(json.dumps(found, indent=1) + "\n" if args.json else layer_costs.table(found))

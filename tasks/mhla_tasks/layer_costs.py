@@ -1,4 +1,4 @@
-"""The cost of each replaced layer of a linearised language model on held-out text, and the layers to keep."""
+"""The cost of each replaced layer of a linearised model on held-out data, and the layers to keep."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from lightning import LightningDataModule, Trainer
 
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.swap import KEEP, REPLACE, LayerCosts, layer_costs, original_attention, swapped_layers
-from mhla_tasks.language.export import load_checkpoint
-from mhla_tasks.language.linearized import LinearizedModel
+from lightning_mhla.swap.swapping import host_of
+from lightning_mhla.training.transfer import TransferOptions
+from mhla_tasks.export import load_trained
 from mhla_tasks.trust import refusal
 
 
@@ -23,14 +24,14 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     """Losses by layer, and the layers that a hybrid would keep.
 
     Args:
-        path: checkpoint or run of a linearised model.
+        path: checkpoint or run of a LinearizedModel or a TimmClassifier.
         keep: share of the model's layers that a hybrid keeps as softmax, 0 to 1.
         batches: batches of the run's validation data.
         accelerator: as for Lightning.
 
     Returns:
-        ``original``, ``replaced`` and ``hybrid``: nats a token with the original attention, the new one, and the proposed
-        mixture; ``layers``: nats a token with one new layer, by number; ``kept``; and ``layer_kinds``.
+        ``original``, ``replaced`` and ``hybrid``: nats a token or an image with the original attention, the new one, and the
+        proposed mixture; ``alone``: with one new layer, by number; ``unit``; ``kept``; and ``layer_kinds``.
 
     Raises:
         ValueError: for another model, a share that is none, no batches, and data without validation.
@@ -41,37 +42,45 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
         raise ValueError(f"batches={batches} must be at least 1")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
-    module = load_checkpoint(path)
-    if not isinstance(module, LinearizedModel):
-        raise ValueError(f"{path} is of a {type(module).__name__}, no linearised model: train one with LinearizedModel")
+    module = load_trained(path)
+    network: Any = getattr(module, "network", None)
+    if not isinstance(getattr(module, "distillation", None), TransferOptions) or not swapped_layers(network):
+        raise ValueError(
+            f"{path} is of a {type(module).__name__}, in which no pretrained layer is replaced: train a LinearizedModel or a "
+            "TimmClassifier with attention"
+        )
     data = _data(path)
     options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = Trainer(
         accelerator=accelerator, devices=1, limit_val_batches=batches, enable_model_summary=False, **options
     )
 
-    def loss() -> float:
-        found = trainer.validate(module, data, verbose=False)
-        if not found or "val/perplexity" not in found[0]:
-            raise ValueError(
-                f"the data of {path}, {type(data).__name__}, has no validation of text to measure a loss on"
-            )
-        return math.log(found[0]["val/perplexity"])
+    units = []
 
-    costs = layer_costs(module.network, loss)
-    depth = module.network.config.num_hidden_layers
-    stay = set(range(depth)) - set(swapped_layers(module.network))
+    def loss() -> float:
+        (found,) = trainer.validate(module, data, verbose=False) or ({},)
+        if "val/perplexity" in found:
+            units.append("token")
+            return math.log(found["val/perplexity"])
+        if "val/loss" not in found:
+            raise ValueError(f"the data of {path}, {type(data).__name__}, has no validation to measure a loss on")
+        units.append("image")
+        return float(found["val/loss"])
+
+    costs = layer_costs(network, loss)
+    depth = len(host_of(network).layers(network))
+    stay = set(range(depth)) - set(swapped_layers(network))
     kept = costs.worst(max(0, round(keep * depth) - len(stay)))
-    with original_attention(module.network, kept):
+    with original_attention(network, kept):
         hybrid = loss()
     kinds = [KEEP if index in {*kept, *stay} else REPLACE for index in range(depth)]
-    return {**vars(costs), "hybrid": hybrid, "kept": sorted({*kept, *stay}), "layer_kinds": kinds}
+    return {**vars(costs), "unit": units[0], "hybrid": hybrid, "kept": sorted({*kept, *stay}), "layer_kinds": kinds}
 
 
 def table(found: dict[str, Any]) -> str:
     """The figures of :func:`measure` as text."""
     losses = LayerCosts(found["original"], found["replaced"], found["alone"])
-    lines = ["nats per token      against the original"]
+    lines = [f"nats per {found['unit']:<10} against the original"]
     rows: Sequence[tuple[str, float]] = [
         ("original", losses.original),
         *((f"layer {index} new", value) for index, value in losses.alone.items()),
