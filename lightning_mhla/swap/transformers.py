@@ -53,6 +53,11 @@ NAMES = {f"{family}{name}": family for family in FAMILIES for name in ("Attentio
 WRAPPERS = tuple(f"{family}Attention" for family in ("Bert", "Roberta", "XLMRoberta", "Electra"))
 """Modules that hold the attention module of these families."""
 
+RELATIVE = (
+    "relative_attention", "relative_attention_num_buckets", "use_relative_position_bias", "use_shared_relative_position_bias"
+)  # fmt: skip
+"""Options of models that add biases by relative position (T5, MPNet, DeBERTa, BEiT)."""
+
 
 class PatchGrid(TokenGrid):
     """The grid of a model's present image, a forward hook of the convolution that makes its patches."""
@@ -260,6 +265,8 @@ def _reason(config: Any) -> str:
         return "is an encoder-decoder model, whose cross-attention has no blocks"
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "adds biases by distance to its scores (ALiBi), which linear attention does not have"
+    if any(getattr(config, name, None) for name in RELATIVE):
+        return "adds biases by relative position to its scores, which linear attention does not have"
     return "has no attention that is known here"
 
 
