@@ -1,4 +1,4 @@
-"""What transformers' attention masks and positions say about the tokens of a batch."""
+"""Attention masks and positions of transformers: which tokens are padding, and where documents begin."""
 
 from __future__ import annotations
 
