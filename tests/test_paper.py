@@ -126,11 +126,13 @@ def test_a_stopped_row_resumes_from_its_checkpoint(
 def test_clips_of_real_digits_are_judged_right() -> None:
     source = MovingDigitSamples(False, 8, 12, 12)
     samples = [source[index] for index in range(200)]
-    found = video.judge(
-        to_frames(torch.stack([each["video"] for each in samples])), [each["caption"] for each in samples]
-    )
+    clips = to_frames(torch.stack([each["video"] for each in samples]))
+    found = video.judge(clips, [each["caption"] for each in samples])
     assert found["moves_as_said"] == 1
     assert found["shows_its_digit"] > 0.95
+    assert found["frames_alike"] > 0.999
+    clips[:, 1::2] = clips.roll(1, 0)[:, 1::2]  # every other frame of another clip
+    assert video.judge(clips, [each["caption"] for each in samples])["frames_alike"] < 0.9
     turned = video.judge(
         to_frames(torch.stack([each["video"].flip(1) for each in samples])), [each["caption"] for each in samples]
     )
