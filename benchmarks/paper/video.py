@@ -152,7 +152,7 @@ VARIANTS = {
     "mhla, 72 blocks": attention(kind="mhla", block_grid="[8,3,3]"),
     "mhla, 16 blocks, uniform start": [*SIXTEEN, *attention(mixing_init="uniform")],
     "mhla, 16 blocks, per head": [*SIXTEEN, *attention(mixing_per_head=True)],
-    "mhla, 16 blocks, normalised": [*SIXTEEN, *attention(normalize=True)],
+    "mhla, 16 blocks, normalised": [*SIXTEEN, *attention(normalize=True, normalize_before_rotary=True)],
     "mhla, 16 blocks, coefficients ten times as fast": [*SIXTEEN, "--model.init_args.optimizer.mixing_lr_scale=10"],
 }
 """Replacements of the pretrained model's attention; the last four look for the reason that 16 blocks fall behind."""
