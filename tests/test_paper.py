@@ -6,11 +6,14 @@ import json
 import os
 import re
 import sys
+from importlib import import_module
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from fork_server import ForkServer
 from mhla_tasks.video.clips import to_frames
 from mhla_tasks.video.digits import MovingDigitSamples
@@ -18,7 +21,7 @@ from mhla_tasks.video.digits import MovingDigitSamples
 from benchmarks import recurrences
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import mnist, runs, scenes, video
-from benchmarks.paper.study import by_variant, spread
+from benchmarks.paper.study import Study, by_variant, spread
 
 ONE = [
     "--trainer.enable_progress_bar=false",
@@ -137,6 +140,29 @@ def test_clips_of_real_digits_are_judged_right() -> None:
         to_frames(torch.stack([each["video"].flip(1) for each in samples])), [each["caption"] for each in samples]
     )
     assert turned["moves_as_said"] == 0
+
+
+def built(study: Study, variant: str) -> Any:
+    """The model of a variant on the meta device, from scratch."""
+    content = yaml.safe_load((runs.ROOT / study.config).read_text())
+    for option in (*study.options, *study.variants[variant]):
+        path, _, value = option.removeprefix("--").partition("=")
+        *parents, last = path.split(".")
+        place = content
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[last] = yaml.safe_load(value)
+    package, _, name = content["model"]["class_path"].rpartition(".")
+    with torch.device("meta"):
+        return getattr(import_module(package), name)(**{**content["model"]["init_args"], "pretrained": None})
+
+
+@pytest.mark.parametrize("name", [name for name in paper.STUDIES if name != "linearize"])  # is made from weights
+def test_every_variant_builds_its_model(name: str) -> None:
+    study = paper.STUDIES[name]
+    for variant in study.variants:
+        module = built(study, variant)
+        assert sum(parameter.numel() for parameter in module.parameters()) > 1000, variant
 
 
 def test_every_row_of_the_committed_results_is_of_a_variant() -> None:
