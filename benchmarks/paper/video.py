@@ -177,13 +177,13 @@ STUDIES = (
         (
             *NARROW,
             "--model.init_args.pretrained={pretrained}",
-            "--trainer.max_steps=500",
-            "--trainer.val_check_interval=500",
+            "--trainer.max_steps=250",
+            "--trainer.val_check_interval=250",
         ),
         (PRETRAIN, "softmax"),
         start_seed=0,
         setting=(
-            "The softmax model above, its attention replaced and all of it fine-tuned for 500 steps, a fifth of what it "
+            "The softmax model above, its attention replaced and all of it fine-tuned for 250 steps, a tenth of what it "
             "was trained for, each kind in the same way; 8 frames of 12 x 12 pixels, 288 tokens, 9 heads of 8 features. "
             "Clips drawn for every caption, 200 with guidance 3, are looked at by program: the middle frame by a classifier of "
             "real digits, and each frame beside the next, shifted to where it fits best (cosine; 1 for real clips)."
