@@ -59,6 +59,15 @@ TORCH = {
     (lightning_mhla.system.torch_private, "get_default_store"): "a process that stands still is not named",
     (lightning_mhla.system.checkpoint_private, "load_state_dict"): "sharded checkpoints are not read on one process",
     (lightning_mhla.system.checkpoint_private, "set_element"): "plain values of sharded checkpoints are not read",
+    (
+        lightning_mhla.system.torch_private,
+        "in_backward",
+    ): "recomputed layers take images of one size for those of another",
+    (lightning_mhla.system.torch_private, "is_fake"): "attention masks are read while a swapped model is exported",
+    (
+        lightning_mhla.system.torch_private,
+        "makes_fake_tensors",
+    ): "a swapped model keeps tables without values after an export",
     (lightning_mhla.system.torch_private, "set_last_rates"): "options changed on resume show one step late",
     (lightning_mhla.system.torch_private, "tree_leaves"): "where numbers stop being finite is not found",
 }

@@ -307,7 +307,7 @@ class ExponentialCoefficients(MixingCoefficients):
         return self._bounded() * (scale[0] if self.grid is None else scale)
 
     def _bounded(self) -> Tensor:
-        return self.decay + (self.decay.clamp(min=LOWER) - self.decay).detach()
+        return self.decay.detach().clamp(min=LOWER) + (self.decay - self.decay.detach())
 
     @override
     def matrix(self) -> Tensor:

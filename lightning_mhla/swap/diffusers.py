@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, Projections
 from lightning_mhla.attention.positions import Rotary
-from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside
+from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside, fit
 
 HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor", "processor")
 PROCESSORS = {
@@ -71,7 +71,7 @@ class InputGrid(TokenGrid):
                 f"{type(model).__name__} is called with {list(x.shape)}; swapped attention wants batch, channels and "
                 f"the {len(self.patch)} axes of its patches"
             )
-        self.shape = tuple(size // step for size, step in zip(x.shape[2:], self.patch, strict=True))
+        self.enter(tuple(size // step for size, step in zip(x.shape[2:], self.patch, strict=True)))
 
 
 class SwappedAttention(nn.Module):
@@ -130,11 +130,9 @@ class SwappedAttention(nn.Module):
         """
         if encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError("swapped attention is self-attention without a mask; this layer was called otherwise")
-        layout = self.grid.layout(self.blocks)
-        attention, fitted = self.attention, (layout, hidden_states.device)
-        if fitted != self.fitted:
-            attention.fit(*fitted)
-            self.fitted = fitted
+        layout = self.grid.layout(self.blocks, hidden_states.shape[1])
+        attention = self.attention
+        fit(self, attention, layout, hidden_states.device)
         rotary = None
         if rotary_emb is not None:
             cos, sin = (angles[0, :, 0] for angles in rotary_emb)

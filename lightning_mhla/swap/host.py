@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, build_attention
+from lightning_mhla.system.torch_private import in_backward, makes_fake_tensors
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,15 @@ class Host(ABC):
         """
         raise NotImplementedError(f"models of {self.package} do not keep the attention that was replaced")
 
+    def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
+        """Which tokens of a layer's call are no padding, ``[B, N]`` bool; None for all.
+
+        Args:
+            options: keyword arguments of the call.
+            x: output of the layer, ``[B, N, dim]``.
+        """
+        return None
+
     @abstractmethod
     def record(self, model: Any) -> Mapping[str, Any] | None:
         """The record that :meth:`remember` was given; None for a model that was not swapped."""
@@ -116,7 +127,10 @@ class Host(ABC):
 
 
 class TokenGrid:
-    """The token grid of a model's present input, which its attention modules are not told; a hook sets ``shape``.
+    """The token grid of a model's present input, which its attention modules are not told; a hook calls :meth:`enter`.
+
+    A layer that is computed again in the backward pass is of one of the inputs since the last backward pass: of the one that
+    has as many tokens.
 
     Args:
         prefix_tokens: tokens before those of the grid.
@@ -125,18 +139,80 @@ class TokenGrid:
     def __init__(self, prefix_tokens: int = 0) -> None:
         self.prefix_tokens = prefix_tokens
         self.shape: tuple[int, ...] | None = None
+        self.recent: set[tuple[int, ...]] = set()
+        self.recomputed = False
         self.layouts: dict[tuple[Any, ...], BlockLayout] = {}
 
-    def layout(self, blocks: tuple[int, ...]) -> BlockLayout:
-        """The present grid in at most so many blocks along each axis."""
+    def enter(self, shape: tuple[int, ...]) -> None:
+        """Note the grid of an input that comes into the model."""
+        self.shape = shape
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if self.recomputed or in_backward():
+            self.recent.clear()
+        self.recent.add(shape)
+        self.recomputed = False
+
+    def layout(self, blocks: tuple[int, ...], tokens: int) -> BlockLayout:
+        """The grid of the input that a layer computes, in at most so many blocks along each axis.
+
+        Args:
+            blocks: along each axis.
+            tokens: of the layer's input.
+
+        Raises:
+            ValueError: when there are other numbers of tokens, or when the input of a layer that is computed again is unclear.
+        """
+        shape = self._shape_of(tokens)
+        if (expected := self.prefix_tokens + math.prod(shape)) != tokens:
+            raise ValueError(
+                f"{tokens} tokens for an input of {expected}: call the whole model, with all tokens of its input"
+            )
+        fitted = tuple(min(count, length) for count, length in zip(blocks, shape, strict=True))
+        key = (shape, fitted)
+        if key in self.layouts:
+            return self.layouts[key]
+        if fitted != tuple(blocks):
+            check_prefix(self.prefix_tokens, blocks, shape)
+            log.warning("block_grid %s has more blocks than %s tokens: %s are used", blocks, shape, fitted)
+        layout = BlockLayout(shape, fitted, prefix_tokens=self.prefix_tokens)
+        if not makes_fake_tensors():  # its tables are made when they are first used
+            self.layouts[key] = layout
+        return layout
+
+    def _shape_of(self, tokens: int) -> tuple[int, ...]:
         assert self.shape is not None, "call the whole model, not its layers: the size of the input is seen there"
-        fitted = tuple(min(count, length) for count, length in zip(blocks, self.shape, strict=True))
-        key = (self.shape, fitted)
-        if key not in self.layouts:
-            if fitted != tuple(blocks):
-                log.warning("block_grid %s has more blocks than %s tokens: %s are used", blocks, self.shape, fitted)
-            self.layouts[key] = BlockLayout(self.shape, fitted, prefix_tokens=self.prefix_tokens)
-        return self.layouts[key]
+        if torch.compiler.is_compiling() or not in_backward():
+            return self.shape
+        self.recomputed = True
+        fitting = sorted(shape for shape in self.recent if self.prefix_tokens + math.prod(shape) == tokens)
+        if len(fitting) > 1:
+            raise ValueError(
+                f"a layer that is computed again does not know whether its {tokens} tokens are of a grid of "
+                f"{' or '.join(str(list(shape)) for shape in fitting)}; call backward after each, or train without "
+                "activation checkpointing"
+            )
+        return fitting[0] if fitting else self.shape
+
+
+def check_prefix(prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+    """Refuse more blocks than tokens along an axis, where class or register tokens have a block too.
+
+    Raises:
+        ValueError: naming both; coefficients with a block that has no place on the grid cannot be resized.
+    """
+    if prefix_tokens and any(count > length for count, length in zip(blocks, tokens, strict=True)):
+        raise ValueError(
+            f"block_grid {list(blocks)} has more blocks than the image has tokens, {list(tokens)}; with class or register "
+            "tokens an axis must have at least as many tokens as blocks"
+        )
+
+
+def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.device) -> None:
+    """Let ``attention`` take tokens of ``layout``, unless ``owner.fitted`` says that it does."""
+    if (fitted := (layout, device)) != owner.fitted:
+        attention.fit(*fitted)
+        owner.fitted = None if makes_fake_tensors() else fitted  # tables without values serve this call alone
 
 
 def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
-from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside
+from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside, check_prefix
 
 MODELS = ("VisionTransformer", "Eva")
 """Classes of timm whose attention is known, and those derived from them: ViT, DeiT, DINOv2, SigLIP, CLIP, EVA, DINOv3 .."""
@@ -37,7 +37,7 @@ class PatchGrid(TokenGrid):
 
     def __call__(self, embedding: Any, args: tuple[Any, ...]) -> None:
         """Keep the grid of an image ``[B, C, H, W]``."""
-        self.shape = tuple(embedding.dynamic_feat_size(tuple(args[0].shape[-2:])))
+        self.enter(tuple(embedding.dynamic_feat_size(tuple(args[0].shape[-2:]))))
 
 
 class TimmHost(Host):
@@ -68,7 +68,7 @@ class TimmHost(Host):
                     "does not; build the model with attn_drop_rate=0"
                 )
         for config in configs.values():
-            blocks_along(2, config)
+            check_prefix(transformer.num_prefix_tokens, blocks_along(2, config), transformer.patch_embed.grid_size)
 
     @override
     def replace(

@@ -15,7 +15,7 @@ from timm.models.eva import EvaAttention
 from torch import Tensor
 
 from lightning_mhla.attention import Attention, Projections
-from lightning_mhla.swap.host import TokenGrid
+from lightning_mhla.swap.host import TokenGrid, fit
 
 
 class _Swapped:
@@ -40,14 +40,8 @@ class _Swapped:
         rope = options.pop("rope", None)
         if args or options.get("attn_mask") is not None or options.get("is_causal"):
             raise ValueError("swapped attention sees all tokens of one image: no attn_mask, is_causal or packed images")
-        layout = self.grid.layout(self.blocks)
-        if x.shape[1] != layout.num_tokens:
-            raise ValueError(
-                f"{x.shape[1]} tokens for an image of {layout.num_tokens}: call the model with whole images"
-            )
-        if (fitted := (layout, x.device)) != self.fitted:
-            self.swapped.fit(*fitted)
-            self.fitted = fitted
+        layout = self.grid.layout(self.blocks, x.shape[1])
+        fit(self, self.swapped, layout, x.device)
         if rope is not None and self.swapped.order is not None:  # tokens come in block order
             prefix = self.grid.prefix_tokens
             rope = rope.index_select(-2, self.swapped.order[prefix:] - prefix)

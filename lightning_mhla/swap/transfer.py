@@ -85,11 +85,11 @@ def only_new_trained(model: nn.Module) -> Iterator[None]:
 
 
 def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
-    """How far the output of each replaced layer is from that of the attention it replaced, mean over the layers.
+    """How far the output of each replaced layer is from that of the attention it replaced, mean over the layers and tokens.
 
     A layer's distance is the mean square of the difference over the variance of the output, so that all layers count alike.
     Each is given the input that it has in the original model: none has to mend what an earlier one does. Gradients reach
-    what the swap added and nothing else.
+    what the swap added and nothing else. Padding does not count.
 
     Args:
         model: after :func:`lightning_mhla.swap_attention`.
@@ -124,6 +124,8 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
                 return _first(layer(*given, **options)).float()
 
         new = checkpoint(own, *args, use_reentrant=False, **kwargs) if recomputes else own(*args, **kwargs)
+        if (real := host.real_tokens(kwargs, output)) is not None:
+            new, output = (x[real.expand(x.shape[:2])] for x in (new, output))
         distances.append((new - output).square().mean() / output.var().clamp(min=torch.finfo(output.dtype).tiny))
     return torch.stack(distances).mean()
 

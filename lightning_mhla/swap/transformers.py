@@ -21,6 +21,7 @@ Encoders of text take ``block_size`` too, and every token sees all; dense coeffi
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +34,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
 from lightning_mhla.attention.summaries import SummaryAttention
-from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside
+from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside, check_prefix
 
 DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi", "Phi3"
@@ -64,7 +65,7 @@ class PatchGrid(TokenGrid):
 
     def __call__(self, convolution: Any, args: tuple[Any, ...], output: Tensor) -> None:
         """Keep the grid of patches ``[B, C, H, W]``."""
-        self.shape = tuple(output.shape[-2:])
+        self.enter(tuple(output.shape[-2:]))
 
 
 class TransformersHost(Host):
@@ -74,12 +75,14 @@ class TransformersHost(Host):
 
     @override
     def layers(self, model: Any) -> list[Any]:
-        if model.config.get_text_config() is not model.config:
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError(f"{type(model).__name__} is an encoder-decoder model, whose cross-attention has no blocks")
+        found = [module for module in model.modules() if _is_known(type(module))]
+        if model.config.get_text_config() is not model.config and not _of_images_alone(model, found):
             raise ValueError(
                 f"{type(model).__name__} is a model of text and more, which is not supported; swap a model of text alone or of "
                 "images alone"
             )
-        found = [module for module in model.modules() if _is_known(type(module))]
         if not found:
             raise ValueError(
                 f"{type(model).__name__} {_reason(model.config)}; attention can be swapped in {', '.join(FAMILIES)}; for "
@@ -99,8 +102,11 @@ class TransformersHost(Host):
         for index, layer in layers.items():
             _check_layer(index, layer, model)
         for index, config in configs.items():
-            if _patches(model) is not None:
-                blocks_along(2, config)
+            if (patches := _patches(model)) is not None:
+                size = layers[index].config.image_size
+                size = (size, size) if isinstance(size, int) else size
+                tokens = [length // step for length, step in zip(size, patches.stride, strict=True)]
+                check_prefix(_prefix_tokens(layers[index]), blocks_along(2, config), tokens)
             elif Attention.kinds[config.kind].uses_blocks and config.block_size is None:
                 raise ValueError(
                     f"layer {index}: attention kind {config.kind!r} needs block_size, tokens in a block"
@@ -117,8 +123,7 @@ class TransformersHost(Host):
 
         patches, grid = _patches(model), None
         if patches is not None and layers:
-            (family,) = {_family(layer) for layer in layers.values()}
-            grid = PatchGrid(IMAGE_ENCODERS[family] + (getattr(model.config, "num_register_tokens", None) or 0))
+            grid = PatchGrid(_prefix_tokens(next(iter(layers.values()))))
         built = {index: _build(layer, configs[index], grid) for index, layer in layers.items()}
         for index, attention in built.items():
             install(layers[index], attention, grid)
@@ -147,6 +152,12 @@ class TransformersHost(Host):
                 layer.config._attn_implementation = NAME
 
     @override
+    def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
+        from lightning_mhla.swap.transformers_masks import own_keys
+
+        return own_keys(options.get("attention_mask"), x)
+
+    @override
     def record(self, model: Any) -> Mapping[str, Any] | None:
         return getattr(model.config, SAVED, None) if self.swapped(model) else None
 
@@ -173,7 +184,8 @@ class TransformersHost(Host):
             raise ValueError(
                 f"{folder} is of class {name}, which transformers does not have; build it and load its weights"
             )
-        model = getattr(transformers, name)(loaded)
+        kind = getattr(transformers, name)
+        model = kind(loaded, **_left_out(kind, folder))
         if (folder / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         return model
@@ -196,6 +208,19 @@ class TransformersHost(Host):
                 _refuse_float16(index, type(attention))
         super().cast(model, dtype)
         model.config.dtype = dtype
+
+
+def _left_out(kind: Any, folder: Path) -> dict[str, bool]:
+    """Options of a model's class that transformers does not save, from the names of the saved tensors."""
+    from safetensors import safe_open
+
+    parts = {"add_pooling_layer": "pooler.", "use_mask_token": "mask_token"}
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names |= set(tensors.keys())
+    known = inspect.signature(kind.__init__).parameters
+    return {option: any(part in name for name in names) for option, part in parts.items() if option in known}
 
 
 def _by_own_names(model: Any, own: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -225,7 +250,20 @@ def _family(layer: Any) -> str:
     return NAMES[type(layer).__name__]
 
 
-def _patches(model: Any) -> nn.Module | None:
+def _of_images_alone(model: Any, layers: list[Any]) -> bool:
+    """Whether the layers, all that are known, are those of one image encoder."""
+    return (
+        _patches(model) is not None
+        and len({type(layer.config) for layer in layers}) == 1
+        and all(_family(layer) in IMAGE_ENCODERS for layer in layers)
+    )
+
+
+def _prefix_tokens(layer: Any) -> int:
+    return IMAGE_ENCODERS[_family(layer)] + (getattr(layer.config, "num_register_tokens", None) or 0)
+
+
+def _patches(model: Any) -> nn.Conv2d | None:
     """The convolution that makes patches of an image; None in a model of text."""
     named = model.named_modules()
     return next((module for name, module in named if isinstance(module, nn.Conv2d) and "patch_embed" in name), None)
@@ -246,8 +284,10 @@ def _check_layer(index: int, layer: Any, model: Any) -> None:
     causal = layer.is_causal and getattr(layer.config, "is_causal", True) is not False
     if _family(layer) in DECODERS and not causal:
         raise ValueError(f"layer {index} sees later tokens too; of this family, only causal attention can be swapped")
-    if _family(layer) not in DECODERS and layer.is_causal:
-        raise ValueError(f"layer {index} is causal (is_decoder); of this family, only encoders can be swapped")
+    if _family(layer) not in DECODERS and (layer.is_causal or getattr(layer.config, "is_causal", False)):
+        raise ValueError(
+            f"layer {index} is causal (is_decoder, is_causal); of this family, only encoders can be swapped"
+        )
     if _family(layer) not in TEXT_ENCODERS and _family(layer) not in DECODERS and _patches(model) is None:
         raise ValueError(f"{type(model).__name__} has no patches of images, and of this family only those are known")
     if any(p.is_meta for p in layer.parameters()) and any(hasattr(m, "_hf_hook") for m in layer.modules()):
@@ -261,8 +301,6 @@ def _window(layer: Any) -> int | None:
 
 def _reason(config: Any) -> str:
     """The reason that a model cannot be swapped."""
-    if getattr(config, "is_encoder_decoder", False):
-        return "is an encoder-decoder model, whose cross-attention has no blocks"
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "adds biases by distance to its scores (ALiBi), which linear attention does not have"
     if any(getattr(config, name, None) for name in RELATIVE):

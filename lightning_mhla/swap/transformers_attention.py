@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from lightning_mhla.attention import Attention, BlockLayout, Projections
 from lightning_mhla.attention.rows import real_tokens, rows_in_order
-from lightning_mhla.swap.host import TokenGrid
-from lightning_mhla.swap.transformers_masks import documents, key_mask, padding_mask
+from lightning_mhla.swap.host import TokenGrid, fit
+from lightning_mhla.swap.transformers_masks import documents, hides_any, key_mask, padding_mask
+from lightning_mhla.system.torch_private import is_fake
 
 NAME = "lightning_mhla"
 """Name of the attention function."""
@@ -229,7 +230,11 @@ class Rows(NamedTuple):
 
 def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
     """Tokens, and queries, keys and values ``[B, N, H, D]`` of them, with padding moved to the right."""
-    real, counts, order = real_tokens(mask, x)
+    order: Tensor | None
+    if mask is not None and is_fake(mask):  # on export: what is not read may be anything
+        real, counts, order = mask, (x.shape[1],) * x.shape[0], (~mask).to(torch.int8).argsort(dim=1, stable=True)
+    else:
+        real, counts, order = real_tokens(mask, x)
     visible, inverse = real if any(count < x.shape[1] for count in counts) else None, None
     if order is not None:
         x, inverse = rows_in_order(x, order), order.argsort(dim=1)
@@ -244,28 +249,20 @@ def _of_a_whole_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask
     rows = real_first(padding_mask(attention_mask, x), x, heads)
     size = module.swapped.config.block_size
     size = module.swapped.config.block_size if module.swapped.uses_blocks else x.shape[1]
-    _fit(module, BlockLayout((x.shape[1],), block_size=size), x.device)
+    fit(module, module.swapped, BlockLayout((x.shape[1],), block_size=size), x.device)
     return rows.restored(module.swapped(rows.x, rows.visible, projections=rows.projections))
 
 
 def _of_an_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
     """Every token sees all; blocks are those of the present image."""
-    layout = module.grid.layout(module.blocks)
-    if attention_mask is not None or x.shape[1] != layout.num_tokens:
-        raise ValueError(
-            f"{x.shape[1]} tokens for an image of {layout.num_tokens}, or a mask: the new attention sees whole images"
-        )
-    _fit(module, layout, x.device)
+    layout = module.grid.layout(module.blocks, x.shape[1])
+    if hides_any(attention_mask):
+        raise ValueError("the attention mask hides patches, and the new attention sees whole images")
+    fit(module, module.swapped, layout, x.device)
     order = module.swapped.order
     q, k, v = heads if order is None else [tensor.index_select(1, order) for tensor in heads]
     out: Tensor = module.swapped(x, projections=Projections(lambda _: (q, k, v), lambda out: out))
     return out
-
-
-def _fit(module: Any, layout: BlockLayout, device: torch.device) -> None:
-    if (fitted := (layout, device)) != module.fitted:
-        module.swapped.fit(*fitted)
-        module.fitted = fitted
 
 
 def _check_length(attention: Attention, tokens: int) -> None:

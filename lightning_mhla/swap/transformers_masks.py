@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_mhla.system.torch_private import is_fake
+
 
 def documents(position_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
     """``cu_seqlens`` of documents packed in the one row; None where nothing is packed.
@@ -26,11 +28,7 @@ def documents(position_ids: Tensor | None, attention_mask: Tensor | None, x: Ten
     if position_ids is None or x.shape[1] < 2 or _counts_up(position_ids):
         return None
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        real: Tensor | None = attention_mask[:, -x.shape[1] :].bool()
-    else:
-        real = own_keys(attention_mask, x)
-    if real is not None:
+    if (real := own_keys(attention_mask, x)) is not None:
         starts = starts & real[:, 1:] & real[:, :-1]
     if not bool(starts.any()):
         return None
@@ -49,7 +47,7 @@ _counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _counts_up(position_ids: Tensor) -> bool:
     """Whether each position follows the one before it; tensors without values are taken to."""
-    if not _has_values(position_ids):
+    if is_fake(position_ids):
         return True
     version = 0 if position_ids.is_inference() else position_ids._version
     known = _counting.get(position_ids)
@@ -59,16 +57,14 @@ def _counts_up(position_ids: Tensor) -> bool:
     return bool(known[1])
 
 
-def _has_values(x: Tensor) -> bool:
-    """Whether a tensor can be read: none of the meta device, and no fake one."""
-    return type(x) is Tensor and not x.is_meta
-
-
 def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
-    """``[B, N]``: which of these tokens the mask lets see themselves; None without a mask."""
+    """``[B, N]`` bool: which of these tokens the mask lets see themselves; None without a mask."""
     if attention_mask is None:
         return None
-    return _visible(attention_mask)[:, 0, :, -x.shape[1] :].diagonal(dim1=1, dim2=2)
+    tokens = x.shape[1]
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        return attention_mask[:, -tokens:].bool()
+    return _visible(attention_mask).expand(-1, -1, tokens, -1)[:, 0, :, -tokens:].diagonal(dim1=1, dim2=2)
 
 
 def _visible(attention_mask: Any) -> Tensor:
@@ -92,7 +88,7 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
     Raises:
         ValueError: for a mask that hides more than padding and later tokens, or tokens that the state holds.
     """
-    if attention_mask is None or (isinstance(attention_mask, Tensor) and not _has_values(attention_mask)):
+    if attention_mask is None:
         return None
     tokens = x.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
@@ -103,11 +99,11 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
         position = torch.arange(visible.shape[-1], device=x.device)
         wanted = (last[:, None] & (position <= position[-tokens:, None]))[:, None]
         padding = ~last[:, None, -tokens:, None] & (visible.all(-1, keepdim=True) | ~visible.any(-1, keepdim=True))
-        if not bool(((visible == wanted) | padding).all()):
+        if not is_fake(visible) and not bool(((visible == wanted) | padding).all()):
             raise ValueError(
                 "the attention mask hides more than padding and later tokens, and swapped attention knows no other masks"
             )
-    if cache is not None and cache.state is not None and last.shape[1] > tokens:
+    if cache is not None and cache.state is not None and last.shape[1] > tokens and not is_fake(last):
         seen = tuple(last[:, :-tokens].sum(1).tolist())
         if last.shape[1] == cache.columns and seen != tuple(cache.state.lengths):
             raise ValueError(
@@ -127,14 +123,24 @@ def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
     Raises:
         ValueError: for a mask that hides more than padding.
     """
-    if attention_mask is None or (isinstance(attention_mask, Tensor) and not _has_values(attention_mask)):
-        return None
-    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        return attention_mask.bool()
-    visible, real = _visible(attention_mask), own_keys(attention_mask, x)
-    assert real is not None
-    if not bool(((visible == real[:, None, None]) | ~real[:, None, :, None]).all()):
+    real = own_keys(attention_mask, x)
+    if real is None or attention_mask.dim() == 2:
+        return real
+    visible = _visible(attention_mask)
+    if not is_fake(visible) and not bool(((visible == real[:, None, None]) | ~real[:, None, :, None]).all()):
         raise ValueError(
             "the attention mask hides more than padding, and the new attention of an encoder knows no other"
         )
     return real.expand(x.shape[0], -1)
+
+
+def hides_any(attention_mask: Any) -> bool:
+    """Whether a mask hides a token from another; False for one without values.
+
+    Raises:
+        ValueError: for a mask that is no tensor.
+    """
+    if attention_mask is None:
+        return False
+    visible = _visible(attention_mask)
+    return not is_fake(visible) and not bool(visible.all())

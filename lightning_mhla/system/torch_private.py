@@ -1,7 +1,9 @@
 """Private names of torch that the suite uses; ``tests/test_private_names.py`` says what each is for."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as get_default_store
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,6 +20,21 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def set_last_rates(schedule: LRScheduler, rates: list[float]) -> None:
     """Set the learning rates that a schedule reports until its next step."""
     schedule._last_lr = list(rates)
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor has no values that could be read."""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def makes_fake_tensors() -> bool:
+    """Whether tensors that are made now have no values."""
+    return detect_fake_mode() is not None
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs: what is computed now is computed again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def compilations() -> tuple[int, float]:
@@ -46,7 +63,10 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul_",
     "get_default_store",
+    "in_backward",
     "is_compiled",
+    "is_fake",
+    "makes_fake_tensors",
     "raise_recompile_limit",
     "set_last_rates",
     "tree_leaves",

@@ -237,8 +237,8 @@ def test_trainer_and_pipeline_take_it(tmp_path: Path) -> None:
     [
         (lambda: tiny("Bert", attention_probs_dropout_prob=0.1), TEXT, "load the model with attention_probs_dropout_prob=0"),
         (lambda: tiny("DistilBert", attention_dropout=0.1), TEXT, "drops attention weights"),
-        (lambda: tiny("Bert", is_decoder=True), TEXT, r"is causal \(is_decoder\)"),
-        (lambda: tiny("Bert", is_decoder=True, add_cross_attention=True), TEXT, r"is causal \(is_decoder\)"),
+        (lambda: tiny("Bert", is_decoder=True), TEXT, r"is causal \(is_decoder, is_causal\)"),
+        (lambda: tiny("Bert", is_decoder=True, add_cross_attention=True), TEXT, r"is causal \(is_decoder, is_causal\)"),
         (lambda: transformers.T5EncoderModel(transformers.T5Config(d_model=32, num_layers=1, num_heads=2, d_kv=16)), TEXT,
          "biases by relative position"),
         (lambda: transformers.DebertaV2Model(transformers.DebertaV2Config(**SIZES, vocab_size=64, relative_attention=True)),
@@ -251,6 +251,10 @@ def test_trainer_and_pipeline_take_it(tmp_path: Path) -> None:
          IMAGES, "no attention that is known here"),
         (lambda: tiny("ModernBert", layer_types=["full_attention", "sliding_attention"], local_attention=8), TEXT,
          r"layer 1 attends within a window of 5 tokens.*layers=\[0\]"),
+        (lambda: tiny("Bert", is_causal=True), TEXT, r"is causal \(is_decoder, is_causal\)"),
+        (lambda: transformers.EncoderDecoderModel(encoder=tiny("Bert"), decoder=tiny("Bert", is_decoder=True,
+            add_cross_attention=True, name="LMHeadModel")), TEXT, "is an encoder-decoder model"),
+        (lambda: tiny("ViT", images=True), AttentionConfig(block_grid=[8, 8]), r"more blocks than the image has tokens, \[6, 6\]"),
         (lambda: tiny("CLIP"), TEXT, "CLIPTextModel has no patches of images"),
         (lambda: transformers.SiglipModel(transformers.SiglipConfig(text_config=
             tiny("Siglip").config.to_dict(), vision_config=tiny("Siglip", images=True).config.to_dict())), TEXT, "a model of text and more"),
@@ -270,6 +274,98 @@ def test_what_would_not_be_right_is_refused_before_anything_changes(
     assert "\n" not in str(refused.value)
     assert model.state_dict().keys() == before
     assert not hasattr(model.config, "swapped_attention")
+
+
+@torch.no_grad()
+def test_masks_of_every_form_are_read() -> None:
+    other, x = swapped(tiny("Bert"), TEXT), tokens()
+    mask = torch.ones(2, 22, dtype=torch.bool)
+    mask[1, 13:] = False
+    expected = hidden(other, x, attention_mask=mask)[mask]
+    square = mask[:, None, None].expand(2, 1, 22, 22)
+    added = torch.zeros(2, 1, 22, 22).masked_fill(~square, torch.finfo(torch.float32).min)
+    for form in (mask[:, None, None], square, added):
+        torch.testing.assert_close(hidden(other, x, attention_mask=form)[mask], expected)
+
+
+@torch.no_grad()
+def test_exported_it_still_reads_its_mask() -> None:
+    class Encoder(nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return hidden(self.model, x, attention_mask=mask)
+
+    other, x = swapped(tiny("Bert"), TEXT), tokens()
+    mask = torch.ones_like(x)
+    mask[1, 13:] = 0
+    exported = torch.export.export(Encoder(other), (x, mask), strict=False).module()
+    torch.testing.assert_close(exported(x, mask), hidden(other, x, attention_mask=mask))
+    images = swapped(tiny("ViT", images=True), IMAGES)
+    pixels = pictures().float()
+    exported = torch.export.export(images, (pixels,), strict=False).module()
+    torch.testing.assert_close(exported(pixels).last_hidden_state, hidden(images, pixels))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_layers_have_the_sizes_of_their_images(reentrant: bool) -> None:
+    """Several crops before one backward pass, as DINO is trained; then one crop of the tokens of another."""
+    plain, other = (swapped(tiny("Dinov2", images=True), AttentionConfig(block_grid=[2, 2])).train() for _ in range(2))
+    other.activation_checkpointing_enable({"use_reentrant": reentrant})
+
+    def gradients(model: Any, *sizes: tuple[int, int]) -> list[Tensor]:
+        model.zero_grad()
+        torch.stack([hidden(model, pictures(*size).float()).square().mean() for size in sizes]).sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    for sizes in ((32, 16), (16, 16)), ((16, 32),), ((32, 16),):
+        for mine, theirs in zip(gradients(other, *sizes), gradients(plain, *sizes), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    with pytest.raises(
+        ValueError, match=r"its 33 tokens are of a grid of \[4, 8\] or \[8, 4\]; call backward after each"
+    ):
+        gradients(other, (32, 16), (16, 32))
+
+
+def test_padding_does_not_count_in_attention_transfer() -> None:
+    other, x = swapped(tiny("Bert"), AttentionConfig(kind="softmax")), tokens()
+    mask = torch.ones_like(x)
+    mask[1, 8:] = 0
+    assert float(transfer_loss(other, lambda: other(x, attention_mask=mask))) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("family", "images", "option"),
+    [
+        ("Bert", False, {"add_pooling_layer": False}),
+        ("ViT", True, {"add_pooling_layer": False}),
+        ("ViT", True, {"use_mask_token": True}),
+    ],
+)
+def test_options_that_transformers_does_not_save_are_found_again(
+    family: str, images: bool, option: dict[str, bool], tmp_path: Path
+) -> None:
+    model = tiny(family, images)
+    model = swapped(type(model)(model.config, **option).eval(), IMAGES if images else TEXT)
+    model.save_pretrained(tmp_path)
+    x = pictures().float() if images else tokens()
+    assert torch.equal(hidden(load_swapped(tmp_path), x), hidden(model, x))
+
+
+@torch.no_grad()
+def test_the_image_encoder_in_a_model_of_two_is_swapped_where_it_is_used_alone(tmp_path: Path) -> None:
+    parts = {
+        "vision_config": tiny("Siglip", images=True).config.to_dict(),
+        "text_config": tiny("Siglip").config.to_dict(),
+    }
+    model = transformers.SiglipForImageClassification(transformers.SiglipConfig(**parts)).eval()
+    other = swapped(model, IMAGES)
+    assert len(swapped_layers(other)) == 2
+    other.save_pretrained(tmp_path)
+    x = pictures().float()
+    assert torch.equal(load_swapped(tmp_path)(x).logits, other(x).logits)
 
 
 @torch.no_grad()
