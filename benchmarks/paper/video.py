@@ -32,7 +32,7 @@ from lightning_mhla.training.loading import load_module
 SIDE = 8
 """Pixels of a digit's side."""
 
-CLIPS_EACH = 5
+CLIPS_EACH = 2
 """Clips drawn for each caption."""
 
 
@@ -177,16 +177,17 @@ STUDIES = (
         (
             *NARROW,
             "--model.init_args.pretrained={pretrained}",
-            "--trainer.max_steps=250",
-            "--trainer.val_check_interval=250",
+            "--trainer.max_steps=200",
+            "--trainer.val_check_interval=200",
         ),
         (PRETRAIN, "softmax"),
         start_seed=0,
         setting=(
-            "The softmax model above, its attention replaced and all of it fine-tuned for 250 steps, a tenth of what it "
+            "The softmax model above, its attention replaced and all of it fine-tuned for 200 steps, a twelfth of what it "
             "was trained for, each kind in the same way; 8 frames of 12 x 12 pixels, 288 tokens, 9 heads of 8 features. "
-            "Clips drawn for every caption, 200 with guidance 3, are looked at by program: the middle frame by a classifier of "
-            "real digits, and each frame beside the next, shifted to where it fits best (cosine; 1 for real clips)."
+            "Two clips for each of the 40 captions, drawn with guidance 3, are looked at by program: the middle frame by a "
+            "classifier of real digits, and each frame beside the next, shifted to where it fits best (cosine; 1 for real "
+            "clips)."
         ),
         printed=PRINTED,
         full=("configs/video/wan_1_3b.yaml", "configs/video/wan_1_3b_hybrid.yaml"),
