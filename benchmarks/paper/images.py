@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import torch
+from mhla_tasks.diffusion import ClassToImage
 
 from benchmarks.paper.mnist import KINDS
+from benchmarks.paper.strips import draw_strips, strip
 from benchmarks.paper.study import Row, Study, attention, by_variant, conditions, markdown, spread
+from lightning_mhla.training.loading import load_module
 
 CONFIG = "configs/diffusion/mnist.yaml"
 PLAIN = attention(lepe=0, gate="false")
@@ -22,13 +25,18 @@ def logged(folder: Path, name: str) -> list[Row]:
     return [rows[step] for step in sorted(rows)]
 
 
+@torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Figures that GenerationMetrics logged last: FID without guidance, and how often guided samples show their class."""
+    """Figures that GenerationMetrics logged last: FID without guidance, and how often guided samples show their class.
+
+    Two guided samples of each of the ten classes are kept as a picture.
+    """
     logs = checkpoint.parents[2]
     content = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
     plain, guided = (logged(logs, name)[-1] for name in ("generation", "guided"))
     if {plain["step"], guided["step"]} != {content["global_step"]}:
         raise SystemExit(f"error: the last evaluation in {logs} is not of the last step; delete the folder")
+    drawn = load_module(ClassToImage, checkpoint).draw_numbered(list(range(20)), 0, None)
     return {
         "fid": plain["fid"],
         "precision": plain["precision"],
@@ -36,6 +44,7 @@ def measure(checkpoint: Path) -> Row:
         "guided_label_accuracy": guided["label_accuracy"],
         "steps": content["global_step"],
         "parameters": sum(t.numel() for key, t in content["state_dict"].items() if key.startswith("network.")),
+        "samples": strip(drawn[:, 0]),
     }
 
 
@@ -51,6 +60,13 @@ def section(rows: list[Row], folder: Path) -> str:
         for name, each in by_variant(rows).items()
     ]
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"
+
+
+def with_samples(rows: list[Row], folder: Path) -> str:
+    """The section with samples of each variant."""
+    draw_strips(rows, folder / "pictures" / "results-mnist-images.png")
+    picture = "![Two guided samples of each class, from the first seed](pictures/results-mnist-images.png)"
+    return f"{section(rows, folder)}\n\n{picture}"
 
 
 PRINTED = """\
@@ -74,7 +90,7 @@ STUDIES = (
             **{name: [*KINDS[name], *PLAIN] for name in ("retention", "gla", "gated_deltanet")},
         },
         measure,
-        section,
+        with_samples,
         ("--trainer.max_epochs=4",),
         setting=(
             "A DiT of 4 layers of width 64 with 4 heads of 16 features, 500 steps of 32 images; FID of 1,000 "

@@ -16,6 +16,7 @@ from sklearn.svm import SVC
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.paper.strips import draw_strips, strip
 from benchmarks.paper.study import (
     Row,
     Study,
@@ -34,6 +35,9 @@ SIDE = 8
 
 CLIPS_EACH = 2
 """Clips drawn for each caption."""
+
+SHOWN = ("a zero moving right", "a three moving left", "a seven moving down")
+"""Captions of the clips in the picture."""
 
 
 def draw(module: VideoDiffusion, prompts: list[str]) -> Tensor:
@@ -98,13 +102,15 @@ def judge(clips: Tensor, captions: list[str]) -> Row:
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Held-out loss, of the weights' average, and what drawn clips show."""
+    """Held-out loss, of the weights' average, and what drawn clips show; the first clips of some captions as a picture."""
     steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
     torch.manual_seed(0)
     module = load_module(VideoDiffusion, checkpoint)
     found = validated(module, MovingDigits(**remembered(checkpoint)))
     captions = every_caption() * CLIPS_EACH
-    return {"loss": found["loss"], **judge(draw(module, captions), captions), "steps": steps}
+    clips = draw(module, captions)
+    shown = torch.cat([clips[captions.index(caption), :, 0] for caption in SHOWN])
+    return {"loss": found["loss"], **judge(clips, captions), "steps": steps, "samples": strip(shown)}
 
 
 def section(rows: list[Row], folder: Path) -> str:
@@ -128,6 +134,14 @@ def section(rows: list[Row], folder: Path) -> str:
         "steps",
     ]
     return f"{markdown(header, lines)}\n\n{conditions(rows)}"
+
+
+def with_clips(rows: list[Row], folder: Path) -> str:
+    """The section with clips of each variant."""
+    draw_strips(rows, folder / "pictures" / "results-video.png")
+    words = "; ".join(SHOWN)
+    picture = f"![Clips of {len(SHOWN)} captions, frame by frame, from the first seed](pictures/results-video.png)"
+    return f"{section(rows, folder)}\n\n{picture}\n\nEight frames each of: {words}."
 
 
 NARROW = tuple(
@@ -173,7 +187,7 @@ STUDIES = (
         "configs/video/digits_finetune.yaml",
         VARIANTS,
         measure,
-        section,
+        with_clips,
         (
             *NARROW,
             "--model.init_args.pretrained={pretrained}",

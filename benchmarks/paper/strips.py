@@ -1,0 +1,43 @@
+"""Samples that a row keeps as a picture, and the page's picture of them, a line for each variant."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.paper.study import Row, by_variant
+
+GAP = 2
+"""Pixels between two images."""
+
+
+def strip(images: Tensor) -> str:
+    """Images ``[N, H, W]``, bytes, side by side, as a PNG in base64."""
+    spaced = F.pad(images, (0, GAP), value=255)
+    buffer = io.BytesIO()
+    Image.fromarray(spaced.permute(1, 0, 2).flatten(1)[:, :-GAP].numpy()).save(buffer, "png", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def draw_strips(rows: list[Row], path: Path) -> None:
+    """Write the picture ``path``: of each variant, the strip of its first seed."""
+    strips = {name: each[0]["samples"] for name, each in by_variant(rows).items()}
+    pictures = {name: np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))) for name, text in strips.items()}
+    height, width = next(iter(pictures.values())).shape
+    figure = Figure(figsize=(9, (7 * height / width + 0.06) * len(pictures)), layout="constrained")
+    for axis, (name, picture) in zip(
+        figure.subplots(len(pictures), squeeze=False)[:, 0], pictures.items(), strict=True
+    ):
+        axis.imshow(picture, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+        axis.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
+        axis.set_xticks([])
+        axis.set_yticks([])
+        axis.spines[:].set_visible(False)
+    figure.savefig(path, dpi=150)
