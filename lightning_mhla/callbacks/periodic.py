@@ -9,6 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from lightning_mhla.callbacks.curves import LearningCurves
 from lightning_mhla.callbacks.recovery import Recovery
+from lightning_mhla.callbacks.stalls import StallWatch
 
 
 class PeriodicEvaluation(Callback):
@@ -69,4 +70,7 @@ class PeriodicEvaluation(Callback):
         leaving = any(isinstance(callback, Recovery) and callback.leaving for callback in trainer.callbacks)  # type: ignore[attr-defined]
         if trainer.global_step != self._evaluated and not leaving:
             self._evaluated = trainer.global_step
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, StallWatch):
+                    callback.evaluating()
             self.evaluate(trainer, pl_module)

@@ -29,8 +29,9 @@ PHASES = ("has not begun it", "computes it", "validates before it")
 class StallWatch(Callback):
     """Every process tells the others each few seconds how far it is; when nothing moves, the slowest one is named.
 
-    Warns on the first process; the process that is behind also says where its program stands. It changes nothing: a long
-    evaluation may be meant. A thread does it, over a connection of its own to the store that the processes met at.
+    Warns on the first process; the process that is behind also says where its program stands. It changes nothing. A periodic
+    evaluation that takes long is only mentioned. A thread does it, over a connection of its own to the store that the
+    processes met at.
 
     Args:
         seconds: without a step before it warns; again after twice as long, and so on.
@@ -47,7 +48,7 @@ class StallWatch(Callback):
         """Start watching."""
         self._rank, self._world = trainer.global_rank, trainer.world_size
         self._main = threading.get_ident()
-        self._step, self._phase, self._moved = trainer.global_step, 0, time.monotonic()
+        self._step, self._phase, self._evaluates, self._moved = trainer.global_step, 0, False, time.monotonic()
         self._over = threading.Event()
         self._store = _connect() if self._world > 1 else None
         self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
@@ -66,6 +67,11 @@ class StallWatch(Callback):
         if self._thread is not None:
             self._move(trainer, 2)
 
+    def evaluating(self) -> None:
+        """A periodic evaluation begins; the next step ends it."""
+        if self._thread is not None:
+            self._evaluates, self._moved = True, time.monotonic()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop watching."""
         if self._thread is not None:
@@ -83,7 +89,7 @@ class StallWatch(Callback):
 
     def _move(self, trainer: Trainer, phase: int, after: int = 0) -> None:
         step = trainer.fit_loop.epoch_loop.total_batch_idx + after
-        self._step, self._phase, self._moved = step, phase, time.monotonic()
+        self._step, self._phase, self._evaluates, self._moved = step, phase, False, time.monotonic()
 
     def _watch(self) -> None:
         patience, warned_for = self.seconds, -1.0
@@ -101,15 +107,24 @@ class StallWatch(Callback):
                 continue
             patience, warned_for = 2 * still, moved
             behind = min(everyone, key=lambda rank: self._order(everyone[rank]))
-            if self._rank == 0:
-                log.warning("no step for %.0f s: %s", still, describe(behind, everyone[behind], self.seconds / 2))
-            if behind == self._rank:
+            evaluates = everyone[behind]["evaluates"] and everyone[behind]["silent"] <= self.seconds / 2
+            if self._rank == 0 and evaluates:
+                log.info("evaluating for %.0f s so far", still)
+            elif self._rank == 0:
+                words = describe(behind, everyone[behind], self.seconds / 2, self._world)
+                log.warning("no step for %.0f s: %s", still, words)
+            if behind == self._rank and not evaluates:
                 log.warning("process %d stands at\n%s", self._rank, self._stack())
 
     def _exchange(self, seen: dict[int, tuple[str, float]]) -> dict[int, dict[str, Any]]:
         """How far each process is, and for how long it has said nothing."""
-        here = {"at": [self._step, self._phase], "host": platform.node(), "waits": self._waits_for_others()}
-        mine = {**here, "beat": time.monotonic()}
+        mine = {
+            "at": [self._step, self._phase],
+            "evaluates": self._evaluates,
+            "host": platform.node(),
+            "waits": self._waits_for_others(),
+            "beat": time.monotonic(),
+        }
         if self._store is None:
             return {0: {**mine, "silent": 0.0}}
         self._store.set(f"stall-watch/{self._rank}", json.dumps(mine))
@@ -120,7 +135,7 @@ class StallWatch(Callback):
             text = (
                 self._store.get(key).decode()
                 if self._store.check([key])
-                else '{"at": [-1, 0], "host": "?", "waits": false}'
+                else '{"at": [-1, 0], "evaluates": false, "host": "?", "waits": false}'
             )
             if seen.get(rank, ("", 0.0))[0] != text:
                 seen[rank] = (text, now)
@@ -141,15 +156,18 @@ class StallWatch(Callback):
         return "".join(traceback.format_stack(frame)[-6:]).rstrip() if frame else "an unknown line"
 
 
-def describe(rank: int, state: dict[str, Any], silence: float) -> str:
+def describe(rank: int, state: dict[str, Any], silence: float, world: int) -> str:
     """A sentence on the process that is behind.
 
     Args:
         rank: which.
         state: ``at`` (batch and phase), ``host``, and the seconds it was ``silent``.
         silence: seconds after which it is taken for stopped or lost.
+        world: number of processes.
     """
     step, phase = state["at"]
+    if world == 1:
+        return f"at batch {step}, the process {PHASES[phase]}"
     if state["silent"] > silence:
         return f"process {rank} on {state['host']} gives no sign of life for {state['silent']:.0f} s (last at batch {step})"
     return f"process {rank} on {state['host']} holds the others up at batch {step}: it {PHASES[phase]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from mhla_tasks.classification import Digits
 from processes import fork_server
 from test_resume import small_classifier
 
-from lightning_mhla.callbacks import FiniteWatch, Forecast
+from lightning_mhla.callbacks import FiniteWatch, Forecast, StallWatch
 from lightning_mhla.callbacks.forecast import duration
+from lightning_mhla.callbacks.periodic import PeriodicEvaluation
 
 STEP = 2
 
@@ -161,6 +163,27 @@ def test_a_process_that_stands_still_is_named(tmp_path: Path) -> None:
     assert re.search(
         r"no step for \d+ s: process 1 on .* gives no sign of life for \d+ s \(last at batch [12]\)", said
     ), said
+
+
+def test_a_long_evaluation_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
+    said: list[str] = []
+
+    class Long(PeriodicEvaluation):
+        def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            start = len(caplog.records)
+            while not (found := [record.getMessage() for record in caplog.records[start:]]):
+                time.sleep(0.01)
+            said.append(found[0])
+
+    caplog.set_level(logging.INFO, "lightning_mhla.callbacks.stalls")
+    trainer = Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=0,
+        callbacks=[Long(every_n_steps=1, at_end=True), StallWatch(seconds=0.5, interval=0.05)],
+    )  # fmt: skip
+    trainer.fit(small_classifier(), datamodule=Digits(batch_size=8))
+    assert len(said) == 2
+    assert all(re.fullmatch(r"evaluating for \d+ s so far", each) for each in said)
 
 
 POISONED = """
