@@ -103,6 +103,16 @@ def test_a_study_trains_each_row_once_and_writes_its_part_of_the_page(
         call(monkeypatch, tmp_path, *words[:-1])
 
 
+def test_a_model_that_all_seeds_start_from_is_trained_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, str, int]] = []
+    monkeypatch.setattr(Study, "run", lambda self, variant, seed, *_: asked.append((self.name, variant, seed)))
+    call(monkeypatch, tmp_path, "--only", "scenes-pretrain", "scenes", "--variants", "original", "linear")
+    each = [("scenes", "linear", seed) for seed in (0, 1, 2)]
+    assert asked == [("scenes-pretrain", "original", 0), *each]
+    wanted = sum(len(study.variants) * (1 if "pretrain" in study.name else 3) for study in paper.STUDIES.values())
+    assert f"**0 of {wanted} runs" in (tmp_path / "docs/results.md").read_text()
+
+
 def test_a_stopped_row_resumes_from_its_checkpoint(
     trained: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -55,6 +55,8 @@ def main() -> None:
     if not args.page:
         for seed in args.seeds:
             for study in chosen:
+                if study.seeds is not None and seed not in study.seeds:
+                    continue
                 for variant in study.variants:
                     if args.variants is None or variant in args.variants:
                         study.run(variant, seed, args.runs, args.results, args.options)

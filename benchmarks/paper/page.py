@@ -17,7 +17,7 @@ writes all of it, and resumes where it was stopped.
 
 
 SEEDS = 3
-"""Runs of each variant."""
+"""Runs of each variant, where a study does not name its seeds."""
 
 
 def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
@@ -26,8 +26,8 @@ def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     hours = sum(row["seconds"] for study in studies for row in study.rows(results)) / 3600
     parts.append(f"All rows below took {hours:.1f} hours of one core; two cores train two studies side by side.\n")
-    counts = [(len(study.rows(results)), SEEDS * len(study.variants)) for study in studies]
-    done, wanted = (sum(each) for each in zip(*counts, strict=True))
+    done = sum(len(study.rows(results)) for study in studies)
+    wanted = sum(len(study.variants) * (SEEDS if study.seeds is None else len(study.seeds)) for study in studies)
     if done < wanted:
         parts.append(f"**{done} of {wanted} runs are done so far.**\n")
     for study in studies:

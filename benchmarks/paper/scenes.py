@@ -91,6 +91,7 @@ PRETRAIN = Study(
         "With its own linear attention, from nothing; one run, as SANA is one. Its time is by the clock, with other work "
         "beside."
     ),
+    seeds=(0,),
 )
 
 PRINTED = """\
@@ -130,6 +131,5 @@ STUDIES = (
         ),
         printed=PRINTED,
         full=("configs/text_to_image/sana_600m_512.yaml",),
-        start_seed=0,
     ),
 )

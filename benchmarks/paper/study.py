@@ -31,12 +31,12 @@ class Study:
         measure: figures of a run, from its last checkpoint.
         section: Markdown from the rows, without the title; may write pictures into the folder it is given.
         options: options of ``lightning fit``, for all variants.
-        needs: a study whose run of the same seed a variant starts from, as ``{pretrained}`` in its options.
+        needs: a study whose run a variant starts from, of the same seed or its only one; ``{pretrained}`` in options.
         setting: Markdown that stands before the figures: data, model, what is the same for all.
         reading: Markdown that stands after them: what they say, and what they do not.
         printed: Markdown of the table that the paper printed; empty where it has none.
         full: configurations of the size of that table.
-        start_seed: seed of the run that a variant starts from; None for the variant's own.
+        seeds: the only seeds that there are runs of, of one that variants of any seed start from; None for any.
         after: more of the section, from other results; may write pictures like ``section``.
     """
 
@@ -52,7 +52,7 @@ class Study:
     reading: str = ""
     printed: str = ""
     full: Sequence[str] = field(default_factory=tuple)
-    start_seed: int | None = None
+    seeds: Sequence[int] | None = None
     after: Callable[[Path], str] | None = None
 
     def rows(self, results: Path) -> list[Row]:
@@ -88,7 +88,7 @@ class Study:
         options = [*self.options, *self.variants[variant], *more, f"--seed_everything={seed}"]
         if self.needs is not None:
             first, start = self.needs
-            origin = seed if self.start_seed is None else self.start_seed
+            origin = seed if first.seeds is None else first.seeds[0]
             first.run(start, origin, folder, results, more)
             path = newest(folder / f"{first.name}-{slug(start)}-seed{origin}")
             options = [option.replace("{pretrained}", str(path)) for option in options]

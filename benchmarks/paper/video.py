@@ -156,6 +156,8 @@ PRETRAIN = Study(
     measure,
     section,
     NARROW,
+    setting="One run, as Wan is one; five clips for each caption.",
+    seeds=(0,),
 )
 
 SIXTEEN = attention(kind="mhla", block_grid="[4,2,2]")
@@ -195,7 +197,6 @@ STUDIES = (
             "--trainer.val_check_interval=200",
         ),
         (PRETRAIN, "softmax"),
-        start_seed=0,
         setting=(
             "The softmax model above, its attention replaced and all of it fine-tuned for 200 steps, a twelfth of what it "
             "was trained for, each kind in the same way; 8 frames of 12 x 12 pixels, 288 tokens, 9 heads of 8 features. "
