@@ -85,6 +85,7 @@ LONG = (
     "test_video_training::test_fine_tuning_starts_from_the_checkpoint", "test_doctor::test_this_machine",
     "test_streaming::test_processes_of_a_machine_share_the_limit", "test_streaming::test_what_a_killed_process_left_is_removed",
     "test_paper::test_a_study_trains_each_row_once_and_writes_its_part_of_the_page",
+    "test_paper::test_several_rows_at_a_time",
     "test_portable::test_compiled_it_is_the_same", "test_portable::test_int8_keeps_the_top_class",
     "test_streamed_training::test_killed_five_times_it_ends_with_the_weights_of_an_undisturbed_run_from_local_files",
 )  # fmt: skip

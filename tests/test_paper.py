@@ -21,6 +21,7 @@ from mhla_tasks.video.digits import MovingDigitSamples
 from benchmarks import recurrences
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import mnist, runs, scenes, video
+from benchmarks.paper.jobs import Job, in_two_parts
 from benchmarks.paper.study import Study, by_variant, spread
 
 ONE = [
@@ -111,6 +112,44 @@ def test_a_model_that_all_seeds_start_from_is_trained_once(monkeypatch: pytest.M
     assert asked == [("scenes-pretrain", "original", 0), *each]
     wanted = sum(len(study.variants) * (1 if "pretrain" in study.name else 3) for study in paper.STUDIES.values())
     assert f"**0 of {wanted} runs" in (tmp_path / "docs/results.md").read_text()
+
+
+def test_what_others_start_from_is_trained_before_them(tmp_path: Path) -> None:
+    jobs = [
+        Job(paper.STUDIES[name], "softmax", seed) for name in ("video", "linearize-vit-original") for seed in (0, 1)
+    ]
+    jobs += [Job(paper.STUDIES["linearize-vit"], "linear attention", seed) for seed in (0, 1)]
+    first, then = in_two_parts(jobs, tmp_path)
+    assert [(job.study.name, job.seed) for job in first] == [
+        ("video-pretrain", 0), ("linearize-vit-original", 0), ("linearize-vit-original", 1)
+    ]  # fmt: skip
+    assert [(job.study.name, job.seed) for job in then] == [
+        (name, seed) for name in ("video", "linearize-vit") for seed in (0, 1)
+    ]
+
+
+def test_several_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_home: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+    variants, options = SMALL["mnist"]
+    asked = [*variants, "linear"]
+    call(
+        monkeypatch,
+        tmp_path,
+        "--only",
+        "mnist",
+        "--variants",
+        *asked,
+        "--seeds",
+        "0",
+        "--jobs",
+        "2",
+        "--",
+        *ONE,
+        *options,
+    )
+    rows = json.loads((tmp_path / "results/mnist.json").read_text())["rows"]
+    assert {(row["variant"], row["machine"]["threads"]) for row in rows} == {(name, 1) for name in asked}
+    assert all(f"| `{name}` |" in (tmp_path / "docs/results.md").read_text() for name in asked)
 
 
 def test_a_stopped_row_resumes_from_its_checkpoint(

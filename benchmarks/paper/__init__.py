@@ -1,6 +1,6 @@
 """MHLA beside other attention, in small: trains and scores every comparison of the report, and writes its page.
 
-    lightning paper                          # everything that is missing, hours on two cores
+    lightning paper --jobs 2                 # everything that is missing, hours on two cores
     lightning paper --only mnist --seeds 0   # one study, one seed
     lightning paper --page                   # docs/results.md from what is there
 

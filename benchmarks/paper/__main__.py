@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import benchmarks.paper as description
 from benchmarks.paper import architectures, images, language, linearize, mnist, recall, scenes, video
+from benchmarks.paper.jobs import Job, run_jobs
 from benchmarks.paper.page import write_page
 from benchmarks.paper.runs import ROOT
 from benchmarks.paper.study import Study
@@ -30,6 +32,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=STUDIES, default=list(STUDIES), help="studies (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds (default: 0 1 2)")
     parser.add_argument("--variants", nargs="+", help="variants (default: all)")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time; several have one thread each (default: 1)")
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/paper"), help="folder of the runs (default: runs/paper)"
     )
@@ -52,15 +55,19 @@ def main() -> None:
         return
     if unknown := set(args.variants or ()) - {name for study in chosen for name in study.variants}:
         parser.error(f"--variants: {', '.join(sorted(unknown))} unknown; --list names them")
+    if args.jobs < 1:
+        parser.error(f"--jobs: {args.jobs} must be at least 1")
     if not args.page:
-        for seed in args.seeds:
-            for study in chosen:
-                if study.seeds is not None and seed not in study.seeds:
-                    continue
-                for variant in study.variants:
-                    if args.variants is None or variant in args.variants:
-                        study.run(variant, seed, args.runs, args.results, args.options)
-                        write_page(STUDIES.values(), args.results, args.docs)
+        jobs = [
+            Job(study, variant, seed)
+            for seed in args.seeds
+            for study in chosen
+            if study.seeds is None or seed in study.seeds
+            for variant in study.variants
+            if args.variants is None or variant in args.variants
+        ]
+        page = partial(write_page, STUDIES.values(), args.results, args.docs)
+        run_jobs(jobs, args.jobs, args.runs, args.results, args.options, page)
     print(write_page(STUDIES.values(), args.results, args.docs))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
@@ -57,7 +60,7 @@ class Study:
 
     def rows(self, results: Path) -> list[Row]:
         """The rows in the folder of results, in the order of the variants."""
-        file = results / f"{self.name}.json"
+        file = self._file(results)
         if not file.exists():
             return []
         order = list(self.variants)
@@ -77,28 +80,45 @@ class Study:
         Raises:
             SystemExit: when the rows that are there were trained with other options.
         """
-        file, rows = results / f"{self.name}.json", self.rows(results)
+        file, rows = self._file(results), self.rows(results)
         if rows and (asked := [*self.options, *more]) != (kept := json.loads(file.read_text())["options"]):
             raise SystemExit(
                 f"error: {file} has rows of options {kept}, not {asked}; choose another --results, or delete it"
             )
-        if any(row["variant"] == variant and row["seed"] == seed for row in rows):
+        if self.has(variant, seed, results):
             return
         name = f"{self.name}-{slug(variant)}-seed{seed}"
         options = [*self.options, *self.variants[variant], *more, f"--seed_everything={seed}"]
         if self.needs is not None:
             first, start = self.needs
-            origin = seed if first.seeds is None else first.seeds[0]
+            origin = self.origin(seed)
             first.run(start, origin, folder, results, more)
             path = newest(folder / f"{first.name}-{slug(start)}-seed{origin}")
             options = [option.replace("{pretrained}", str(path)) for option in options]
         checkpoint, seconds = train(self.config, name, folder, options)
         row = {"variant": variant, "seed": seed, **self.measure(checkpoint), "seconds": round(seconds)}
         row["machine"] = describe(torch.device("cpu"))
-        rows = [*self.rows(results), row]
-        result: Row = {"study": self.name, "config": self.config, "options": [*self.options, *more]}
-        result["variants"] = {key: list(value) for key, value in self.variants.items()}
-        write_whole(file, json.dumps({**result, "rows": rows}, indent=1) + "\n")
+        results.mkdir(parents=True, exist_ok=True)
+        with alone_in(results):
+            if self.has(variant, seed, results):
+                return
+            result: Row = {"study": self.name, "config": self.config, "options": [*self.options, *more]}
+            result["variants"] = {key: list(value) for key, value in self.variants.items()}
+            result["rows"] = [*self.rows(results), row]
+            write_whole(file, json.dumps(result, indent=1) + "\n")
+
+    def has(self, variant: str, seed: int, results: Path) -> bool:
+        """Whether a row is there."""
+        return any(row["variant"] == variant and row["seed"] == seed for row in self.rows(results))
+
+    def origin(self, seed: int) -> int:
+        """Seed of the run of :attr:`needs` that a run of ``seed`` starts from."""
+        assert self.needs is not None
+        first, _ = self.needs
+        return seed if first.seeds is None else first.seeds[0]
+
+    def _file(self, results: Path) -> Path:
+        return results / f"{self.name}.json"
 
     def part(self, rows: list[Row], folder: Path) -> str:
         """Markdown of the whole section; pictures go into ``folder``."""
@@ -119,6 +139,17 @@ class Study:
             f"`lightning paper --only {self.name}` trains and scores them; a row is `lightning fit --config "
             f"{self.config}{words}` (here {name}) with `--seed_everything`."
         )
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Hold other processes back that want the same; the system ends it with the process."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def newest(run: Path) -> Path:

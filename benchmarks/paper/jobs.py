@@ -1,0 +1,67 @@
+"""Rows of the report, one after another or several at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.paper.study import Study
+
+
+class Job(NamedTuple):
+    """A row that is asked for."""
+
+    study: Study
+    variant: str
+    seed: int
+
+
+def in_two_parts(jobs: Sequence[Job], results: Path) -> tuple[list[Job], list[Job]]:
+    """The jobs in whose runs others start, those that nobody asked for among them, and the others."""
+    origins = []
+    for study, _, seed in jobs:
+        if study.needs is not None:
+            first, start = study.needs
+            origin = Job(first, start, study.origin(seed))
+            if origin not in origins and not first.has(start, origin.seed, results):
+                origins.append(origin)
+    return origins, [job for job in jobs if job not in origins]
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    at_once: int,
+    runs: Path,
+    results: Path,
+    options: Sequence[str],
+    after_each: Callable[[], object],
+) -> None:
+    """Train and measure rows.
+
+    Args:
+        jobs: rows; those that are there already take no time.
+        at_once: rows at a time. Several have one thread each.
+        runs: folder of the runs.
+        results: folder of the rows.
+        options: options of ``lightning fit``, the same for all.
+        after_each: called after each row.
+    """
+    if at_once == 1:
+        for study, variant, seed in jobs:
+            study.run(variant, seed, runs, results, options)
+            after_each()
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    pool = ProcessPoolExecutor(at_once, mp_context=get_context("spawn"))
+    try:
+        for part in in_two_parts(jobs, results):
+            rows = [pool.submit(study.run, variant, seed, runs, results, options) for study, variant, seed in part]
+            for row in as_completed(rows):
+                row.result()
+                after_each()
+    finally:
+        pool.shutdown(cancel_futures=True)
