@@ -92,6 +92,7 @@ pytree.register_pytree_node(
     lambda leaves, kind: _from_leaves(kind, *leaves),
     serialized_type_name="mhla_kernels.MHLAState",
 )
+torch.serialization.add_safe_globals([MHLAState, StateKind])
 
 
 def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int) -> StateKind:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from implementations import DEVICE, TRITON
-from mhla_kernels import ExponentialMixing, backend, mhla_attention
+from mhla_kernels import ExponentialMixing, backend, mhla_attention, mhla_prefill, mhla_step
 from mhla_kernels.triton_backend import (
     attend,
     config,
@@ -230,6 +230,17 @@ def test_export_leaves_the_number_of_tokens_open(form: str, kind: str, tmp_path:
         for n in (2, 17, 64, 1000):
             q, k, v = (torch.rand(1, n, 2, 8) for _ in range(3))
             torch.testing.assert_close(exported(q, k, v, mixing), network(q, k, v, mixing), rtol=1e-4, atol=1e-5)
+
+
+def test_coefficients_and_states_are_read_without_unpickling(tmp_path: Path) -> None:
+    mixing = ExponentialMixing(torch.rand(3), torch.rand(3))
+    _, state = mhla_prefill(*(torch.rand(1, 20, 2, 8) for _ in range(3)), mixing, block_size=8)
+    torch.save({"mixing": mixing, "state": state}, tmp_path / "saved.pt")
+    read = torch.load(tmp_path / "saved.pt", weights_only=True)
+    assert torch.equal(read["mixing"].matrix(4), mixing.matrix(4))
+    step = [torch.rand(1, 2, 8) for _ in range(3)]
+    again, before = (mhla_step(*step, mixing, each, block_size=8)[0] for each in (read["state"], state))
+    assert torch.equal(again, before)
 
 
 def test_wrong_bounds_are_refused_in_a_compiled_graph_too() -> None:

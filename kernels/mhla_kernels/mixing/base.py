@@ -51,7 +51,8 @@ class Mixing(ABC):
 
     A kind is a frozen dataclass that derives from this class, names the fields that hold its tensors in ``learned`` and
     defines :meth:`matrix`. Every other method has a default that applies the matrix; a kind overrides those for which it
-    knows a cheaper way. Kinds are pytrees of their tensors.
+    knows a cheaper way. Kinds are pytrees of their tensors, and ``torch.load`` reads them with ``weights_only=True``, as
+    ``torch.export.load`` does.
     """
 
     learned: ClassVar[tuple[str, ...]]
@@ -67,6 +68,7 @@ class Mixing(ABC):
             from_dumpable_context=_from_json,
             flatten_with_keys_fn=_flatten_with_keys,
         )
+        torch.serialization.add_safe_globals([cls])
 
     @property
     def tensors(self) -> dict[str, Tensor]:
