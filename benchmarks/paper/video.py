@@ -33,7 +33,7 @@ from lightning_mhla.training.loading import load_module
 SIDE = 8
 """Pixels of a digit's side."""
 
-CLIPS_EACH = 2
+CLIPS_EACH = 1
 """Clips drawn for each caption."""
 
 BATCH = 10
@@ -198,14 +198,14 @@ STUDIES = (
         (
             *NARROW,
             "--model.init_args.pretrained={pretrained}",
-            "--trainer.max_steps=200",
-            "--trainer.val_check_interval=200",
+            "--trainer.max_steps=150",
+            "--trainer.val_check_interval=150",
         ),
         (PRETRAIN, "softmax"),
         setting=(
-            "The softmax model above, its attention replaced and all of it fine-tuned for 200 steps, a twelfth of what it "
+            "The softmax model above, its attention replaced and all of it fine-tuned for 150 steps, 6% of what it "
             "was trained for, each kind in the same way; 8 frames of 12 x 12 pixels, 288 tokens, 9 heads of 8 features. "
-            "Two clips for each of the 40 captions, drawn with guidance 3, are looked at by program: the middle frame by a "
+            "A clip for each of the 40 captions, drawn with guidance 3, is looked at by program: its middle frame by a "
             "classifier of real digits, and each frame beside the next, shifted to where it fits best (cosine; 1 for real "
             "clips)."
         ),
