@@ -86,7 +86,12 @@ LONG = (
     "test_streaming::test_processes_of_a_machine_share_the_limit", "test_streaming::test_what_a_killed_process_left_is_removed",
     "test_paper::test_a_study_trains_each_row_once_and_writes_its_part_of_the_page",
     "test_paper::test_several_rows_at_a_time",
-    "test_portable::test_compiled_it_is_the_same", "test_portable::test_int8_keeps_the_top_class",
+    "test_benchmarks::test_architectures_are_measured_by_kind_and_size",
+    "test_cli::test_overlays_go_over_every_experiment_and_set_no_lists", "test_compile::test_compiled_layers_are_sharded",
+    "test_kinds::test_kinds_for_images_train_there_and_are_refused_for_text",
+    "test_kinds::test_trained_on_packed_documents_it_writes_exports_and_is_scored",
+    "test_language_evaluation::test_tasks_that_are_not_there", "test_video_training::test_resume_is_bitwise_exact",
+    "test_video_training::test_train_lora_and_export", "test_portable::test_compiled_it_is_the_same", "test_portable::test_int8_keeps_the_top_class",
     "test_streamed_training::test_killed_five_times_it_ends_with_the_weights_of_an_undisturbed_run_from_local_files",
 )  # fmt: skip
 """Tests that take from twenty seconds to minutes: ``make thorough`` runs them, ``make test`` runs the others."""
