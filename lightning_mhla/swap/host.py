@@ -146,12 +146,13 @@ class TokenGrid:
     def enter(self, shape: tuple[int, ...]) -> None:
         """Note the grid of an input that comes into the model."""
         self.shape = shape
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return
         if self.recomputed or in_backward():
             self.recent.clear()
-        self.recent.add(shape)
-        self.recomputed = False
+            self.recomputed = False
+        if torch.is_grad_enabled():
+            self.recent.add(shape)
 
     def layout(self, blocks: tuple[int, ...], tokens: int) -> BlockLayout:
         """The grid of the input that a layer computes, in at most so many blocks along each axis.
@@ -185,7 +186,8 @@ class TokenGrid:
         if torch.compiler.is_compiling() or not in_backward():
             return self.shape
         self.recomputed = True
-        fitting = sorted(shape for shape in self.recent if self.prefix_tokens + math.prod(shape) == tokens)
+        known = {*self.recent, self.shape}  # attention transfer passes images without gradients first
+        fitting = sorted(shape for shape in known if self.prefix_tokens + math.prod(shape) == tokens)
         if len(fitting) > 1:
             raise ValueError(
                 f"a layer that is computed again does not know whether its {tokens} tokens are of a grid of "

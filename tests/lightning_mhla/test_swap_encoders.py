@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,13 @@ def test_recomputed_layers_have_the_sizes_of_their_images(reentrant: bool) -> No
     for sizes in ((32, 16), (16, 16)), ((16, 32),), ((32, 16),):
         for mine, theirs in zip(gradients(other, *sizes), gradients(plain, *sizes), strict=True):
             torch.testing.assert_close(mine, theirs)
+    for size in (24, 24), (32, 16), (16, 32):  # layers are matched for one size after another
+        found = []
+        for model in (plain, other):
+            model.zero_grad()
+            transfer_loss(model, partial(model, pictures(*size).float())).backward()
+            found.append([layer.mixing.weight.grad for layer in swapped_layers(model).values()])
+        torch.testing.assert_close(found[1], found[0])
     with pytest.raises(
         ValueError, match=r"its 33 tokens are of a grid of \[4, 8\] or \[8, 4\]; call backward after each"
     ):
