@@ -97,6 +97,7 @@ STUDIES = (
             "samples without guidance against the training images, in features of a classifier of these digits; the "
             "last column is of 500 samples with guidance 2."
         ),
+        reading=("**What the figures say.** READING"),
         printed=PRINTED,
         full=("configs/diffusion/dit_s2_256.yaml", "configs/diffusion/dit_xl2_256.yaml"),
     ),

@@ -32,7 +32,8 @@ def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
     done = sum(len(study.rows(results)) for study in studies)
     wanted = sum(len(study.variants) * (SEEDS if study.seeds is None else len(study.seeds)) for study in studies)
     if done < wanted:
-        parts.append(f"**{done} of {wanted} runs are done so far.**\n")
+        missing = ", ".join(f"`{study.name}`" for study in studies if not study.rows(results))
+        parts.append(f"**{done} of {wanted} runs are done so far{f', none of {missing}' if missing else ''}.**\n")
     for study in studies:
         if rows := study.rows(results):
             parts.append(study.part(rows, folder))

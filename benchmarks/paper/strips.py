@@ -31,13 +31,11 @@ def draw_strips(rows: list[Row], path: Path) -> None:
     strips = {name: each[0]["samples"] for name, each in by_variant(rows).items()}
     pictures = {name: np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))) for name, text in strips.items()}
     height, width = next(iter(pictures.values())).shape
-    figure = Figure(figsize=(9, (7 * height / width + 0.06) * len(pictures)), layout="constrained")
+    figure = Figure(figsize=(9, (9 * height / width + 0.25) * len(pictures)), layout="constrained")
     for axis, (name, picture) in zip(
         figure.subplots(len(pictures), squeeze=False)[:, 0], pictures.items(), strict=True
     ):
         axis.imshow(picture, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-        axis.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
-        axis.set_xticks([])
-        axis.set_yticks([])
-        axis.spines[:].set_visible(False)
+        axis.set_title(name, loc="left", fontsize=9, pad=2)
+        axis.set_axis_off()
     figure.savefig(path, dpi=150)

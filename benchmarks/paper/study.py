@@ -134,10 +134,11 @@ class Study:
 
     def _command(self) -> str:
         name, options = next(iter(self.variants.items()))
-        words = "".join(f" {word}" for word in [*self.options, *options])
+        words = "".join(f" {word}" for word in [*self.options, *options]).replace("{pretrained}", "CHECKPOINT")
+        origin = "" if self.needs is None else f"; CHECKPOINT is of `{self.needs[0].name}`"
         return (
             f"`lightning paper --only {self.name}` trains and scores them; a row is `lightning fit --config "
-            f"{self.config}{words}` (here {name}) with `--seed_everything`."
+            f"{self.config}{words}` (here {name}) with `--seed_everything`{origin}."
         )
 
 
