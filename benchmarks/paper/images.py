@@ -97,7 +97,15 @@ STUDIES = (
             "samples without guidance against the training images, in features of a classifier of these digits; the "
             "last column is of 500 samples with guidance 2."
         ),
-        reading=("**What the figures say.** READING"),
+        reading=(
+            "**What the figures say.** Plain, softmax and linear attention end level, and MHLA with dense coefficients is ahead of "
+            "both by about 30 with every seed. It is ahead of exponential coefficients and retention too, level with GLA, and "
+            "behind Gated DeltaNet, which has a short convolution of its own. `lepe` and the gate take more than half off the "
+            "FID of each of three kinds, and MHLA stays first by about 5. Both steps are the paper's: dense coefficients "
+            "improve on linear attention, and the two modules improve on everything.\n\n"
+            "**What they do not say.** That plain MHLA ends ahead of softmax: in the paper it is behind after 400,000 steps. "
+            "After 500 the samples are hardly digits, as the picture shows, and the last column is not far from chance (10%)."
+        ),
         printed=PRINTED,
         full=("configs/diffusion/dit_s2_256.yaml", "configs/diffusion/dit_xl2_256.yaml"),
     ),
