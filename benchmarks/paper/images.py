@@ -98,8 +98,8 @@ STUDIES = (
             "last column is of 500 samples with guidance 2."
         ),
         reading=(
-            "**What the figures say.** Plain, softmax and linear attention end level, and MHLA with dense coefficients is ahead "
-            "of both by about 30. It is ahead of exponential coefficients and retention too, level with GLA, and "
+            "**What the figures say.** Plain, softmax and linear attention end level, and MHLA with dense coefficients is "
+            "ahead of both by about 30. It is ahead of exponential coefficients and retention too, level with GLA, and "
             "behind Gated DeltaNet, which has a short convolution of its own. `lepe` and the gate take more than half off the "
             "FID of each of three kinds, and MHLA stays first by about 5. Both steps are the paper's: dense coefficients "
             "improve on linear attention, and the two modules improve on everything.\n\n"
