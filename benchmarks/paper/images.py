@@ -101,10 +101,10 @@ STUDIES = (
             "**What the figures say.** Plain, softmax and linear attention end level, and MHLA with dense coefficients is "
             "ahead of both by about 30. It is ahead of exponential coefficients and retention too, level with GLA, and "
             "behind Gated DeltaNet, which has a short convolution of its own. `lepe` and the gate take more than half off the "
-            "FID of each of three kinds, and MHLA stays first by about 5. Both steps are the paper's: dense coefficients "
-            "improve on linear attention, and the two modules improve on everything.\n\n"
+            "FID of each of three kinds, and MHLA stays first by about 4. Both steps are the paper's: dense coefficients "
+            "improve on linear attention, and the two modules improve on every kind.\n\n"
             "**What they do not say.** That plain MHLA ends ahead of softmax: in the paper it is behind after 400,000 steps. "
-            "After 500 the samples are hardly digits, as the picture shows, and the last column is not far from chance (10%)."
+            "After 500, few of the samples are digits, as the picture shows, and the last column is not far from chance (10%)."
         ),
         printed=PRINTED,
         full=("configs/diffusion/dit_s2_256.yaml", "configs/diffusion/dit_xl2_256.yaml"),
