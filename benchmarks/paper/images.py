@@ -85,9 +85,8 @@ STUDIES = (
         "Class-to-image: MNIST's pixels in 196 tokens (N / Dk = 12)",
         CONFIG,
         {
-            **{name: [*KINDS[name], *PLAIN] for name in ("softmax", "linear", "mhla", "mhla, exponential")},
-            **{f"{name} + lepe + gate": KINDS[name] for name in ("softmax", "linear", "mhla")},
-            **{name: [*KINDS[name], *PLAIN] for name in ("retention", "gla", "gated_deltanet")},
+            **{name: [*options, *PLAIN] for name, options in KINDS.items()},
+            **{f"{name} + lepe + gate": options for name, options in KINDS.items()},
         },
         measure,
         with_samples,
