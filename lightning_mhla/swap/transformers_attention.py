@@ -247,7 +247,6 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
 def _of_a_whole_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
     """Every token sees all; blocks are counted from a row's first real token."""
     rows = real_first(padding_mask(attention_mask, x), x, heads)
-    size = module.swapped.config.block_size
     size = module.swapped.config.block_size if module.swapped.uses_blocks else x.shape[1]
     fit(module, module.swapped, BlockLayout((x.shape[1],), block_size=size), x.device)
     return rows.restored(module.swapped(rows.x, rows.visible, projections=rows.projections))
