@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import tarfile
+import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 
 LONGEST_NAME, MOST_EXTENSIONS, LONGEST_TAIL = 1024, 64, 1 << 24
 """Of a member, in characters; kinds of members; bytes of zeros at a tar file's end. A shard beyond them is rejected."""
+
+PARSING = threading.Lock()
+"""Held while NumPy reads array headers, which it parses as Python: threads that do so at once disturb each other before
+Python 3.11.8 and 3.12.2 (python/cpython #106905)."""
 
 INDEX = ".index.npz"
 """Ending of the file beside a shard that keeps its member table."""
@@ -146,7 +151,7 @@ def table_bytes(table: MemberTable) -> bytes:
 def read_table(file: Path) -> MemberTable | None:
     """A kept member table; None, after a warning, where it is no such file or its entries lie outside the shard."""
     try:
-        with ZipFile(file) as archive, np.load(file, allow_pickle=False) as kept:
+        with PARSING, ZipFile(file) as archive, np.load(file, allow_pickle=False) as kept:
             if sum(info.file_size for info in archive.infolist()) > file.stat().st_size:
                 raise ValueError("its arrays are larger than the file")
             stamp = kept["stamp"]
