@@ -22,6 +22,7 @@ from benchmarks import recurrences
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import mnist, runs, scenes, video
 from benchmarks.paper.jobs import Job, in_two_parts
+from benchmarks.paper.page import write_page
 from benchmarks.paper.study import Study, by_variant, spread
 
 ONE = [
@@ -226,6 +227,25 @@ def test_every_row_of_the_committed_results_is_of_a_variant() -> None:
                 )
             keys = [(row["variant"], row["seed"]) for row in content["rows"]]
             assert len(set(keys)) == len(keys)
+
+
+def test_linearised_models_stand_beside_the_one_each_seed_starts_from(tmp_path: Path) -> None:
+    accuracies = {
+        "linearize-vit-original": {"softmax": (0.80, 0.84)},
+        "linearize-vit": {"mhla, learned features": (0.79, 0.85), "linear attention": (0.70, 0.72)},
+    }
+    machine = {"date": "2026-11-24", "device": "none", "threads": 1, "torch": "2.14.1"}
+    for name, by_name in accuracies.items():
+        rows = [
+            {"variant": variant, "seed": seed, "accuracy": value, "steps": 2, "seconds": 1, "machine": machine}
+            for variant, values in by_name.items()
+            for seed, value in enumerate(values)
+        ]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
+    page = write_page([paper.STUDIES[name] for name in accuracies], tmp_path, tmp_path / "docs").read_text()
+    table = page[page.index("with its attention replaced") :]
+    assert "| `softmax` | 2 | 82.0 ± 2.8 |  |\n| `mhla, learned features` | 2 | 82.0 ± 4.2 | 0.0 ± 1.4 |" in table
+    assert "| `linear attention` | 2 | 71.0 ± 1.4 | -11.0 ± 1.4 |" in table
 
 
 def test_the_readme_shows_the_committed_figures() -> None:

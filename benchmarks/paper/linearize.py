@@ -71,15 +71,25 @@ def measure(checkpoint: Path) -> Row:
     return {**row, "generation": generation(model.network.eval())}
 
 
+def _originals(rows: list[Row], key: str) -> dict[int, float]:
+    """The figure of the model that each seed starts from."""
+    return {row["seed"]: row[key] for row in rows if row["variant"] == "softmax"}
+
+
 def section(rows: list[Row], folder: Path) -> str:
-    """One table; generation of the first seed."""
-    header = ["model", "steps", "bits per byte", "swapped, untouched"]
+    """One table."""
+    header = ["model", "steps", "bits per byte", "more than the original, %", "swapped, untouched"]
     header += [f"state, ms a token at {context:,}" for context in CONTEXTS]
-    lines = []
+    before, lines = _originals(rows, "bits_per_byte"), []
     for name, each in by_variant(rows).items():
-        cells = [f"`{name}`", str(each[0]["steps"])]
-        for key in ("bits_per_byte", "untouched"):
-            cells.append(spread([row[key] for row in each if key in row], 3))
+        more = [] if name == "softmax" else [row["bits_per_byte"] / before[row["seed"]] - 1 for row in each]
+        cells = [
+            f"`{name}`",
+            str(each[0]["steps"]),
+            spread([row["bits_per_byte"] for row in each], 3),
+            spread(more, 2, 100),
+            spread([row["untouched"] for row in each if "untouched" in row], 3),
+        ]
         for context in map(str, CONTEXTS):
             found = [row["generation"][context] for row in each]
             spent = mean(one["milliseconds"] for one in found)
@@ -141,11 +151,13 @@ def measure_images(checkpoint: Path) -> Row:
 
 def section_images(rows: list[Row], folder: Path) -> str:
     """One table."""
-    lines = [
-        [f"`{name}`", str(each[0]["steps"]), spread([row["accuracy"] for row in each], 1, 100)]
-        for name, each in by_variant(rows).items()
-    ]
-    return f"{markdown(['model', 'steps', 'accuracy, %'], lines)}\n\n{conditions(rows)}"
+    before, lines = _originals(rows, "accuracy"), []
+    for name, each in by_variant(rows).items():
+        more = [] if name == "softmax" else [row["accuracy"] - before[row["seed"]] for row in each]
+        accuracy = spread([row["accuracy"] for row in each], 1, 100)
+        lines.append([f"`{name}`", str(each[0]["steps"]), accuracy, spread(more, 1, 100)])
+    header = ["model", "steps", "accuracy, %", "points more than the original"]
+    return f"{markdown(header, lines)}\n\n{conditions(rows)}"
 
 
 ORIGINAL_IMAGES = Study(
@@ -173,6 +185,7 @@ STUDIES = (
             "80 steps of attention transfer and 120 of training, a fifth of the original's tokens. Time by the processor's "
             "clock, one thread."
         ),
+        beside=True,
     ),
     ORIGINAL_IMAGES,
     Study(
@@ -190,5 +203,6 @@ STUDIES = (
         ("--model.init_args.pretrained={pretrained}",),
         (ORIGINAL_IMAGES, "softmax"),
         setting="The model above, 62 steps of attention transfer and 62 of training.",
+        beside=True,
     ),
 )

@@ -36,7 +36,8 @@ def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
         parts.append(f"**{done} of {wanted} runs are done so far{f', none of {missing}' if missing else ''}.**\n")
     for study in studies:
         if rows := study.rows(results):
-            parts.append(study.part(rows, folder))
+            origins = study.needs[0].rows(results) if study.beside and study.needs is not None else []
+            parts.append(study.part([*origins, *rows], folder))
     path = folder / "results.md"
     write_whole(path, "\n".join(parts))
     return path

@@ -41,6 +41,7 @@ class Study:
         full: configurations of the size of that table.
         seeds: the only seeds that there are runs of, of one that variants of any seed start from; None for any.
         after: more of the section, from other results; may write pictures like ``section``.
+        beside: whether the rows of ``needs`` stand first in the section.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Study:
     full: Sequence[str] = field(default_factory=tuple)
     seeds: Sequence[int] | None = None
     after: Callable[[Path], str] | None = None
+    beside: bool = False
 
     def rows(self, results: Path) -> list[Row]:
         """The rows in the folder of results, in the order of the variants."""
