@@ -222,7 +222,8 @@ def test_every_row_of_the_committed_results_is_of_a_variant() -> None:
             content = json.loads(file.read_text())
             assert content["options"] == list(study.options)
             for variant, options in content["variants"].items():
-                assert study.variants.get(variant) == options, (
+                assert variant in study.variants
+                assert list(study.variants[variant]) == options, (
                     f"{variant} was trained with other options: delete its rows"
                 )
             keys = [(row["variant"], row["seed"]) for row in content["rows"]]
