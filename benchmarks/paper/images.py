@@ -98,11 +98,11 @@ STUDIES = (
         ),
         reading=(
             "**What the figures say.** Plain, softmax, linear attention and MHLA with frozen coefficients end level at about "
-            "120. Dense coefficients that are learned take 25 to 30 off, most where each head has its own: what helps is that "
-            "they are learned, not that there are blocks. GLA is level with them, exponential coefficients and retention are "
-            "behind, and Gated DeltaNet, which has a short convolution of its own, is first. `lepe` and the gate take about "
-            "half off every kind, and the kinds come close together: MHLA is first with coefficients per head, and ahead of "
-            "softmax and linear attention by 4 to 5 with dense ones, Gated DeltaNet next to it; exponential and frozen "
+            "120. Dense coefficients that are learned take about 30 off, most where each head has its own: what helps is that "
+            "they are learned, not that there are blocks. GLA is next to them, exponential coefficients and retention are "
+            "behind, and Gated DeltaNet, which has a short convolution of its own, is first. `lepe` and the gate take two to "
+            "three fifths off every kind and bring the kinds together: MHLA with coefficients per head is first, 5 ahead of "
+            "softmax and linear attention; with shared dense ones it is 4 ahead, and Gated DeltaNet 3; exponential and frozen "
             "coefficients are level with softmax; retention and GLA are last. Both steps are the paper's: dense coefficients "
             "improve on linear attention, and the two modules improve on every kind.\n\n"
             "**What they do not say.** That plain MHLA ends ahead of softmax: in the paper it is behind after 400,000 steps. "
