@@ -20,6 +20,7 @@ from benchmarks import (
     architectures,
     attention,
     generation,
+    linearize,
     loss_identity,
     models,
     peers,
@@ -208,3 +209,11 @@ def test_what_sana_takes_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     summaries = [2 * 36 * tokens * 2 * 32 * 33 for tokens in (256, 1024)]
     for tokens, square, own in zip((256, 1024), squares, summaries, strict=True):
         assert square == pytest.approx(2 * (2 * 2 * 1152 * tokens**2 - own), rel=0.15)
+
+
+@pytest.mark.parametrize("name", linearize.STEPS)
+def test_a_step_of_linearising_a_1b_llama_is_counted_on_fake_tensors(name: str) -> None:
+    row = linearize.peak(name, 16, 4096)
+    committed = json.loads((Path(linearize.__file__).parent / "results/llama-1b-linearize-meta.json").read_text())
+    want = next(one for one in committed["rows"] if one["step"] == name)
+    assert row["peak_bytes"] == pytest.approx(want["peak_bytes"], rel=0.02)

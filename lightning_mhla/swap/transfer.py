@@ -124,10 +124,23 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
                 return _first(layer(*given, **options)).float()
 
         new = checkpoint(own, *args, use_reentrant=False, **kwargs) if recomputes else own(*args, **kwargs)
-        if (real := host.real_tokens(kwargs, output)) is not None:
-            new, output = (x[real.expand(x.shape[:2])] for x in (new, output))
-        distances.append((new - output).square().mean() / output.var().clamp(min=torch.finfo(output.dtype).tiny))
+        distances.append(_distance(new, output, host.real_tokens(kwargs, output)))
     return torch.stack(distances).mean()
+
+
+def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
+    """Mean square of the difference over the variance of ``output``, of the tokens that are ``real`` ``[B, N]``.
+
+    Shapes do not depend on the mask, so that fake tensors serve; what padding holds, NaN too, does not count.
+    """
+    tiny = torch.finfo(output.dtype).tiny
+    if real is None:
+        return (new - output).square().mean() / output.var().clamp(min=tiny)
+    real = real.expand(output.shape[:2])[..., None]
+    count = real.sum() * output.shape[-1]
+    mean = torch.where(real, output, 0).sum() / count
+    variance = torch.where(real, output - mean, 0).square().sum() / (count - 1)
+    return torch.where(real, new - output, 0).square().sum() / count / variance.clamp(min=tiny)
 
 
 def _first(output: Any) -> Tensor:
