@@ -264,6 +264,21 @@ def test_the_readme_shows_the_committed_figures() -> None:
         assert cells == [spread([row[key] for row in found], count) for key, count in digits.items()], name
 
 
+def test_the_guide_to_linearising_shows_the_committed_figures() -> None:
+    names = {"softmax": "linearize-original"} | dict.fromkeys(
+        ("layers matched", "all layers", "one of four layers softmax"), "linearize"
+    )
+    found = {name: by_variant(paper.STUDIES[study].rows(paper.RESULTS))[name] for name, study in names.items()}
+    before = {row["seed"]: row["bits_per_byte"] for row in found["softmax"]}
+    text = (Path(__file__).parents[1] / "docs/guides/linearize.md").read_text()
+    cells = [line.split(" | ") for line in text.split("held-out bits per byte")[1].splitlines()[2:6]]
+    for (_, _, bits, *more), (name, rows) in zip(cells, found.items(), strict=True):
+        assert bits == spread([row["bits_per_byte"] for row in rows], 3), name
+        if name != "softmax":
+            percent = spread([row["bits_per_byte"] / before[row["seed"]] - 1 for row in rows], 2, 100)
+            assert more == [f"{percent} % |"], name
+
+
 def test_an_unknown_variant_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -193,8 +193,8 @@ STUDIES = (
             "behind on the budget of linearising, and ahead of the original (1.606 to 1.638, one seed) on the original's: "
             "linearising saves training, and does not give the best model here. The state stays at 1.15 MiB and a token at "
             "about 4 ms, while softmax grows to 127 MiB and 26 ms.\n\n"
-            "**What they do not say.** That the window is enough elsewhere, and what MHLA adds to it: that is for the rows "
-            "without a window. All texts are scored in pieces of 512 tokens."
+            "**What they do not say.** That the window is enough elsewhere, and what MHLA adds to it: no row is without a "
+            "window so far. All texts are scored in pieces of 512 tokens."
         ),
         beside=True,
     ),

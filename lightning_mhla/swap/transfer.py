@@ -131,7 +131,7 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
 def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
     """Mean square of the difference over the variance of ``output``, of the tokens that are ``real`` ``[B, N]``.
 
-    Shapes do not depend on the mask, so that fake tensors serve; what padding holds, NaN too, does not count.
+    No shape depends on the mask, so that the memory of a step can be counted on fake tensors.
     """
     tiny = torch.finfo(output.dtype).tiny
     if real is None:

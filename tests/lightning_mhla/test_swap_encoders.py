@@ -342,6 +342,10 @@ def test_padding_does_not_count_in_attention_transfer() -> None:
     mask = torch.ones_like(x)
     mask[1, 8:] = 0
     assert float(transfer_loss(other, lambda: other(x, attention_mask=mask))) < 1e-9
+    linear = swapped(tiny("Bert"), TEXT)
+    alone = transfer_loss(linear, lambda: linear(x[1:, :8]))
+    padded = transfer_loss(linear, lambda: linear(x[1:], attention_mask=mask[1:]))
+    torch.testing.assert_close(padded, alone)
 
 
 @pytest.mark.parametrize(

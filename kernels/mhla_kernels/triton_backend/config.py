@@ -30,8 +30,8 @@ PROGRAMS = 528
 HOPPER = 90
 """The chip whose tiles are the largest that do not spill, as in ``sm_90``; others get smaller ones where those would."""
 
-SMALL = (86, 89, 120)
-"""Chips with 99 KB of shared memory for a block."""
+LITTLE_SHARED_MEMORY = (86, 89, 120, 121)
+"""Chips with 99 KB for a block (CUDA C++ Programming Guide, table 27)."""
 
 
 def overlaps_chained_products(chip: int) -> bool:
@@ -95,8 +95,8 @@ def attend_tiles(
         warps = 4 if outputs <= 64 else 8
         small = summaries or (whole and chip == HOPPER)  # or they spill
         slice_ = min(x_width, 64 if small else 128)
-        if summaries and outputs > 128 and chip in SMALL:
-            slice_ = 32  # or Triton 3.8 stages more than there is
+        if summaries and outputs > 128 and chip in LITTLE_SHARED_MEMORY:
+            slice_ = 32  # or its stages do not fit, with Triton 3.8
         return AttendTiles(rows=rows, columns=columns, slice=slice_, outputs=outputs, warps=warps, stages=2)
     outputs = out_width if whole else min(out_width, 64)
     rows = 32 if outputs <= 64 else 16
