@@ -21,8 +21,9 @@ class LearnedFeatures(nn.Module):
     """``exp([W x, -W x])`` with a matrix W of each head for queries and one for keys (Hedgehog, arXiv 2402.04347, section 4.2).
 
     Queries come out with their largest feature 1, and the logarithm of what it was beside them, so that none overflows.
-    Exponents of keys end at :data:`LARGEST_EXPONENT`. W starts as ``Dk ** -0.25`` times the identity: a weight is then the sum
-    of ``exp(Dk ** -0.25 (q_i + k_i))`` and of its inverse over the width, largest where q and k are large in the same place.
+    Exponents of keys end at :data:`LARGEST_EXPONENT`, and have a gradient beyond it too, so that training can bring them
+    back. W starts as ``Dk ** -0.25`` times the identity: a weight is then the sum of ``exp(Dk ** -0.25 (q_i + k_i))`` and
+    of its inverse over the width, largest where q and k are large in the same place.
 
     Args:
         heads: number of query heads.
@@ -57,7 +58,8 @@ class LearnedFeatures(nn.Module):
             )
         exponents, keys = torch.cat([q, -q], -1), torch.cat([k, -k], -1)
         largest = exponents.amax(-1)
-        return (exponents - largest[..., None]).exp(), largest, keys.clamp(max=LARGEST_EXPONENT).exp()
+        keys = keys.clamp(max=LARGEST_EXPONENT).detach() + (keys - keys.detach())
+        return (exponents - largest[..., None]).exp(), largest, keys.exp()
 
 
 def apply_features(

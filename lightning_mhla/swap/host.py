@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, build_attention
+from lightning_mhla.attention.summaries import SummaryAttention
 from lightning_mhla.system.torch_private import in_backward, makes_fake_tensors
 
 log = logging.getLogger(__name__)
@@ -207,6 +208,18 @@ def check_prefix(prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int
         raise ValueError(
             f"block_grid {list(blocks)} has more blocks than the image has tokens, {list(tokens)}; with class or register "
             "tokens an axis must have at least as many tokens as blocks"
+        )
+
+
+def refuse_float16(index: int, kind: type) -> None:
+    """Refuse attention of linear cost in float16.
+
+    Raises:
+        ValueError: for a kind that sums over tokens.
+    """
+    if issubclass(kind, SummaryAttention):
+        raise ValueError(
+            f"layer {index} is in float16, in which sums over many tokens overflow; load the model in bfloat16 or float32"
         )
 
 

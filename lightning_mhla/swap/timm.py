@@ -19,11 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
-from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside, check_prefix
+from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
 
 MODELS = ("VisionTransformer", "Eva")
 """Classes of timm whose attention is known, and those derived from them: ViT, DeiT, DINOv2, SigLIP, CLIP, EVA, DINOv3 .."""
@@ -47,7 +48,11 @@ class TimmHost(Host):
 
     @override
     def layers(self, model: Any) -> list[Any]:
-        found = [module for module in _transformer(model).modules() if _is_known(module)]
+        transformer = _transformer(model)
+        found = [module for module in transformer.modules() if _is_known(module)]
+        known = [any(map(_is_known, block.modules())) for block in transformer.blocks]
+        if found and not all(known):
+            raise ValueError(f"the attention of block {known.index(False)} is not known here, unlike that of others")
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no attention that is known here (its blocks, relative positions, or product are "
@@ -67,7 +72,9 @@ class TimmHost(Host):
                     f"layer {index} drops attention weights (attn_drop_rate={layer.attn_drop.p}), which the new attention "
                     "does not; build the model with attn_drop_rate=0"
                 )
-        for config in configs.values():
+        for index, config in configs.items():
+            if layers[index].proj.weight.dtype == torch.float16:
+                refuse_float16(index, Attention.kinds[config.kind])
             check_prefix(transformer.num_prefix_tokens, blocks_along(2, config), transformer.patch_embed.grid_size)
 
     @override
@@ -131,7 +138,7 @@ def save_swapped(model: Any, folder: str | Path, model_args: Mapping[str, Any] |
         model_args: options of the model that timm's factory did not see, as for ``timm.models.save_for_hf``.
 
     Raises:
-        ValueError: for a model that was not swapped.
+        ValueError: for a model that was not swapped, and one that is wrapped (``features_only``).
     """
     from timm.models import save_for_hf
 
@@ -139,6 +146,10 @@ def save_swapped(model: Any, folder: str | Path, model_args: Mapping[str, Any] |
     if record is None:
         raise ValueError(
             f"the attention of this {type(model).__name__} is not swapped; timm.models.save_for_hf writes it"
+        )
+    if _transformer(model) is not model:
+        raise ValueError(
+            f"timm cannot save a {type(model).__name__}; save the model without it (forward_intermediates gives features too)"
         )
     options = dict(model_args or {})
     save_for_hf(model, str(folder), model_config={SAVED: record}, model_args=options, safe_serialization=True)
@@ -159,7 +170,9 @@ def _transformer(model: Any) -> Any:
 
 
 def _is_known(module: nn.Module) -> bool:
-    return any(f"{kind.__module__}.{kind.__name__}" in ATTENTION for kind in type(module).__mro__)
+    """Whether a module is attention that is known, replaced or not; what a class derived from it changes is not."""
+    kind = type(module)
+    return hasattr(module, "swapped") or f"{kind.__module__}.{kind.__name__}" in ATTENTION
 
 
 def _build(layer: Any, config: AttentionConfig, prefix_tokens: int) -> Attention:

@@ -10,8 +10,8 @@ themselves and not only on their differences: give ``position_ids`` with rows pa
 
 What the new attention adds is found under ``.swapped`` of each attention module. Generation keeps a state in transformers'
 own cache in place of keys and values; it is of constant size with ``mixing="exponential"``. Rows may be padded on either
-side: blocks are counted from a row's first real token. Documents packed in one row (positions that start again) do not see
-each other.
+side: blocks are counted from a row's first real token. Documents packed in one row do not see each other where transformers
+keeps them apart.
 
 Encoders of text take ``block_size`` too, and every token sees all; dense coefficients of a text shorter than
 ``max_position_embeddings`` are those of its blocks. Encoders of images take ``block_grid``, as timm's do
@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
-from lightning_mhla.attention.summaries import SummaryAttention
-from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside, check_prefix
+from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
 
 DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi", "Phi3"
@@ -77,7 +76,7 @@ class TransformersHost(Host):
     def layers(self, model: Any) -> list[Any]:
         if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(f"{type(model).__name__} is an encoder-decoder model, whose cross-attention has no blocks")
-        found = [module for module in model.modules() if _is_known(type(module))]
+        found = [module for module in model.modules() if _is_known(module)]
         if model.config.get_text_config() is not model.config and not _of_images_alone(model, found):
             raise ValueError(
                 f"{type(model).__name__} is a model of text and more, which is not supported; swap a model of text alone or of "
@@ -113,7 +112,7 @@ class TransformersHost(Host):
                     + (f", not block_grid={config.block_grid}" if config.block_grid else "")
                 )
             if _floating(layers[index]).dtype == torch.float16:
-                _refuse_float16(index, Attention.kinds[config.kind])
+                refuse_float16(index, Attention.kinds[config.kind])
 
     @override
     def replace(
@@ -130,6 +129,8 @@ class TransformersHost(Host):
         if grid is not None:
             assert patches is not None
             patches.register_forward_hook(grid)
+        if built:
+            model.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
         return built
 
     @override
@@ -168,6 +169,8 @@ class TransformersHost(Host):
         for module in model.modules():
             if getattr(module, "config", None) is shared:
                 module.config = own
+            if hasattr(module, "swapped"):
+                module.host_config = own
 
     @override
     def wrote(self, config: Mapping[str, Any]) -> bool:
@@ -205,7 +208,7 @@ class TransformersHost(Host):
     def cast(self, model: Any, dtype: torch.dtype) -> None:
         if dtype == torch.float16:
             for index, attention in self.swapped(model).items():
-                _refuse_float16(index, type(attention))
+                refuse_float16(index, type(attention))
         super().cast(model, dtype)
         model.config.dtype = dtype
 
@@ -234,16 +237,33 @@ def _by_own_names(model: Any, own: dict[str, Tensor], state: dict[str, Tensor]) 
     return {written.get(name, name): tensor for name, tensor in state.items()}
 
 
-def _refuse_float16(index: int, kind: type) -> None:
-    if issubclass(kind, SummaryAttention):
-        raise ValueError(
-            f"layer {index} is in float16, in which sums over many tokens overflow; load the model in bfloat16 or float32"
-        )
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module is attention that is known.
+
+    Raises:
+        ValueError: for one of a class derived from those that are: what it does is not known.
+    """
+    kind = type(module)
+    known = next((base for base in kind.__mro__ if _named(base)), kind)
+    if known is not kind:
+        raise ValueError(f"{kind.__name__} is derived from {known.__name__}, and what it changes is not known here")
+    return _named(kind)
 
 
-def _is_known(kind: type) -> bool:
+def _named(kind: type) -> bool:
     known = kind.__name__ in NAMES and kind.__name__ not in WRAPPERS
     return known and kind.__module__.startswith("transformers.models.")
+
+
+def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
+    """A forward pre-hook: attention weights are not returned, and transformers would leave a layer out without a word."""
+    from lightning_mhla.swap.transformers_attention import NAME
+
+    asked = options.get("output_attentions")
+    if not (asked or (asked is None and getattr(model.config, "output_attentions", False))):
+        return
+    if any(hasattr(module, "swapped") and module.config._attn_implementation == NAME for module in model.modules()):
+        raise ValueError("output_attentions: replaced layers have no attention weights to return")
 
 
 def _family(layer: Any) -> str:
@@ -311,8 +331,12 @@ def _reason(config: Any) -> str:
 def _floating(layer: Any) -> Tensor:
     """A weight of a layer in floating point; where all are quantised, an empty tensor of the model's dtype."""
     weights = list(layer.parameters())
-    empty = torch.empty(0, dtype=layer.config.dtype or torch.float32, device=weights[0].device)
-    return next((weight for weight in weights if weight.is_floating_point()), empty)
+    for weight in weights:
+        if weight.is_floating_point():
+            return weight
+    dtype = layer.config.dtype or torch.float32
+    named = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a name after the model was saved
+    return torch.empty(0, dtype=named, device=weights[0].device)
 
 
 def _build(layer: Any, config: AttentionConfig, grid: PatchGrid | None) -> Attention:

@@ -176,7 +176,7 @@ def swapped_attention(
 
     Raises:
         ValueError: for a mask that hides more than padding (and later tokens, in a decoder), documents that are packed
-            beside padding or in several rows, more tokens than dense coefficients reach to, a state that was not kept, and
+            in several rows, biases in a mask, more tokens than dense coefficients reach to, a state that was not kept, and
             tokens that are not those of the image.
     """
     (x, cache), attention = module.call, module.swapped
@@ -188,7 +188,8 @@ def swapped_attention(
     if not attention.causal:
         return _of_a_whole_text(module, x, heads, attention_mask), None
     _check_length(attention, x.shape[1] if cache is None else cache.columns)
-    bounds = documents(options.get("position_ids"), attention_mask, x)
+    by_positions = "flash" in module.host_config._attn_implementation
+    bounds = documents(attention_mask, x, options.get("position_ids") if by_positions else None)
     rows = real_first(key_mask(attention_mask, x, cache) if bounds is None else None, x, heads)
     if cache is None or bounds is not None or (module.training and torch.is_grad_enabled()):
         if cache is not None:

@@ -11,34 +11,52 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mhla.system.torch_private import is_fake
 
+HIDDEN = -1000.0
+"""What is added to the score of a hidden token, at most: it weighs exp(-1000) = 0."""
 
-def documents(position_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
+
+def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None) -> Tensor | None:
     """``cu_seqlens`` of documents packed in the one row; None where nothing is packed.
 
-    As in transformers, a document begins where a position does not follow the one before it.
+    As in transformers: a mask of ``[B, 1, N, N]`` keeps documents apart. Without a mask, a document begins where a position
+    does not follow the one before it.
 
     Args:
-        position_ids: ``[B, N]`` or ``[1, N]``; None for none.
         attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as boolean or as what is added to scores; None for none.
         x: ``[B, N, dim]``.
+        position_ids: ``[B, N]`` or ``[1, N]``, where they alone keep documents apart (flash attention); None where not.
 
     Raises:
-        ValueError: for documents in one of several rows, or beside padding.
+        ValueError: for documents in one of several rows.
     """
-    if position_ids is None or x.shape[1] < 2 or _counts_up(position_ids):
+    tokens = x.shape[1]
+    if attention_mask is not None:
+        starts = _starts_in(attention_mask, tokens)
+    elif position_ids is None or tokens < 2 or x.shape[0] != 1 or _counts_up(position_ids):
         return None
-    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if (real := own_keys(attention_mask, x)) is not None:
-        starts = starts & real[:, 1:] & real[:, :-1]
+    else:
+        starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if starts is None:
+        return None
+    if x.shape[0] != 1:
+        raise ValueError(f"documents packed in a row need a batch of one row, not {list(x.shape[:2])} tokens")
+    (first,) = starts[0].nonzero(as_tuple=True)
+    return F.pad(F.pad(first + 1, (1, 0)), (0, 1), value=tokens)
+
+
+def _starts_in(attention_mask: Any, tokens: int) -> Tensor | None:
+    """``[B, N - 1]`` bool: before which tokens a document ends, by a causal mask of documents; None for any other mask."""
+    if isinstance(attention_mask, Tensor) and (attention_mask.dim() == 2 or is_fake(attention_mask)):
+        return None
+    visible = _visible(attention_mask)
+    if visible.shape[-2:] != (tokens, tokens):
+        return None
+    starts = ~visible[:, 0].diagonal(-1, 1, 2)
     if not bool(starts.any()):
         return None
-    if x.shape[0] != 1 or (real is not None and not bool(real.all())):
-        raise ValueError(
-            "position_ids that start again pack documents in a row, which needs a batch of one row without padding, not "
-            f"{list(x.shape[:2])} tokens"
-        )
-    (first,) = starts[0].nonzero(as_tuple=True)
-    return F.pad(F.pad(first + 1, (1, 0)), (0, 1), value=x.shape[1])
+    document = F.pad(starts.cumsum(1), (1, 0))
+    wanted = (document[:, :, None] == document[:, None]).tril()[:, None]
+    return starts if bool((visible == wanted).all()) else None
 
 
 _counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -74,7 +92,12 @@ def _visible(attention_mask: Any) -> Tensor:
             f"swapped attention does not know masks of {type(attention_mask).__name__}; set_attn_implementation of the "
             "model to sdpa or eager"
         )
-    return attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+    if attention_mask.dtype == torch.bool:
+        return attention_mask
+    visible = attention_mask == 0
+    if not is_fake(visible) and not bool((visible | (attention_mask <= HIDDEN)).all()):
+        raise ValueError("the attention mask adds biases to the scores, which the new attention does not have")
+    return visible
 
 
 def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -454,6 +455,11 @@ def test_learned_features_of_outliers(kind: str) -> None:
     exponents = torch.einsum("bnhd,hde->bnhe", q, layer.features.query)
     torch.testing.assert_close(f * largest[..., None].exp(), torch.cat([exponents, -exponents], -1).exp())
     torch.testing.assert_close(g[..., :8] * g[..., 8:], torch.ones(2, 5, 2, 8))
+    large = layer.features(q, k.index_fill(3, torch.tensor(3), 150.0))[2]
+    torch.testing.assert_close(large[..., 3], torch.full((2, 5, 2), math.exp(30)))
+    layer.features.key.grad = None
+    large[..., 3].log().sum().backward()
+    torch.testing.assert_close(layer.features.key.grad[:, 3, 3], torch.full((2,), 150.0 * 10))
 
 
 def test_a_window_as_long_as_the_sequence_is_softmax() -> None:

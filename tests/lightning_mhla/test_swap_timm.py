@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.layers import Attention
 from torch import Tensor, nn
 
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
@@ -225,6 +226,26 @@ def test_what_is_not_known_is_refused_in_one_line(name: str, options: dict[str, 
     assert set(model.state_dict()) == state
 
 
+class OwnAttention(Attention):
+    """Derived from timm's."""
+
+
+def test_a_block_with_attention_that_is_not_known_is_refused_before_anything_is_changed() -> None:
+    model = tiny()
+    model.blocks[1].attn.__class__ = OwnAttention
+    state = set(model.state_dict())
+    with pytest.raises(ValueError, match="the attention of block 1 is not known here"):
+        swapped(model)
+    assert set(model.state_dict()) == state
+
+
+def test_float16_is_refused_where_sums_would_overflow() -> None:
+    model = tiny().half()
+    with pytest.raises(ValueError, match="layer 0 is in float16"):
+        swap_attention(model, AttentionConfig(block_grid=[2, 2]))
+    swap_attention(model, AttentionConfig(kind="softmax"))
+
+
 def test_calls_that_swapped_attention_does_not_know_are_refused() -> None:
     model = tiny()
     other, x = swapped(model), images(model)
@@ -235,3 +256,7 @@ def test_calls_that_swapped_attention_does_not_know_are_refused() -> None:
         other.blocks[0](torch.ones(1, 4, 192))
     with pytest.raises(ValueError, match="is not swapped"):
         save_swapped(model, "nowhere")
+    features = timm.create_model("vit_tiny_patch16_224", img_size=48, features_only=True)
+    swap_attention(features, BLOCKS)
+    with pytest.raises(ValueError, match="timm cannot save a FeatureGetterNet; save the model without it"):
+        save_swapped(features, "nowhere")

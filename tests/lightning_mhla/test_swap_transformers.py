@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
 from lightning_mhla.attention import MHLA
-from lightning_mhla.swap import swapped_layers
+from lightning_mhla.swap import original_attention, swapped_layers
 from lightning_mhla.swap.transformers import DECODERS
 
 SIZES: dict[str, Any] = {
@@ -196,35 +196,89 @@ def test_padding_is_not_seen(side: str, implementation: str) -> None:
             torch.testing.assert_close(out[:1, real], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_packed_documents_do_not_see_each_other() -> None:
-    model, x = swapped(tiny()), tokens(1)
-    positions = torch.cat([torch.arange(9), torch.arange(13)])[None]
+@pytest.mark.parametrize(
+    ("kept", "given"), [(None, "positions"), (None, "mask"), (None, "flash"), ([0, 2], "positions"), ([0, 2], "mask")]
+)
+def test_packed_documents_do_not_see_each_other(kept: list[int] | None, given: str) -> None:
+    """By the mask that transformers makes of positions, one that is given, and by positions alone; softmax layers too."""
+    model, x = swapped(tiny(), layers=kept), tokens(1)
+    options: dict[str, Any] = {"position_ids": torch.cat([torch.arange(9), torch.arange(13)])[None]}
+    if given == "mask":
+        blocks = torch.block_diag(torch.ones(9, 9), torch.ones(13, 13)).bool().tril()
+        options["attention_mask"] = blocks[None, None]
     with torch.no_grad():
-        packed = model(x, position_ids=positions, use_cache=False).logits
         parts = [model(part, use_cache=False).logits for part in x.split([9, 13], dim=1)]
+        if given == "flash":
+            model.config._attn_implementation_internal = "flash_attention_2"
+        packed = model(x, use_cache=False, **options).logits
     torch.testing.assert_close(packed, torch.cat(parts, 1), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kept", [None, [0, 2]])
-def test_documents_that_could_not_be_kept_apart_are_refused(kept: list[int] | None) -> None:
-    """Packed in several rows, beside padding, after a state, or by a mask of blocks: with and without softmax layers."""
-    model, x = swapped(tiny(), layers=kept), tokens()
-    positions = torch.cat([torch.arange(9), torch.arange(30, 43)])[None]
-    with pytest.raises(ValueError, match=r"needs a batch of one row without padding, not \[2, 22\]"):
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_positions_mean_what_they_mean_before_the_swap(implementation: str) -> None:
+    """A gap in them parts documents where no mask and no cache is given, and nowhere else."""
+    model, x = tiny(), tokens(1)
+    model.set_attn_implementation(implementation)
+    same = swapped(model, AttentionConfig(kind="softmax"))
+    gap = torch.cat([torch.arange(9), torch.arange(30, 43)])[None]
+    calls: list[dict[str, Any]] = [
+        {"use_cache": False},
+        {"use_cache": True},
+        {"attention_mask": torch.ones_like(x), "use_cache": False},
+        {"attention_mask": (torch.arange(22) > 3).long()[None], "use_cache": False},
+    ]
+    with torch.no_grad():
+        found = [same(x, position_ids=gap, **call).logits[:, 4:] for call in calls]
+        for logits, call in zip(found, calls, strict=True):
+            torch.testing.assert_close(logits, model(x, position_ids=gap, **call).logits[:, 4:], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found[0], found[1], atol=1e-2)
+
+
+def test_documents_packed_in_several_rows_are_refused() -> None:
+    model, x = swapped(tiny()), tokens()
+    positions = torch.cat([torch.arange(9), torch.arange(13)])[None]
+    with pytest.raises(ValueError, match=r"need a batch of one row, not \[2, 22\] tokens"):
         model(x, position_ids=positions.expand(2, -1), use_cache=False)
-    mask = torch.ones_like(x)
-    mask[:, :4] = 0
-    with pytest.raises(ValueError, match="needs a batch of one row without padding"):
-        model(x[:1], position_ids=positions, attention_mask=mask[:1], use_cache=False)
-    blocks = torch.block_diag(torch.ones(9, 9), torch.ones(13, 13)).bool().tril()[None, None]
-    with pytest.raises(ValueError, match="hides more than padding and later tokens"):
-        model(x[:1], attention_mask=blocks, use_cache=False)
-    apart = torch.cat([model(part, use_cache=False).logits for part in x[:1].split([9, 13], dim=1)], 1)
-    found = model(x[:1], position_ids=positions.where(positions < 30, positions - 30), use_cache=False).logits
-    torch.testing.assert_close(found, apart, rtol=1e-4, atol=1e-4)
-    cache = model(x[:1, :5]).past_key_values
-    with pytest.raises(ValueError, match="cannot continue a cache"):
-        model(x[:1], position_ids=positions, past_key_values=cache)
+
+
+def test_biases_in_a_mask_are_refused() -> None:
+    model, x = swapped(tiny()), tokens()
+    hidden = torch.full((22, 22), torch.finfo(torch.float32).min).triu(1).expand(2, 1, -1, -1)
+    with torch.no_grad():
+        expected = model(x, use_cache=False).logits
+        torch.testing.assert_close(model(x, attention_mask=hidden, use_cache=False).logits, expected)
+    with pytest.raises(ValueError, match="adds biases to the scores"):
+        model(x, attention_mask=hidden + torch.randn(22, 22), use_cache=False)
+
+
+def test_attention_weights_are_refused_while_layers_are_replaced() -> None:
+    """transformers would leave the layer out of the tuple."""
+    model, x = tiny(), tokens()
+    model.set_attn_implementation("eager")
+    other = swapped(model, layers=[0])
+    with pytest.raises(ValueError, match="output_attentions: replaced layers have no attention weights"):
+        other(x, output_attentions=True)
+    with torch.no_grad(), original_attention(other):
+        found = other(x, output_attentions=True).attentions
+    assert len(found) == 4
+
+
+def test_a_model_that_was_saved_before_is_swapped(tmp_path: Path) -> None:
+    """Saving leaves the name of a dtype in the configuration."""
+    model, x = tiny(), tokens()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(swapped(model, AttentionConfig(kind="softmax"))(x).logits, model(x).logits)
+
+
+def test_attention_derived_from_one_that_is_known_is_refused() -> None:
+    model = tiny()
+    layer = model.model.layers[2].self_attn
+    layer.__class__ = type("OwnAttention", (type(layer),), {})
+    state = set(model.state_dict())
+    with pytest.raises(ValueError, match="OwnAttention is derived from LlamaAttention"):
+        swap_attention(model, BLOCKS)
+    assert set(model.state_dict()) == state
 
 
 def test_one_row_padded_at_its_left_generates_as_without_padding() -> None:
