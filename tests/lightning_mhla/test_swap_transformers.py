@@ -248,7 +248,7 @@ def test_biases_in_a_mask_are_refused() -> None:
         expected = model(x, use_cache=False).logits
         torch.testing.assert_close(model(x, attention_mask=hidden, use_cache=False).logits, expected)
     with pytest.raises(ValueError, match="adds biases to the scores"):
-        model(x, attention_mask=hidden + torch.randn(22, 22), use_cache=False)
+        model(x, attention_mask=hidden - torch.rand(22, 22), use_cache=False)
 
 
 def test_attention_weights_are_refused_while_layers_are_replaced() -> None:
