@@ -23,6 +23,7 @@ from benchmarks.paper import __main__ as paper
 from benchmarks.paper import mnist, runs, scenes, video
 from benchmarks.paper.jobs import Job, in_two_parts
 from benchmarks.paper.page import write_page
+from benchmarks.paper.runs import newest_checkpoint
 from benchmarks.paper.study import Study, by_variant, spread
 
 ONE = [
@@ -277,6 +278,25 @@ def test_the_guide_to_linearising_shows_the_committed_figures() -> None:
         if name != "softmax":
             percent = spread([row["bits_per_byte"] / before[row["seed"]] - 1 for row in rows], 2, 100)
             assert more == [f"{percent} % |"], name
+    rows = paper.STUDIES["linearize-vit-original"].rows(paper.RESULTS) + paper.STUDIES["linearize-vit"].rows(
+        paper.RESULTS
+    )
+    shown = {"softmax": 744, "mhla, learned features": 148, "softmax, trained as much longer": 148}
+    lines = text.split("held-out accuracy, %")[1].splitlines()[2:5]
+    for line, (name, steps) in zip(lines, shown.items(), strict=True):
+        each = by_variant(rows)[name]
+        assert {row["steps"] for row in each} == {steps}, name
+        assert line.endswith(f"{steps} | {spread([row['accuracy'] for row in each], 1, 100)} |"), name
+
+
+def test_a_row_is_of_the_last_step_not_of_the_best_validation(tmp_path: Path) -> None:
+    """Lightning writes last.ckpt where a validation was better than all before; ``Recovery`` writes the end."""
+    folder = tmp_path / "logs/version_0/checkpoints"
+    (folder / "recovery").mkdir(parents=True)
+    assert newest_checkpoint(tmp_path) is None
+    for name, step in {"recovery/step=00000003.ckpt": 3, "last.ckpt": 2}.items():
+        torch.save({"global_step": step, "state_dict": {}}, folder / name)
+    assert newest_checkpoint(tmp_path) == folder / "recovery/step=00000003.ckpt"
 
 
 def test_an_unknown_variant_is_named(

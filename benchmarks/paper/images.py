@@ -31,7 +31,7 @@ def measure(checkpoint: Path) -> Row:
 
     Two guided samples of each of the ten classes are kept as a picture.
     """
-    logs = checkpoint.parents[2]
+    logs = next(parent for parent in checkpoint.parents if parent.name == "logs")
     content = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
     plain, guided = (logged(logs, name)[-1] for name in ("generation", "guided"))
     if {plain["step"], guided["step"]} != {content["global_step"]}:

@@ -13,6 +13,9 @@ HEAD = """# Results in small
 Comparisons of attention on data that ship with Python packages, trained on CPU cores. Figures are means and standard
 deviations over the seeds named below each table; one seed has no deviation. `lightning paper` trains, scores and
 writes all of it, and resumes where it was stopped.
+
+A model is scored after its last step. The rows of classification, VLT, associative recall, the needle and the standard
+library are older: they are of the validation that was best on the held-out data, where that was not the last.
 """
 
 

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lightning_mhla.checkpoints.io import resolve_checkpoint
+
 ROOT = Path(__file__).parents[2]
 
 Row = dict[str, Any]
@@ -21,9 +23,11 @@ def slug(name: str) -> str:
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The last checkpoint that ``run`` wrote."""
-    found = sorted(run.glob("logs/version_*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
-    return found[-1] if found else None
+    """The furthest whole checkpoint of ``run``: Lightning's last.ckpt is the one with the best validation so far."""
+    try:
+        return resolve_checkpoint(run)
+    except FileNotFoundError:
+        return None
 
 
 def train(config: str, name: str, folder: Path, options: list[str]) -> tuple[Path, float]:
