@@ -12,14 +12,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_mhla.system.torch_private import is_fake
 
 HIDDEN = -1000.0
-"""What is added to the score of a hidden token, at most: it weighs exp(-1000) = 0."""
+"""Largest value of an additive mask that counts as hidden: exp(-1000) is 0."""
 
 
 def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None) -> Tensor | None:
     """``cu_seqlens`` of documents packed in the one row; None where nothing is packed.
 
-    As in transformers: a mask of ``[B, 1, N, N]`` keeps documents apart. Without a mask, a document begins where a position
-    does not follow the one before it.
+    As in transformers: a mask of ``[B, 1, N, N]`` keeps documents apart. Without a mask, flash attention begins a document at
+    each smallest position.
 
     Args:
         attention_mask: ``[B, columns]``, or ``[B, 1, N, columns]`` as boolean or as what is added to scores; None for none.
@@ -35,8 +35,8 @@ def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None
     elif position_ids is None or tokens < 2 or x.shape[0] != 1 or _counts_up(position_ids):
         return None
     else:
-        starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if starts is None:
+        starts = position_ids[:, 1:] == position_ids.min()
+    if starts is None or not bool(starts.any()):
         return None
     if x.shape[0] != 1:
         raise ValueError(f"documents packed in a row need a batch of one row, not {list(x.shape[:2])} tokens")

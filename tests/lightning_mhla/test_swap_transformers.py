@@ -216,11 +216,11 @@ def test_packed_documents_do_not_see_each_other(kept: list[int] | None, given: s
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_positions_mean_what_they_mean_before_the_swap(implementation: str) -> None:
-    """A gap in them parts documents where no mask and no cache is given, and nowhere else."""
+    """Starting again or a gap parts documents where no mask and no cache is given, and only there; a gap not in flash attention."""
     model, x = tiny(), tokens(1)
     model.set_attn_implementation(implementation)
     same = swapped(model, AttentionConfig(kind="softmax"))
-    gap = torch.cat([torch.arange(9), torch.arange(30, 43)])[None]
+    again, gap = (torch.cat([torch.arange(9), torch.arange(start, start + 13)])[None] for start in (0, 30))
     calls: list[dict[str, Any]] = [
         {"use_cache": False},
         {"use_cache": True},
@@ -228,14 +228,23 @@ def test_positions_mean_what_they_mean_before_the_swap(implementation: str) -> N
         {"attention_mask": (torch.arange(22) > 3).long()[None], "use_cache": False},
     ]
     with torch.no_grad():
-        found = [same(x, position_ids=gap, **call).logits[:, 4:] for call in calls]
-        for logits, call in zip(found, calls, strict=True):
-            torch.testing.assert_close(logits, model(x, position_ids=gap, **call).logits[:, 4:], rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(found[0], found[1], atol=1e-2)
+        for positions in (again, gap):
+            found = [same(x, position_ids=positions, **call).logits[:, 4:] for call in calls]
+            for logits, call in zip(found, calls, strict=True):
+                expected = model(x, position_ids=positions, **call).logits[:, 4:]
+                torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            assert not torch.allclose(found[0], found[1], atol=1e-2)
+        same.config._attn_implementation_internal = "flash_attention_2"
+        flash = same(x, position_ids=gap, use_cache=False).logits[:, 4:]
+    torch.testing.assert_close(flash, found[1], rtol=1e-4, atol=1e-4)
 
 
-def test_documents_packed_in_several_rows_are_refused() -> None:
+def test_documents_packed_in_several_rows_or_beside_padding_are_refused() -> None:
     model, x = swapped(tiny()), tokens()
+    blocks = torch.block_diag(torch.ones(9, 9), torch.ones(13, 13)).bool().tril()
+    blocks[:, :4] = False
+    with pytest.raises(ValueError, match="hides more than padding and later tokens"):
+        model(x[:1], attention_mask=blocks[None, None], use_cache=False)
     positions = torch.cat([torch.arange(9), torch.arange(13)])[None]
     with pytest.raises(ValueError, match=r"need a batch of one row, not \[2, 22\] tokens"):
         model(x, position_ids=positions.expand(2, -1), use_cache=False)
