@@ -35,8 +35,8 @@ check: lint  ## lint, and the tests that start no process of their own and take 
 mutate: .venv/test-installed  ## break the product in over a hundred places, one at a time: the tests must notice (resumes)
 	$(BIN)/python tests/mutate.py
 
-hosts: .venv/test-installed  ## transformers' own model tests on the language model, from its source distribution
-	$(BIN)/python tests/transformers_suite.py
+hosts: .venv/test-installed  ## run the test suites of transformers, peft, timm and diffusers on our models (ARGS=...)
+	$(BIN)/python tests/hosts/run.py $(ARGS)
 
 fuzz: .venv/test-installed  ## feed every reader fifty times as many broken inputs as the tests do, others in every run
 	FUZZ=50 $(BIN)/python -m pytest -n 2 --timeout 0 -m fuzz

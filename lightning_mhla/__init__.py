@@ -1,10 +1,30 @@
-"""Shared by the domains: block layouts, attention modules, the backbone, the data pipeline, callbacks, checkpoints."""
+"""Shared by the domains: block layouts, attention modules, the backbone, the data pipeline, callbacks, checkpoints.
+
+The attention layers need torch alone. What needs more packages is imported when it is first used, so that
+``from lightning_mhla import MHLA`` works beside a plain torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from mhla_kernels.version import __version__
 
 from lightning_mhla.attention import MHLA, AttentionConfig, BlockLayout
-from lightning_mhla.model import Backbone, Block, GenerationCache
-from lightning_mhla.swap import load_swapped, swap_attention
+
+if TYPE_CHECKING:
+    from lightning_mhla.model import Backbone, Block, GenerationCache
+    from lightning_mhla.swap import load_swapped, swap_attention
+
+LATER = {
+    "Backbone": "model",
+    "Block": "model",
+    "GenerationCache": "model",
+    "load_swapped": "swap",
+    "swap_attention": "swap",
+}
+"""Names that are imported at their first use, and the package of each."""
 
 __all__ = [
     "MHLA",
@@ -17,3 +37,13 @@ __all__ = [
     "load_swapped",
     "swap_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,19 +4,23 @@ mhla_vlt_{t,s,b,l} are VLT with MHLA, ravlt_{t,s,b,l} with RALA, mavit_{t,s,b,l}
 mhla_deit_{t,s,b} are DeiT with MHLA. ``attention={...}`` and, for VLT, ``stages={...}`` change options of
 :class:`lightning_mhla.AttentionConfig` and :class:`lightning_mhla.vision.StageConfig`. No weights are published; timm's own
 ``checkpoint_path`` loads what its scripts trained. ``lightning timm SCRIPT`` runs one of those scripts with these models.
+Folders of swapped models of timm (:func:`lightning_mhla.swap.save_swapped`) are known too, as ``local-dir:FOLDER``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import timm
+import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
 from lightning_mhla.attention import AttentionConfig
 from lightning_mhla.model.sizes import both_sides
+from lightning_mhla.swap.timm_folders import register
 from lightning_mhla.vision import VLT, StageConfig, VisionTransformer
 from lightning_mhla.vision.stages import RAVLT
 
@@ -71,8 +75,13 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _register(name: str, build: Callable[..., Any], feature_cfg: dict[str, Any]) -> None:
+    def build_on(device: Any = None, dtype: torch.dtype | None = None, **options: Any) -> Any:
+        with torch.device(device) if device is not None else nullcontext():
+            model = build(**options)
+        return model.to(device=device, dtype=dtype)  # tables of token orders are made on the CPU
+
     def create(pretrained: bool = False, **options: Any) -> Any:
-        return build_model_with_cfg(build, name, pretrained, feature_cfg=dict(feature_cfg), **options)
+        return build_model_with_cfg(build_on, name, pretrained, feature_cfg=dict(feature_cfg), **options)
 
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f"{name}; options as for timm.create_model."
@@ -109,3 +118,5 @@ for _name, (_size, _family) in VLT_NAMES.items():
     _register(_name, partial(_vlt, _size, _family), {"out_indices": (0, 1, 2, 3), "flatten_sequential": True})
 for _name, _size in DEIT_NAMES.items():
     _register(_name, partial(_deit, _size), {"out_indices": 3, "feature_cls": "getter"})
+
+register()

@@ -61,7 +61,8 @@ LONGEST = (
     "test_configs", "test_benchmarks", "test_kinds", "test_paper", "test_video_training", "test_slurm", "test_kills", "test_sharding",
     "test_distributed", "test_forms", "test_causality", "test_diffusion_training", "test_diffusion_metrics",
     "test_own_kind", "test_language_evaluation", "test_resume_options", "test_guards", "test_language_transformers", "test_run_folder",
-    "test_ops", "test_verdicts", "test_compile", "test_gpu_program",
+    "test_ops", "test_verdicts", "test_compile", "test_gpu_program", "test_transforms", "test_swap_graphs",
+    "test_language_graphs", "test_swap_folders", "test_language_heads", "test_chat",
 )  # fmt: skip
 """Test files that take a minute or so, begun first: no worker is left with one at the end."""
 
@@ -112,6 +113,11 @@ def _with_processes(path: Path) -> set[str]:
     while more := {name for name, used in names.items() if name not in found and used & (STARTS_PROCESSES | found)}:
         found |= more
     return found
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """No bytes in the names of tests: gzip writes the time into them, and every worker must find the same names."""
+    return "bytes" if isinstance(val, bytes) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -71,7 +71,7 @@ WRITTEN = {
     ),
 }  # fmt: skip
 """Files that pages say their commands write."""
-OTHERS = (r"python3 -m venv", r"\. \.venv/bin/activate", r"pip install", r"lightning$")
+OTHERS = (r"python3 -m venv", r"\. \.venv/bin/activate", r"pip install", r"lightning$", r"transformers serve", r"curl ")
 """Commands that no test runs."""
 
 
@@ -194,6 +194,12 @@ def run(command: str, page: Path, server: ForkServer, folder: Path, environment:
         assert all((ROOT / path).exists() for path in named), command
         return
     program, *words = shlex.split(in_small(command))
+    if program in ("python", "torchrun"):
+        start = [sys.executable, *(("-m", "torch.distributed.run") if program == "torchrun" else ()), *words]
+        plain = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(start, cwd=folder, env=plain, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        return
     modules = {"lightning": "mhla_tasks", "mhla-lm-eval": "mhla_tasks.language.evaluation.script"}
     if words[0] == "import":
         parser, _ = commands.parser_of("import")

@@ -74,6 +74,46 @@ def test_an_installed_wheel_trains_outside_of_the_checkout(wheel: Path, tmp_path
     assert list(work.glob("runs/digits/version_0/run.json"))
 
 
+def test_operator_and_layer_need_torch_alone(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = """
+import sys
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+others = {Requirement(line).name.replace("-", "_") for line in requires("lightning-mhla")} - {"torch", "triton", "typing_extensions"}
+others |= {"PIL", "yaml", "sklearn"}
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in others:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+sys.path.insert(0, sys.argv[1])
+import torch
+from mhla_kernels import mhla_attention
+from lightning_mhla import MHLA, AttentionConfig, BlockLayout
+from lightning_mhla.attention import build_attention
+assert sys.modules["lightning_mhla"].__file__.startswith(sys.argv[1])
+layer = MHLA(32, 2, BlockLayout((4, 4), blocks=(2, 2)), AttentionConfig(lepe=3))
+layer(torch.randn(2, 16, 32)).sum().backward()
+for kind in ("softmax", "mhla_window", "gla", "mamba2"):
+    build_attention(AttentionConfig(kind=kind), 32, 2, BlockLayout((8,), block_size=4), causal=True)(torch.randn(1, 8, 32))
+try:
+    from lightning_mhla import Backbone
+except ModuleNotFoundError as error:
+    print("Backbone needs", error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "Backbone needs timm\n"
+
+
 def test_one_version_everywhere(wheel: Path) -> None:
     number = mhla_kernels.__version__
     assert lightning_mhla.__version__ == number == version("lightning-mhla")

@@ -290,7 +290,7 @@ def test_the_guide_to_linearising_shows_the_committed_figures() -> None:
 
 
 def test_a_row_is_of_the_last_step_not_of_the_best_validation(tmp_path: Path) -> None:
-    """Lightning writes last.ckpt where a validation was better than all before; ``Recovery`` writes the end."""
+    """Also in a folder of an earlier version, whose ``last.ckpt`` was the best validation."""
     folder = tmp_path / "logs/version_0/checkpoints"
     (folder / "recovery").mkdir(parents=True)
     assert newest_checkpoint(tmp_path) is None

@@ -37,7 +37,16 @@ class Remembering(LightningModule):
 
 TORCH = {
     (mhla_kernels.torch_private, "assert_async"): "wrong decays and cu_seqlens on a GPU, and in compiled graphs, pass",
-    (mhla_kernels.torch_private, "pytree"): "ExponentialMixing and MHLAState cannot be compiled or exported",
+    (mhla_kernels.torch_private, "has_values"): "negative features are looked for where no number can be read",
+    (mhla_kernels.torch_private, "FakeTensor"): "bounds of packed sequences are read where there are no numbers",
+    (
+        mhla_kernels.torch_private,
+        "is_mapped",
+    ): "counts that torch.vmap maps end in an error of torch that names nothing",
+    (mhla_kernels.torch_private, "is_traced"): "numbers are read, and states written to, while a graph is recorded",
+    (mhla_kernels.torch_private, "is_wrapped"): "steps under torch.func write into ordinary tensors",
+    (mhla_kernels.torch_private, "pytree"): "ExponentialMixing and the states cannot be compiled or exported",
+    (mhla_kernels.torch_private, "unwrapped"): "decays under torch.func are not checked",
     (
         lightning_mhla.system.checkpoint_private,
         "EmptyStateDictLoadPlanner",
@@ -79,9 +88,24 @@ LIGHTNING: dict[tuple[Any, str], str] = {
     (TRAINER.fit_loop.epoch_loop, "_should_accumulate"): "a stop inside an accumulation loses gradients",
     (TRAINER.fit_loop, "_data_fetcher"): "checkpoints at a stop miss the validation of their step",
     (
+        TRAINER.fit_loop.epoch_loop,
+        "_is_training_done",
+    ): "the state at the end of an epoch is saved before callbacks see it",
+    (TRAINER.fit_loop, "_can_stop_early"): "the state at an early stop is saved before callbacks see it",
+    (
+        TRAINER.fit_loop.epoch_loop,
+        "_num_ready_batches_reached",
+    ): "a longer run skips the rest of the epoch it stopped in",
+    (TRAINER.fit_loop, "_restarting"): "with max_steps, an epoch that is over ends again on resume",
+    (
         ModelCheckpoint(every_n_train_steps=3),
         "_every_n_train_steps",
     ): "no warning that checkpoints lag behind their metric",
+    **{
+        (ModelCheckpoint(), name): "checkpoints lack what callbacks learn at their step"
+        for name in ("_save_checkpoint", "_remove_checkpoint", "_save_last_checkpoint", "_last_checkpoint_saved")
+    },
+    (ModelCheckpoint(), "_last_global_step_saved"): "one state is saved twice",
     (DeviceMesh, "_flatten"): "no sequence parallelism under FSDP2",
     (Remembering(), "_hparams"): "checkpoints hold dataclasses and cannot be read safely",
     (Remembering(), "_hparams_initial"): "loggers get dataclasses",

@@ -134,7 +134,7 @@ STUDIES = (
         ),
         reading=(
             "**What the figures say.** MHLA with learned dense coefficients is ahead of softmax, linear attention, "
-            "retention and GLA with every seed, with and without `lepe`, and its seeds differ by at most two points, "
+            "retention and GLA with every seed, with and without `lepe`, and its seeds differ by at most six points, "
             "where most of theirs differ by ten and more. Coefficients of each head's own add most where there is no "
             "convolution. The start of the coefficients matters little; that they are learned, and free, matters much: "
             "frozen and exponential ones stay near linear attention. Rank does not explain that, since their attention "

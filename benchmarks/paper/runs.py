@@ -23,7 +23,7 @@ def slug(name: str) -> str:
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The furthest whole checkpoint of ``run``: Lightning's last.ckpt is the one with the best validation so far."""
+    """The latest complete checkpoint of ``run``; None without one."""
     try:
         return resolve_checkpoint(run)
     except FileNotFoundError:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mhla_kernels.backend import Backend, ChosenForm, Form, check_form_and_backend, choose_backend
-from mhla_kernels.blocks import is_dynamic, most_blocks, token_blocks
+from mhla_kernels.blocks import divide_up, is_dynamic, most_blocks, token_blocks
 from mhla_kernels.checks import Problem, check_block_size, check_devices, check_problem, check_span, repeat_heads
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms import reference
@@ -42,6 +42,10 @@ def mhla_attention(
     backend: Backend = "auto",
 ) -> Tensor:
     r"""Linear attention whose query blocks mix the key-value summaries of all blocks (arXiv 2601.07832).
+
+    **Features must not be negative while** ``normalize`` **is on, and they come mapped by default.** Pass
+    ``feature_map="relu"``, map q and k yourself (``elu(x) + 1``, say), or pass ``normalize=False``. Negative ones are a
+    ValueError on a CPU, on an accelerator at the first call, and unnoticed in compiled graphs.
 
     Attention with the weight ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked; a row is divided by its sum
     + ``eps`` if ``normalize``, else multiplied by ``scale``. Sums are accumulated in float32 (float64 for float64
@@ -85,7 +89,8 @@ def mhla_attention(
         its block from its own on non-finite; rows of later blocks then mean nothing (in ``"parallel"`` they are non-finite).
 
     Raises:
-        ValueError: for shapes, sizes and options that do not fit together; the message names the value and the way out.
+        ValueError: for shapes, sizes and options that do not fit together, and for negative features or coefficients with
+            ``normalize``; the message names the value and the way out.
         TypeError: for a dtype that is not float32, bfloat16 or float64 (float16 sums overflow).
     """
     check_form_and_backend(form, backend)
@@ -99,7 +104,7 @@ def mhla_attention(
         check_span(problem, mixing, causal)
     fused = choose_backend(backend, q, k, v, form) == "triton"
     if q.numel() == 0 or v.numel() == 0:
-        return _nothing(q, k, v, mixing)
+        return nothing((*q.shape[:3], v.shape[-1]), problem.dtype, q, k, v, *mixing.tensors.values())
     k, v = repeat_heads(q, k, v)
     with without_autocast(q.device.type):
         if fused:
@@ -141,11 +146,11 @@ def mhla_attention(
         return out.to(problem.dtype).contiguous()
 
 
-def _nothing(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing) -> Tensor:
-    """Outputs where there is nothing to attend with: no row, token, head or feature. All arguments get zeros as gradients."""
-    out = v.new_zeros(*q.shape[:3], v.shape[-1])
-    for x in (q, k, v, *mixing.tensors.values()):
-        out = out + x.flatten()[:0].sum().to(out.dtype)
+def nothing(shape: Sequence[int], dtype: torch.dtype, *arguments: Tensor) -> Tensor:
+    """Zeros where there is nothing to attend with: no row, token, head or feature. All arguments get zeros as gradients."""
+    out = arguments[0].new_zeros(shape, dtype=dtype)
+    for x in arguments:
+        out = out + x.flatten()[:0].sum().to(dtype)
     return out
 
 
@@ -211,7 +216,7 @@ def _cheapest(
         return "chunked"
     if fused and problem.cu_seqlens is not None:
         sequences = max(1, len(problem.cu_seqlens) - 1)
-        tokens, blocks, rows = -(-tokens // sequences), -(-blocks // sequences), rows * sequences
+        tokens, blocks, rows = divide_up(tokens, sequences), divide_up(blocks, sequences), rows * sequences
     work = mixing.work(blocks, causal, fused)
     terms = mixing.span_terms(causal) if problem.block_offsets is None else None
     backend: Literal["torch", "triton"] = "triton" if fused else "torch"

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mhla_kernels.torch_private import FakeTensor, is_traced
+
 Table = TypeVar("Table")
 
 
@@ -64,14 +66,50 @@ def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table
     return table
 
 
+PRIMES = (7, 11, 13)
+"""Divisors that tell open sizes from numbers: one that is a multiple of all three, 1001 blocks say, looks like a number."""
+
+
 def is_dynamic(size: int) -> bool:
-    """Whether a size is left open by ``torch.export``, so that no branch may depend on it."""
-    return isinstance(size, torch.SymInt)
+    """Whether a size is left open by ``torch.export`` or ``torch.compile``, so that no branch may depend on it."""
+    if isinstance(size, torch.SymInt):
+        return True
+    # Dynamo shows open sizes as plain integers. The remainders of a number are known for every divisor; those of an open size
+    # only where it is known to be a multiple (11 blocks of open size by 11), so one divisor would not do.
+    return torch.compiler.is_compiling() and any(
+        not any(surely_equal(size % prime, rest) for rest in range(prime)) for prime in PRIMES
+    )
+
+
+def divide_up(number: int, size: int) -> int:
+    """``number / size``, rounded up. Graphs with an open ``-(-number // size)`` fail their own guards (torch 2.15)."""
+    return (number + size - 1) // size
+
+
+def at_most(number: int, most: int) -> int:
+    """The smaller one. A branch, since graphs with an open number in ``min`` fail their own guards (torch 2.15)."""
+    return most if number > most else number
+
+
+def surely_equal(one: int, two: int) -> bool:
+    """Whether two sizes are equal; in a compiled graph, whether they are at every size that it is for.
+
+    A plain comparison would tie the graph to sizes that blocks divide, and compile another one for those that they do not.
+    """
+    if not torch.compiler.is_compiling():
+        return one == two
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings torch's compiler
+
+    return statically_known_true(one == two)
 
 
 def count_blocks(tokens: int, block_size: int) -> int:
     """Blocks that hold so many tokens; up to two more of an open number, since ``torch.export`` makes constants of 0 and 1."""
-    return tokens // block_size + 2 if is_dynamic(tokens) else -(-tokens // block_size)
+    if not is_dynamic(tokens):
+        return divide_up(tokens, block_size)
+    if not isinstance(tokens, torch.SymInt) and surely_equal(tokens % block_size, 0):
+        return tokens // block_size  # such as the places of an image of open size, whose number of blocks is known
+    return tokens // block_size + 2
 
 
 def most_blocks(tokens: int, block_size: int | None, block_offsets: tuple[int, ...] | None) -> int:
@@ -147,7 +185,7 @@ class BlockPartition(NamedTuple):
         capacity = self.blocks * self.slots
         if self.slot is not None:
             x = x.new_zeros(batch, capacity, heads, width).index_copy(1, self.slot, x)
-        elif capacity != tokens:
+        elif not surely_equal(capacity, tokens):
             x = F.pad(x, (0, 0, 0, 0, 0, capacity - tokens))
         return x.reshape(batch, self.blocks, self.slots, heads, width).permute(0, 3, 1, 2, 4).contiguous()
 
@@ -173,7 +211,7 @@ class BlockPartition(NamedTuple):
     @property
     def is_full(self) -> bool:
         """Whether every slot holds the token of its number."""
-        return self.slot is None and not is_dynamic(self.tokens) and self.blocks * self.slots == self.tokens
+        return self.slot is None and not is_dynamic(self.tokens) and surely_equal(self.blocks * self.slots, self.tokens)
 
     def expand_mixing(self, mixing: Tensor) -> Tensor:
         """Coefficients ``[..., M, M]`` between the blocks of this partition; zero across packed sequences."""
@@ -204,14 +242,14 @@ def make_partition(
     assert block_size is not None
     if is_dynamic(tokens) and cu_seqlens is None:
         return BlockPartition(tokens, count_blocks(tokens, block_size), block_size)
-    slots = min(block_size, tokens)
+    slots = at_most(tokens, block_size)
     if cu_seqlens is None:
-        return BlockPartition(tokens, -(-tokens // slots) if slots else 0, slots)
+        return BlockPartition(tokens, divide_up(tokens, slots) if slots else 0, slots)
     bounds = on_device(cu_seqlens, device)
     counts = (bounds.diff() + block_size - 1) // block_size
     ends = counts.cumsum(0)
     sequences = None
-    if cu_seqlens.device.type == "cpu" and type(cu_seqlens) is Tensor and not torch.compiler.is_compiling():
+    if cu_seqlens.device.type == "cpu" and not is_traced() and not isinstance(cu_seqlens, FakeTensor):
         lengths = cu_seqlens.to(torch.int64).diff() + block_size - 1
         bound = [0, *(lengths // block_size).cumsum(0).tolist()]
         sequences = tuple((first, last) for first, last in pairwise(bound) if last > first)

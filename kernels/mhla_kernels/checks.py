@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mhla_kernels.blocks import is_dynamic
 from mhla_kernels.mixing import Mixing
-from mhla_kernels.torch_private import assert_async
+from mhla_kernels.torch_private import FakeTensor, assert_async, has_values, is_mapped, is_traced, unwrapped
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -87,6 +87,14 @@ def check_problem(
             bounds = _check_cu_seqlens(cu_seqlens, q, mixing, block_size, causal)
             blocks += len(bounds) - 2
 
+    if normalize and feature_map == "identity":
+        check_features(
+            {"q": q, "k": k},
+            key_mask,
+            "rows of weights cannot be divided by their sums. Pass feature_map='relu', map q and k to nonnegative features "
+            "before the call, or pass normalize=False",
+        )
+
     double = torch.float64 in (q.dtype, k.dtype, v.dtype)
     return Problem(
         tokens=tokens,
@@ -97,6 +105,43 @@ def check_problem(
         block_offsets=offsets,
         cu_seqlens=bounds,
     )
+
+
+SMALLEST_SHARE = 1e-5
+"""Negative features that are this much smaller than the largest are rounding errors."""
+
+_looked_at: set[torch.device] = set()
+"""Accelerators on which features were looked at; reading them waits for the device, so it is done once."""
+
+
+def check_features(features: dict[str, Tensor], key_mask: Tensor | None, way_out: str) -> None:
+    """Reject negative features, which make normalised weights meaningless: sums near zero that outputs are divided by.
+
+    Values are read on every call on a CPU, on the first one on an accelerator, and never in graphs (``torch.compile``,
+    ``torch.export``, ``torch.vmap``, CUDA graphs).
+
+    Args:
+        features: features ``[B, N, H, D]`` by name.
+        key_mask: ``[B, N]`` bool; False tokens may hold anything.
+        way_out: advice, for the message.
+
+    Raises:
+        ValueError: naming the features and the smallest value.
+    """
+    if not has_values(*features.values()):
+        return
+    device = next(iter(features.values())).device
+    if device in _looked_at or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    for name, x in features.items():
+        if not x.numel():
+            return
+        seen = x.detach() if key_mask is None else x.detach().masked_fill(~key_mask[..., None, None], 0)
+        low = float(seen.amin())
+        if low < 0 and low < -SMALLEST_SHARE * float(seen.amax()):
+            raise ValueError(f"{name} holds negative features, {low:.3g} for example: {way_out}")
+    if device.type != "cpu":
+        _looked_at.add(device)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -134,13 +179,13 @@ def check_block_size(block_size: int) -> int:
     Raises:
         ValueError: if it is no positive integer.
     """
-    size = _index(block_size)
+    size = as_index(block_size)
     if size is None or size < 1:
         raise ValueError(f"block_size={block_size!r} must be a positive integer, the number of tokens in a block")
     return size
 
 
-def _index(value: Any) -> int | None:
+def as_index(value: Any) -> int | None:
     """An integer of Python, numpy or torch as a Python integer; None for anything else, and for booleans."""
     if isinstance(value, int):
         return None if isinstance(value, bool) else value
@@ -181,9 +226,12 @@ def check_span(problem: Problem, mixing: Mixing, causal: bool) -> None:
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values for every query head: of H heads in Hkv groups, head h takes key head ``h // (H / Hkv)``."""
     repeats = q.shape[2] // max(1, k.shape[2])
-    if repeats <= 1:
-        return k, v
-    return k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+    return repeat(k, repeats, 2), repeat(v, repeats, 2)
+
+
+def repeat(x: Tensor, repeats: int, axis: int) -> Tensor:
+    """Every head of ``x`` several times in a row, without a copy where that is once."""
+    return x.repeat_interleave(repeats, axis) if repeats > 1 else x
 
 
 def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
@@ -213,12 +261,28 @@ def _check_mixing_size(
     )
 
 
+def read_numbers(values: Tensor, name: str) -> list[Any]:
+    """Numbers of a tensor that no transformation may change.
+
+    Raises:
+        ValueError: for a tensor that ``torch.vmap`` maps.
+    """
+    if not torch.compiler.is_compiling():
+        if is_mapped(values):
+            raise ValueError(
+                f"{name} is mapped by torch.vmap, but must be the same for all: leave it out of in_dims, or loop"
+            )
+        values = unwrapped(values)
+    numbers: list[Any] = values.tolist()
+    return numbers
+
+
 def _as_integers(values: Tensor | Sequence[int], name: str) -> tuple[int, ...]:
     if isinstance(values, Tensor):
         if values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
             raise ValueError(f"{name} must be one dimension of integers, got {values.dtype} {list(values.shape)}")
-        values = values.tolist()
-    integers = [_index(value) for value in values]
+        values = read_numbers(values, name)
+    integers = [as_index(value) for value in values]
     if len(integers) < 2 or any(value is None for value in integers):
         raise ValueError(f"{name} must be at least two integers, got {list(values)[:8]}")
     return tuple(value for value in integers if value is not None)
@@ -253,7 +317,7 @@ def _check_cu_seqlens(
     if batch != 1:
         raise ValueError(f"cu_seqlens packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")
     size = mixing.blocks
-    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_cuda or torch.compiler.is_compiling()):
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_cuda or is_traced() or isinstance(cu_seqlens, FakeTensor)):
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
             raise ValueError(
                 f"cu_seqlens must be at least two integers, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"

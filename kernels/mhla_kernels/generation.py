@@ -7,20 +7,37 @@ terms, W = K V + K numbers of a summary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mhla_kernels.attention import mhla_attention, without_autocast
+from mhla_kernels.attention import mhla_attention, nothing, without_autocast
 from mhla_kernels.backend import Backend, Form, check_form_and_backend
-from mhla_kernels.blocks import BlockPartition, on_device
-from mhla_kernels.checks import Problem, check_block_size, check_devices, check_problem, repeat_heads
+from mhla_kernels.blocks import BlockPartition, at_most, divide_up, on_device
+from mhla_kernels.checks import (
+    Problem,
+    check_block_size,
+    check_devices,
+    check_problem,
+    read_numbers,
+    repeat,
+    repeat_heads,
+)
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms.chunked import Mixer, chunked
-from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
-from mhla_kernels.state import MHLAState, advance, close, empty_state, groups_of_rows, kind_of, own_coefficients
+from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
+from mhla_kernels.state import (
+    BlockState,
+    MHLAState,
+    by_groups,
+    close,
+    empty_tensors,
+    groups_of_rows,
+    kind_of,
+    own_coefficients,
+)
 
 
 def mhla_prefill(
@@ -66,20 +83,18 @@ def mhla_prefill(
     Raises:
         ValueError: as :func:`mhla_attention`, and for lengths or a state that do not fit.
     """
-    if q.dim() != 4:
-        raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to mhla_step")
+    check_tokens(q)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     batch, tokens = q.shape[:2]
     counts = count_tokens(lengths, batch, tokens)
     check_form_and_backend(form, backend)
     before = state.lengths if state is not None else (0,) * batch
-    problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, before, counts)
+    mask = mask_of_counts(counts, q)
+    problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, before, counts, mask)
+    kind = kind_of(q, v, mixing, block_size)
     if state is not None:
-        _check_state(state, q, v, mixing, block_size, problem)
+        state.check(kind, batch, q.shape[2], problem.accumulate)
     k, v = repeat_heads(q, k, v)
-    mask = None
-    if any(count < tokens for count in counts):
-        mask = torch.arange(tokens, device=q.device) < on_device(counts, q.device)[:, None]
 
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
@@ -89,23 +104,20 @@ def mhla_prefill(
                 q, k, v, mixing, block_size=block_size, causal=True, normalize=normalize, scale=scale, eps=eps,
                 feature_map=feature_map, key_mask=mask, form=form, backend=backend,
             )  # fmt: skip
-            start = empty_state(q, v, mixing, block_size, problem)
+            start = MHLAState((0,) * batch, **empty_tensors(q, v, mixing, problem), kind=kind)
             blocks = summaries(*(in_blocks(x, (0,) * batch, block_size) for x in mapped[1:]))
-            return out, close(start, blocks, counts, mixing, block_size)
-        moves = [count > 0 for count in counts]
-        if not any(moves):
-            return v.new_zeros(v.shape), state.select(range(batch))
-        start = advance(state, mixing, block_size, moves)
-        # a full row that gets no token keeps its block open, and its outputs are not real
-        firsts = [first_block(length, block_size, moving) for length, moving in zip(before, moves, strict=True)]
-        offsets = tuple(length - first * block_size for length, first in zip(before, firsts, strict=True))
-        q_blocks, k_blocks, v_blocks = (in_blocks(x, offsets, block_size) for x in mapped)
-        mixer = _ContinuedMixer(mixing, start, firsts, v_blocks.shape[2], q.shape[-1] * v.shape[-1])
+            return out, close(start, blocks, counts, mixing, start.may_write(*mapped, *mixing.tensors.values()))
+        if not any(counts):
+            return nothing(v.shape, problem.dtype, q, k, v, *mixing.tensors.values()), state.select(range(batch))
+        writes = state.may_write(*mapped, *mixing.tensors.values())
+        piece = begin(state, counts, mixing, writes)
+        start = piece.start
+        q_blocks, k_blocks, v_blocks = (in_blocks(x, piece.offsets, block_size) for x in mapped)
+        mixer = _ContinuedMixer(mixing, start, piece.firsts, v_blocks.shape[2], q.shape[-1] * v.shape[-1])
         out = chunked(q_blocks, k_blocks, v_blocks, mixer, causal=True, scale=problem.scale, eps=eps)
-        blocks = summaries(k_blocks, v_blocks)
-        blocks[:, :, 0] += start.open
-        after = close(start, blocks, counts, mixing, block_size)
-        return take_back(out, offsets, tokens, mask).to(problem.dtype), after
+        blocks = add_to_first(summaries(k_blocks, v_blocks), start.open)
+        after = close(start, blocks, counts, mixing, writes)
+        return take_back(out, piece.offsets, tokens, mask).to(problem.dtype), after
 
 
 def mhla_step(
@@ -146,31 +158,54 @@ def mhla_step(
     Raises:
         ValueError: as :func:`mhla_prefill`.
     """
-    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
-        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; more go to mhla_prefill")
+    check_one_token(q, k, v)
     batch, mixing, block_size = q.shape[0], as_mixing(mixing), check_block_size(block_size)
-    q, k, v = q[:, None], k[:, None], v[:, None]
-    problem = _check(q, k, v, mixing, block_size, normalize, scale, eps, feature_map, state.lengths, (1,) * batch)
-    _check_state(state, q, v, mixing, block_size, problem)
-    k, v = repeat_heads(q, k, v)
+    token = q[:, None], k[:, None], v[:, None]
+    problem = _check(*token, mixing, block_size, normalize, scale, eps, feature_map, state.lengths, (1,) * batch)
+    state.check(kind_of(q, v, mixing, block_size), batch, q.shape[1], problem.accumulate)
+    heads = q.shape[1] // max(1, k.shape[1])
+    k, v = repeat(k, heads, 1), repeat(v, heads, 1)
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
-        q, k, v = (x[:, 0] for x in _mapped(q, k, v, problem, feature_map, None))
-        opened = advance(state, mixing, block_size, (True,) * batch, donate_state)
-        token = torch.cat([(k[..., None] * v[..., None, :]).flatten(2), k], -1)
-        may_add = donate_state or opened is not state
-        total = opened.open.add_(token) if may_add else opened.open + token
-        seen = opened.mixture + own_coefficients(mixing, [length // block_size for length in state.lengths]) * total
+        q, k, v = _mapped(q, k, v, problem, feature_map, None)
+        writes = state.may_write(q, k, v, *mixing.tensors.values())
+        opened = state.advance(mixing, (True,) * batch, writes, donate_state)
+        summary = torch.cat([(k[..., None] * v[..., None, :]).flatten(2), k], -1)
+        is_new = donate_state or opened is not state  # else the state that was handed in keeps what it owns
+        owned = opened.owned if is_new else ()
+        total = opened.open.add_(summary) if writes and "open" in owned else opened.open + summary
+        own = own_coefficients(mixing, [length // block_size for length in state.lengths])
+        seen = torch.addcmul(opened.mixture, own, total)
         width = q.shape[-1] * v.shape[-1]
         out = (q[..., None, :] @ seen[..., :width].unflatten(-1, (q.shape[-1], -1))).squeeze(-2)
         total_weight = (q * seen[..., width:]).sum(-1, keepdim=True)
         out = out * problem.scale if problem.scale is not None else out / (total_weight + eps)
         lengths = tuple(length + 1 for length in state.lengths)
-        owns = opened.owns_finished and may_add  # else the state that was handed in keeps owning them
+        after = opened.with_tensors({"open": total}, lengths, opened.written(owned))
         if donate_state:
-            object.__setattr__(state, "spent", True)
-        return out.to(problem.dtype), replace(opened, lengths=lengths, open=total, owns_finished=owns, spent=False)
+            state.spend()
+        return out.to(problem.dtype), after
+
+
+def check_tokens(q: Tensor) -> None:
+    """Check that a prefill has an axis of tokens.
+
+    Raises:
+        ValueError: naming the shape and where one token goes.
+    """
+    if q.dim() != 4:
+        raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to mhla_step")
+
+
+def check_one_token(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that a step has no axis of tokens.
+
+    Raises:
+        ValueError: naming the shapes and where several tokens go.
+    """
+    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
+        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; more go to mhla_prefill")
 
 
 def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:
@@ -181,12 +216,20 @@ def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int
     """
     if lengths is None:
         return (tokens,) * batch
-    counts = tuple(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
+    counts = tuple(read_numbers(lengths, "lengths") if isinstance(lengths, Tensor) else lengths)
     if len(counts) != batch or any(not isinstance(c, int) or not 0 <= c <= tokens for c in counts):
         raise ValueError(
             f"lengths must be {batch} integers of 0 to N={tokens}, one for each row, got {list(counts)[:8]}"
         )
     return counts
+
+
+def mask_of_counts(counts: Sequence[int], q: Tensor) -> Tensor | None:
+    """Mask ``[B, N]`` of the first ``counts`` tokens of each row of ``q`` ``[B, N, ...]``; None where those are all."""
+    tokens = q.shape[1]
+    if all(count == tokens for count in counts):
+        return None
+    return torch.arange(tokens, device=q.device) < on_device(counts, q.device)[:, None]
 
 
 def _check(
@@ -201,11 +244,10 @@ def _check(
     feature_map: str,
     before: tuple[int, ...],
     counts: tuple[int, ...],
+    mask: Tensor | None = None,
 ) -> Problem:
     """Check the call as if it were one pass, and that the mixing reaches to the last token."""
-    if len(before) != q.shape[0]:
-        raise ValueError(f"the state is of {len(before)} rows, but q has B={q.shape[0]}")
-    problem = check_problem(q, k, v, mixing, block_size, None, True, normalize, scale, eps, feature_map, None, None)
+    problem = check_problem(q, k, v, mixing, block_size, None, True, normalize, scale, eps, feature_map, mask, None)
     check_devices(q, k, v, mixing)
     check_reach(mixing, block_size, before, counts)
     return problem
@@ -217,32 +259,14 @@ def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: 
     Raises:
         ValueError: when they do not.
     """
+    if len(before) != len(counts):
+        raise ValueError(f"the state is of {len(before)} rows, but q has B={len(counts)}")
     size = mixing.blocks
     longest = max((b + c for b, c in zip(before, counts, strict=True) if c), default=0)
     if size is not None and longest > size * block_size:
         raise ValueError(
             f"{longest} tokens with block_size={block_size} make {-(-longest // block_size)} blocks, but mixing is for "
             f"{size} at most: use at most {size * block_size} tokens, or a longer mixing (mhla_kernels.extend_mixing)"
-        )
-
-
-def _check_state(state: MHLAState, q: Tensor, v: Tensor, mixing: Mixing, block_size: int, problem: Problem) -> None:
-    if state.spent:
-        raise ValueError(
-            "the state was donated to an earlier step, which has changed it; continue with the state that this step returned, "
-            "or step with donate_state=False"
-        )
-    kind = kind_of(q, v, mixing, block_size)
-    if state.kind != kind:
-        raise ValueError(
-            f"the state is of {state.kind}, but the call is with {kind}; a state keeps the kind that it began with"
-        )
-    if state.open.shape[1] != q.shape[2]:
-        raise ValueError(f"the state is of {state.open.shape[1]} heads, but q has H={q.shape[2]}")
-    if state.open.dtype != problem.accumulate:
-        raise ValueError(
-            f"the state is in {state.open.dtype}, but these tensors are summed in {problem.accumulate}; resume in the "
-            "precision that the state began with"
         )
 
 
@@ -253,9 +277,36 @@ def _mapped(
     return map_features(q, k, v, feature_map, mask)
 
 
-def first_block(length: int, block_size: int, moves: bool) -> int:
-    """The block that the next token of a row lies in; the open one of a row that gets none."""
-    return length // block_size if moves else max(length - 1, 0) // block_size
+class Piece(NamedTuple):
+    """Tokens that continue a state.
+
+    Attributes:
+        start: the state, in which their first blocks are open.
+        firsts: first block of each row.
+        offsets: slot of its first token in it.
+    """
+
+    start: Any
+    firsts: list[int]
+    offsets: tuple[int, ...]
+
+
+def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool) -> Piece:
+    """Continue a state with so many tokens for each row. It is not changed; ``writes`` as for :meth:`BlockState.advance`."""
+    size, moves = state.kind.block_size, [count > 0 for count in counts]
+    # a full row that gets no token keeps its block open, and its outputs are not real
+    firsts = [
+        length // size if moving else max(length - 1, 0) // size
+        for length, moving in zip(state.lengths, moves, strict=True)
+    ]
+    offsets = tuple(length - first * size for length, first in zip(state.lengths, firsts, strict=True))
+    return Piece(state.advance(mixing, moves, writes), firsts, offsets)
+
+
+def add_to_first(blocks: Tensor, x: Tensor) -> Tensor:
+    """Blocks ``[B, H, M, ...]`` with ``x`` ``[B, H, ...]`` added to the first of each row."""
+    first = blocks[:, :, :1] + x[:, :, None]
+    return torch.cat([first, blocks[:, :, 1:]], 2) if blocks.shape[2] > 1 else first
 
 
 def summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
@@ -273,8 +324,8 @@ def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
         slot = on_device(offsets, x.device)[:, None] + torch.arange(tokens, device=x.device)
         index = slot[..., None, None].expand(batch, tokens, heads, width)
         x = x.new_zeros(batch, slots, heads, width).scatter(1, index, x)
-    blocks = max(1, -(-slots // block_size))
-    size = block_size if blocks > 1 or max(offsets, default=0) else min(block_size, max(slots, 1))
+    blocks = divide_up(slots, block_size) if slots > block_size else 1
+    size = block_size if blocks > 1 or max(offsets, default=0) else at_most(max(slots, 1), block_size)
     return BlockPartition(slots, blocks, size).split(x)
 
 
@@ -294,25 +345,29 @@ class _ContinuedMixer(Mixer):
 
     def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:
         groups = groups_of_rows(firsts, [True] * len(firsts), start.open.device)
-        own = torch.ones(
-            len(start.lengths), start.open.shape[1], blocks, dtype=start.open.dtype, device=start.open.device
-        )
-        for first, rows in groups:
+        heads = start.open.shape[1]
+
+        def own_of(first: int, rows: Rows) -> Tensor:
             weights = mixing.own(slice(first, first + blocks), first + blocks)
-            known = (
-                weights.shape[-1] if weights.shape[-1] > 1 else blocks
-            )  # one for all; the last ones may hold no token
-            own[rows, :, :known] = weights.reshape(1, -1, weights.shape[-1])
-        super().__init__(mixing, own)
+            known = weights.shape[-1]  # one for all; or the last ones hold no token
+            weights = F.pad(weights, (0, blocks - known)) if 1 < known < blocks else weights
+            return weights.reshape(1, -1, weights.shape[-1]).expand(_count(rows, start), heads, blocks)
+
+        super().__init__(mixing, by_groups(groups, own_of))
         self.start, self.groups, self.key_value = start, groups, key_value
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
         """Mixed summaries of S ``[B, H, M, K, V]`` or of z ``[B, H, M, K]``."""
-        flat = summary.flatten(3).clone()
         part = slice(0, self.key_value) if summary.dim() == 5 else slice(self.key_value, None)
-        flat[:, :, 0] += self.start.open[..., part]
-        mixed = torch.zeros_like(flat)
-        for first, rows in self.groups:
-            mixed[rows] = self.mixing.mix_after(self.start.finished[rows][..., part], flat[rows], first)
-        mixed[:, :, 0] += self.own[:, :, :1] * self.start.open[..., part]
-        return mixed.view(summary.shape)
+        begun = self.start.open[..., part]
+        flat = add_to_first(summary.flatten(3), begun)
+        mixed = by_groups(
+            self.groups,
+            lambda first, rows: self.mixing.mix_after(self.start.finished[rows][..., part], flat[rows], first),
+        )
+        return add_to_first(mixed, self.own[:, :, :1] * begun).view(summary.shape)
+
+
+def _count(rows: Rows, state: BlockState) -> int:
+    """Number of rows."""
+    return len(state.lengths) if isinstance(rows, slice) else len(rows)

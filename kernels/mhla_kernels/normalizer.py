@@ -34,6 +34,20 @@ class _Divide(torch.autograd.Function):
         return share, -product.sum(-1, keepdim=True), None
 
 
+class _DivideForward(_Divide):
+    """The same with forward-mode derivatives, which ``torch.compile`` does not take."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        _Divide.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(output, inputs[1])
+
+    @staticmethod
+    def jvp(ctx: Any, out: Tensor, normalizer: Tensor, eps: None) -> Tensor:
+        output, total = ctx.saved_tensors
+        return (out - output * normalizer) / (total + ctx.eps)
+
+
 _Divide.forward.__signature__ = inspect.signature(_Divide.forward)  # type: ignore[attr-defined]  # torch asks at each call
 
 
@@ -41,5 +55,6 @@ def divide(out: Tensor, normalizer: Tensor, eps: float) -> Tensor:
     """``out / (normalizer + eps)``; ``out`` is ``[..., V]`` and ``normalizer`` ``[..., 1]``."""
     if not torch.is_grad_enabled() or not (out.requires_grad or normalizer.requires_grad):
         return out / (normalizer + eps)
-    divided: Tensor = _Divide.apply(out, normalizer, eps)
+    function = _Divide if torch.compiler.is_compiling() else _DivideForward
+    divided: Tensor = function.apply(out, normalizer, eps)
     return divided

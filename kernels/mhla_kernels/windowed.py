@@ -16,20 +16,23 @@ W = K V + K numbers of a summary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mhla_kernels.attention import without_autocast
+from mhla_kernels.attention import nothing, without_autocast
 from mhla_kernels.blocks import make_partition
-from mhla_kernels.checks import Problem, check_block_size, check_devices, check_problem, repeat_heads
+from mhla_kernels.checks import Problem, check_block_size, check_devices, check_features, check_problem, repeat_heads
 from mhla_kernels.finite import finite_
 from mhla_kernels.forms.chunked import make_mixer
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
 
-NEGLIGIBLE = 0.8
-"""Power of the smallest number below which far tokens weigh nothing (4e-31 in float32): its inverse has to have a gradient."""
+LEAST_WEIGHT = 0.8
+"""Power of the smallest number (4e-31 in float32) below which sums of far weights are not scaled up further."""
+MOST_GRADIENT = 0.5
+"""Power of the largest number that bounds the gradient of coefficients that are zero, where ``far`` makes it larger."""
 
 
 def mhla_window_attention(
@@ -70,9 +73,9 @@ def mhla_window_attention(
     """
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     problem = check_window(q, k, v, q_features, k_features, mixing, block_size, key_mask, cu_seqlens)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if v.numel() == 0 or q.numel() == 0:
-        return v.new_zeros(*q.shape[:3], v.shape[-1])
+        return nothing_far((*q.shape[:3], v.shape[-1]), problem, q, k, v, q_features, k_features, far, mixing)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = repeat_heads(q, k, v)
     with without_autocast(q.device.type):
         q, k, v, f, g = (x.to(problem.accumulate) for x in (q, k, v, q_features, k_features))
@@ -94,6 +97,22 @@ def mhla_window_attention(
         return (out if key_mask is None else out.masked_fill(~key_mask[..., None, None], 0)).to(problem.dtype)
 
 
+def nothing_far(
+    shape: Sequence[int],
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor,
+    g: Tensor,
+    far: Tensor | None,
+    mixing: Mixing,
+) -> Tensor:
+    """Zeros of ``shape`` that give all arguments zeros as gradients: there is nothing to attend with."""
+    others = [] if far is None else [far]
+    return nothing(shape, problem.dtype, q, k, v, f, g, *others, *mixing.tensors.values())
+
+
 def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
     """``[B, N, H, 1]``."""
     if far is None:
@@ -103,7 +122,8 @@ def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
 
 def _later(x: Tensor) -> Tensor:
     """Blocks ``[B, H, M, ...]``, each in the place of the next; zeros come first."""
-    return torch.cat([torch.zeros_like(x[:, :, :1]), x[:, :, :-1]], 2)
+    # cut after it was put together: torch.export makes a constant of a number of blocks less one, which may be 1
+    return torch.cat([torch.zeros_like(x[:, :, :1]), x], 2)[:, :, :-1]
 
 
 def joined(
@@ -138,29 +158,41 @@ def joined(
     own = seen[:, None, :, None] & torch.ones(slots, slots, dtype=torch.bool, device=q.device).tril()
     visible = torch.cat([seen_before[:, None, :, None].expand(-1, -1, -1, slots, -1), own], -1)
     scores = (q * scale) @ torch.cat([k_before, k], -2).transpose(-1, -2)
-    return combine(scores, visible, torch.cat([v_before, v], -2), f @ mixed, far)
+    return combine(scores, visible, torch.cat([v_before, v], -2), f, mixed, far)
 
 
-def combine(scores: Tensor, visible: Tensor, v: Tensor, sums: Tensor, far: Tensor) -> Tensor:
+def combine(scores: Tensor, visible: Tensor, v: Tensor, f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:
     """The two parts of the output joined, ``[..., C, V]``; zeros where nothing is seen.
+
+    Every weight is divided by about the largest of its row, a number that is not differentiated: the output does not depend
+    on it. Sums of far weights are not divided by themselves, so coefficients of zero have their gradient.
 
     Args:
         scores: ``[..., C, S]`` of near tokens.
         visible: which of them count.
         v: ``[..., S, V]``.
-        sums: ``[..., C, V + 1]`` of far tokens: their values by weight, and the weights.
-        far: ``[..., C, 1]``, logarithm of a factor on ``sums``.
+        f: ``[..., C, K]``, features of the queries.
+        mixed: ``[..., K, V + 1]`` of far tokens: their values by weight, and the weights.
+        far: ``[..., C, 1]``, logarithm of a factor on the weights of far tokens.
     """
+    numbers = torch.finfo(f.dtype)
+    # the inverse of a sum of features of 1e-11 each would have a square that overflows, on the way to second derivatives
+    size = f.detach().amax(-1, keepdim=True) if f.shape[-1] else torch.ones_like(far)
+    size = size.masked_fill(size < numbers.tiny, 1)
+    sums = (f / size) @ mixed
+    far = far + size.log()
     scores = scores.masked_fill(~visible, -torch.inf)
-    top = scores.detach().amax(-1, keepdim=True)
-    top = top.masked_fill(top == -torch.inf, 0)
-    weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True)
-    near_any, far_any = total > 0, sums[..., -1:] > torch.finfo(sums.dtype).tiny ** NEGLIGIBLE
-    near_total, far_total = total.masked_fill(~near_any, 1), sums[..., -1:].masked_fill(~far_any, 1)
-    difference = far + far_total.log() - top - near_total.log()
-    share = difference.masked_fill(~near_any, torch.inf).masked_fill(~far_any, -torch.inf).sigmoid()
-    return (weights / near_total * (1 - share)) @ v + sums[..., :-1] / far_total * share
+    weight = sums.detach()[..., -1:]
+    none = weight <= 0
+    largest = (far.detach() + weight.clamp(min=numbers.tiny**LEAST_WEIGHT).log()).masked_fill(none, numbers.min)
+    top = torch.maximum(scores.detach().amax(-1, keepdim=True), largest)
+    near = (scores - top).exp()
+    # reached by weights of zero alone: their factor has to stay finite, so that zero times it is zero
+    bound = torch.where(none, MOST_GRADIENT * math.log(numbers.max), torch.inf)
+    factor = torch.minimum(far - top, bound).exp()
+    total = near.sum(-1, keepdim=True) + factor * sums[..., -1:]
+    unseen = total <= 0
+    return ((near @ v + factor * sums[..., :-1]) / (total + unseen)).masked_fill(unseen, 0)
 
 
 def check_window(
@@ -179,4 +211,9 @@ def check_window(
         if x.dim() != 4 or x.shape[:3] != q.shape[:3] or x.shape[-1] != q_features.shape[-1]:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, N, H, K] for q of {list(q.shape)}")
     check_devices(q, k, v, mixing, key_mask)
-    return check_problem(q, k, v, mixing, block_size, None, True, False, None, 1e-6, "identity", key_mask, cu_seqlens)
+    problem = check_problem(
+        q, k, v, mixing, block_size, None, True, False, None, 1e-6, "identity", key_mask, cu_seqlens
+    )
+    features = {"q_features": q_features, "k_features": k_features}
+    check_features(features, key_mask, "rows of weights cannot be divided by their sums; give nonnegative ones")
+    return problem

@@ -8,61 +8,68 @@ W = K V + K numbers of a summary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from mhla_kernels.attention import without_autocast
 from mhla_kernels.blocks import on_device
-from mhla_kernels.checks import Problem, check_block_size
+from mhla_kernels.checks import Problem, check_block_size, repeat
 from mhla_kernels.finite import finite_
-from mhla_kernels.generation import check_reach, count_tokens, first_block, in_blocks, summaries, take_back
-from mhla_kernels.mixing import Mixing, MixingLike, as_it_is, as_mixing
-from mhla_kernels.state import groups_of_rows
-from mhla_kernels.windowed import check_window, combine, heads_last, joined
+from mhla_kernels.generation import (
+    add_to_first,
+    begin,
+    check_one_token,
+    check_reach,
+    check_tokens,
+    count_tokens,
+    in_blocks,
+    mask_of_counts,
+    summaries,
+    take_back,
+)
+from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
+from mhla_kernels.state import BlockState, Draft, StateKind, by_groups, empty_tensors, groups_of_rows, kind_of
+from mhla_kernels.windowed import check_window, combine, heads_last, joined, nothing_far
 
 
-@dataclass(frozen=True)
-class MHLAWindowState:
-    """The state of :func:`mhla_window_prefill` and :func:`mhla_window_step` from call to call.
+@dataclass(frozen=True, eq=False)
+class MHLAWindowState(BlockState):
+    """The state of :func:`mhla_window_prefill` and :func:`mhla_window_step` from call to call; see :class:`BlockState`.
+
+    Its finished blocks are those before the block before the open one.
 
     Attributes:
-        lengths: tokens so far in each row, numbers of the CPU.
+        previous: ``[B, H, W]`` summary of the block before the open one.
         keys: ``[B, 2 C, Hkv, Dk]``: slots of the block before the open one, then those of the open one; zero if empty.
         values: ``[B, 2 C, Hkv, V]``.
-        finished: summaries of the blocks before those two, as the mixing keeps them, ``[B, H, capacity or R, W]``.
-        previous: ``[B, H, W]`` summary of the block before the open one.
-        open: ``[B, H, W]`` summary of the open block.
-        mixture: ``[B, H, W]`` mixed summaries of the finished blocks, for the open block.
     """
 
-    lengths: tuple[int, ...]
+    tensor_names: ClassVar[tuple[str, ...]] = (*BlockState.tensor_names, "previous", "keys", "values")
+    own_names: ClassVar[tuple[str, ...]] = (*BlockState.own_names, "keys", "values")
+
+    previous: Tensor
     keys: Tensor
     values: Tensor
-    finished: Tensor
-    previous: Tensor
-    open: Tensor
-    mixture: Tensor
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
-        names = ("keys", "values", "finished", "previous", "open", "mixture")
-        return {name: getattr(self, name) for name in names}
+    @override
+    def _finished_at(self, block: int) -> int:
+        return max(block - 1, 0)
 
-    @property
-    def bytes(self) -> int:
-        """Memory of the tensors."""
-        return sum(x.numel() * x.element_size() for x in self.tensors.values())
-
-    def select(self, rows: Tensor | Sequence[int]) -> MHLAWindowState:
-        """The state of other rows, ``rows`` being indices, repeats allowed."""
-        chosen = rows.tolist() if isinstance(rows, Tensor) else list(rows)
-        index = on_device(chosen, self.open.device)
-        lengths = tuple(self.lengths[row] for row in chosen)
-        return MHLAWindowState(lengths, **{name: x.index_select(0, index) for name, x in self.tensors.items()})
+    @override
+    def _open_block(self, draft: Draft, rows: Rows, block: int) -> None:
+        if block > 1:
+            draft.finish(rows, block - 2, draft.tensors["previous"][rows][:, :, None], block - 1)
+        summary = draft.tensors["open"][rows].clone()
+        draft.put("previous", rows, summary)
+        draft.put("open", rows, torch.zeros_like(summary))
+        size = self.kind.block_size
+        for name in ("keys", "values"):
+            draft.put(name, rows, F.pad(draft.tensors[name][rows][:, size:], (0, 0, 0, 0, 0, size)))
 
 
 def mhla_window_prefill(
@@ -100,51 +107,54 @@ def mhla_window_prefill(
     Raises:
         ValueError: as there, and for lengths or a state that do not fit.
     """
+    check_tokens(q)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
-    problem = check_window(q, k, v, q_features, k_features, mixing, block_size)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     batch, tokens = q.shape[:2]
     counts = count_tokens(lengths, batch, tokens)
+    problem = check_window(q, k, v, q_features, k_features, mixing, block_size, mask_of_counts(counts, q))
+    kind = _kind_of(q_features, k, v, mixing, block_size)
+    if state is None:
+        state = _empty(k, v, q_features, mixing, kind, problem)
+    state.check(kind, batch, q.shape[2], problem.accumulate)
+    check_reach(mixing, block_size, state.lengths, counts)
+    if not any(counts):
+        shape = (*q.shape[:3], v.shape[-1])
+        return nothing_far(shape, problem, q, k, v, q_features, k_features, far, mixing), state.select(range(batch))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
-        start = state or _empty(k, v, q_features, mixing, block_size, problem)
-        _check_state(start, q, k, v, q_features, block_size)
-        check_reach(mixing, block_size, start.lengths, counts)
-        moves = [count > 0 for count in counts]
-        if not any(moves):
-            return v.new_zeros(*q.shape[:3], v.shape[-1]), start.select(range(batch))
-        start = _advance(start, mixing, block_size, moves)
-        firsts = [first_block(n, block_size, moving) for n, moving in zip(start.lengths, moves, strict=True)]
-        offsets = tuple(n - first * block_size for n, first in zip(start.lengths, firsts, strict=True))
+        writes = state.may_write(q, k, v, q_features, k_features, *mixing.tensors.values())
+        piece = begin(state, counts, mixing, writes)
+        start, firsts, offsets = piece.start, piece.firsts, piece.offsets
         mask = torch.arange(tokens, device=q.device) < on_device(counts, q.device)[:, None]
         q, f = (x.to(problem.accumulate) for x in (q, q_features))
         k, v, g = (x.to(problem.accumulate).masked_fill(~mask[..., None, None], 0) for x in (k, v, k_features))
         own = [in_blocks(x, offsets, block_size) for x in (k, v)]
-        for held, blocks in zip((start.keys, start.values), own, strict=True):
-            if any(offsets):
-                blocks[:, :, 0] += held[:, block_size:].transpose(1, 2)
-        slots = own[0].shape[-2]
-        seen = in_blocks(mask.to(q.dtype)[..., None, None], offsets, block_size)[:, 0, ..., 0] > 0
-        seen[:, 0] |= torch.arange(slots, device=q.device) < on_device(offsets, q.device)[:, None]
+        held = [
+            x.transpose(1, 2).split(block_size, 2) for x in (start.keys, start.values)
+        ]  # of the block before, and the open
+        if any(offsets):
+            own = [add_to_first(blocks, opened) for blocks, (_, opened) in zip(own, held, strict=True)]
+        number, slots = own[0].shape[2:4]
+        ends = on_device([offset + count for offset, count in zip(offsets, counts, strict=True)], q.device)
+        seen = (torch.arange(number * slots, device=q.device) < ends[:, None]).unflatten(1, (number, slots))
         begun = on_device(firsts, q.device) > 0
-        held_before = [x[:, :block_size].transpose(1, 2)[:, :, None] for x in (start.keys, start.values)]
-        window, seen_before = held_before, begun[:, None, None].expand(-1, 1, block_size)
-        if own[0].shape[2] > 1:  # else the one block may be short
-            window = [torch.cat([a, b[:, :, :-1]], 2) for a, b in zip(held_before, own, strict=True)]
+        window, seen_before = [x[:, :, None] for x, _ in held], begun[:, None, None].expand(-1, 1, block_size)
+        if number > 1:  # else the one block may be short
+            window = [torch.cat([a, b[:, :, :-1]], 2) for a, b in zip(window, own, strict=True)]
             seen_before = torch.cat([seen_before, seen[:, :-1]], 1)
         g_blocks = in_blocks(g, offsets, block_size)
         heads = q.shape[2] // k.shape[2]
-        spread = [x.repeat_interleave(heads, 1) for x in (*own, *window)]
-        sums = summaries(g_blocks, in_blocks(v.repeat_interleave(heads, 2), offsets, block_size))
-        sums[:, :, 0] += start.open
-        mixed = _mixed_after(start, finite_(sums), firsts, mixing)
-        width = f.shape[-1] * v.shape[-1]
-        mixed = torch.cat([mixed[..., :width].unflatten(-1, (f.shape[-1], -1)), mixed[..., width:, None]], -1)
+        spread = [repeat(x, heads, 1) for x in (*own, *window)]
+        sums = summaries(g_blocks, in_blocks(repeat(v, heads, 2), offsets, block_size))
+        sums = finite_(add_to_first(sums, start.open))
+        mixed = _mixed_after(start, sums, firsts, mixing)
         q_blocks, f_blocks, far_blocks = (in_blocks(x, offsets, block_size) for x in (q, f, heads_last(far, q)))
         out = joined(
-            q_blocks, spread[0], spread[1], f_blocks, far_blocks, spread[2], spread[3], mixed, seen, seen_before, scale
-        )
-        after = _close(start, own, sums, counts, firsts, mixing, block_size)
+            q_blocks, spread[0], spread[1], f_blocks, far_blocks, spread[2], spread[3],
+            _with_totals(mixed, f.shape[-1]), seen, seen_before, scale,
+        )  # fmt: skip
+        after = _close(start, own, sums, counts, firsts, mixing, writes)
         return take_back(out, offsets, tokens, mask).to(problem.dtype), after
 
 
@@ -183,88 +193,80 @@ def mhla_window_step(
     Raises:
         ValueError: as for :func:`mhla_window_prefill`.
     """
+    check_one_token(q, k, v)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     q, k, v, f, g = (x[:, None] for x in (q, k, v, q_features, k_features))
     problem = check_window(q, k, v, f, g, mixing, block_size)
-    _check_state(state, q, k, v, f, block_size)
+    state.check(_kind_of(f, k, v, mixing, block_size), len(q), q.shape[2], problem.accumulate)
     check_reach(mixing, block_size, state.lengths, (1,) * len(q))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
+        writes = state.may_write(q, k, v, f, g, *mixing.tensors.values())
         q, k, v, f, g = (x[:, 0].to(problem.accumulate) for x in (q, k, v, f, g))
-        state = _advance(state, mixing, block_size, [True] * len(q), donate_state)
-        if not donate_state:
-            state = replace(state, keys=state.keys.clone(), values=state.values.clone(), open=state.open.clone())
-        slots = on_device([block_size + n % block_size for n in state.lengths], q.device)
+        opened = state.advance(mixing, (True,) * len(q), writes, donate_state)
+        is_new = donate_state or opened is not state  # else the state that was handed in keeps what it owns
+        owned = opened.owned if is_new else ()
+        lengths = on_device(state.lengths, q.device)
+        slots = block_size + lengths % block_size
         rows = torch.arange(len(q), device=q.device)
-        state.keys[rows, slots], state.values[rows, slots] = k, v
+        tensors = {}
+        for name, x in (("keys", k), ("values", v)):
+            held = opened.tensors[name]
+            if writes and name in owned:
+                tensors[name] = held.index_put_((rows, slots), x)
+            else:
+                tensors[name] = held.index_put((rows, slots), x)
         heads = q.shape[1] // k.shape[1]
-        values = v.repeat_interleave(heads, 1)
-        state.open.add_(torch.cat([(g[..., None] * values[..., None, :]).flatten(2), g], -1))
+        spread = repeat(v, heads, 1)
+        token = torch.cat([(g[..., None] * spread[..., None, :]).flatten(2), g], -1)
+        tensors["open"] = opened.open.add_(token) if writes and "open" in owned else opened.open + token
         index = torch.arange(2 * block_size, device=q.device)
-        first = on_device([0 if n >= block_size else block_size for n in state.lengths], q.device)
+        first = (
+            block_size - lengths.clamp(max=block_size) // block_size * block_size
+        )  # nothing is before the first block
         visible = ((index >= first[:, None]) & (index <= slots[:, None]))[:, None, None]
-        keys, held = (x.repeat_interleave(heads, 2).transpose(1, 2) for x in (state.keys, state.values))
+        keys, values = (repeat(tensors[name], heads, 2).transpose(1, 2) for name in ("keys", "values"))
         scores = (q * scale)[:, :, None] @ keys.transpose(-1, -2)
-        width = f.shape[-1] * v.shape[-1]
-        mixture = state.mixture[..., :width].unflatten(-1, (f.shape[-1], -1))
-        sums = f[:, :, None] @ torch.cat([mixture, state.mixture[..., width:, None]], -1)
         weight = q.new_zeros(q.shape[:2]) if far is None else far.to(q.dtype).expand(q.shape[:2])
-        out = combine(scores, visible, held, sums, weight[..., None, None])[:, :, 0]
-        return out.to(problem.dtype), replace(state, lengths=tuple(n + 1 for n in state.lengths))
+        mixture = _with_totals(opened.mixture, f.shape[-1])
+        out = combine(scores, visible, values, f[:, :, None], mixture, weight[..., None, None])[:, :, 0]
+        after = opened.with_tensors(tensors, tuple(n + 1 for n in state.lengths), opened.written(owned))
+        if donate_state:
+            state.spend()
+        return out.to(problem.dtype), after
 
 
-def _check_state(state: MHLAWindowState, q: Tensor, k: Tensor, v: Tensor, f: Tensor, block_size: int) -> None:
-    wanted = [len(q), 2 * block_size, k.shape[2], k.shape[3], q.shape[2], f.shape[-1] * (v.shape[-1] + 1)]
-    if [*state.keys.shape, *state.open.shape[1:]] != wanted:
-        raise ValueError(
-            f"the state has keys {list(state.keys.shape)} and summaries {list(state.open.shape)}, which do not fit q "
-            f"{list(q.shape)}, k {list(k.shape)}, features {list(f.shape)} and block_size={block_size}"
-        )
+def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int) -> StateKind:
+    return kind_of(f, v, mixing, block_size, (k.shape[2], k.shape[3]))
 
 
-def _empty(k: Tensor, v: Tensor, f: Tensor, mixing: Mixing, block_size: int, problem: Problem) -> MHLAWindowState:
-    batch, _, heads, width = f.shape
-    zeros = torch.zeros(batch, heads, width * (v.shape[-1] + 1), dtype=problem.accumulate, device=k.device)
-    keys, values = (zeros.new_zeros(batch, 2 * block_size, x.shape[2], x.shape[3]) for x in (k, v))
-    finished = zeros.new_zeros(batch, heads, mixing.running_sums or 0, zeros.shape[-1])
-    return MHLAWindowState((0,) * batch, keys, values, finished, zeros, zeros.clone(), zeros.clone())
+def _empty(k: Tensor, v: Tensor, f: Tensor, mixing: Mixing, kind: StateKind, problem: Problem) -> MHLAWindowState:
+    """The state before any token."""
+    tensors = empty_tensors(f, v, mixing, problem)
+    zeros = tensors["open"]
+    keys, values = (zeros.new_zeros(len(k), 2 * kind.block_size, x.shape[2], x.shape[3]) for x in (k, v))
+    return MHLAWindowState((0,) * len(k), **tensors, kind=kind, previous=zeros.clone(), keys=keys, values=values)
 
 
-def _advance(
-    state: MHLAWindowState, mixing: Mixing, block_size: int, moves: Sequence[bool], donated: bool = False
-) -> MHLAWindowState:
-    """Close the open block of every row that is full and about to get a token; a block of zeros is open then."""
-    full = [move and n > 0 and n % block_size == 0 for move, n in zip(moves, state.lengths, strict=True)]
-    if not any(full):
-        return state
-    new = {name: x if donated else x.clone() for name, x in state.tensors.items() if name != "finished"}
-    needed = max(n // block_size - 1 for n, closing in zip(state.lengths, full, strict=True) if closing)
-    new["finished"] = mixing.make_room(state.finished, needed, donated)
-    for length, rows in groups_of_rows(state.lengths, full, state.open.device):
-        block = length // block_size
-        if block > 1:
-            mixing.append(new["finished"], rows, block - 2, as_it_is(new["previous"][rows])[:, :, None])
-            new["mixture"][rows] = mixing.read(as_it_is(new["finished"][rows]), block - 1)
-        new["previous"][rows] = as_it_is(new["open"][rows])
-        new["open"][rows] = 0
-        for name in ("keys", "values"):
-            new[name][rows] = F.pad(new[name][rows][:, block_size:], (0, 0, 0, 0, 0, block_size))
-    return MHLAWindowState(state.lengths, **new)
+def _with_totals(mixed: Tensor, width: int) -> Tensor:
+    """Mixed summaries ``[..., W]`` of features of ``width`` as ``[..., K, V + 1]``, their weights as the last column."""
+    values = mixed.shape[-1] - width
+    return torch.cat([mixed[..., :values].unflatten(-1, (width, -1)), mixed[..., values:, None]], -1)
 
 
 def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mixing: Mixing) -> Tensor:
     """Mixed summaries of the far blocks, for each of the blocks ``[B, H, M, W]``: the mixture of the block before it."""
-    mixed = torch.zeros_like(sums)
-    for first, rows in groups_of_rows(firsts, [True] * len(firsts), sums.device):
+
+    def mixed(first: int, rows: Rows) -> Tensor:
+        chain, finished = sums[rows][:, :, :-1], start.finished[rows]
         if first:
-            chain = torch.cat([start.previous[rows][:, :, None], sums[rows][:, :, :-1]], 2)
-            mixed[rows] = mixing.mix_after(start.finished[rows], chain, first - 1)
-        elif sums.shape[2] > 1:
-            mixed[rows] = F.pad(
-                mixing.mix_after(start.finished[rows], sums[rows][:, :, :-1], 0), (0, 0, 1, 0)
-            )  # nothing is before the first
-    return mixed
+            chain = torch.cat([start.previous[rows][:, :, None], chain], 2)
+            return mixing.mix_after(finished, chain, first - 1)
+        # nothing is before the first block
+        return F.pad(mixing.mix_after(finished, chain, 0) if chain.shape[2] else chain, (0, 0, 1, 0))
+
+    return by_groups(groups_of_rows(firsts, [True] * len(firsts), sums.device), mixed)
 
 
 def _close(
@@ -274,29 +276,26 @@ def _close(
     counts: Sequence[int],
     firsts: Sequence[int],
     mixing: Mixing,
-    block_size: int,
+    writes: bool,
 ) -> MHLAWindowState:
     """The state after ``counts`` more tokens; ``own`` are keys and values ``[B, Hkv, M, C, D]`` from each row's first block."""
+    size = start.kind.block_size
     lengths = tuple(before + count for before, count in zip(start.lengths, counts, strict=True))
-    moved = [count > 0 for count in counts]
-    opened = [max(n - 1, 0) // block_size for n in lengths]
-    new = {name: x.clone() for name, x in start.tensors.items() if name != "finished"}
-    new["finished"] = mixing.make_room(start.finished, max(max(opened) - 1, 0), owned=False)
-    for first in sorted({first for first, moving in zip(firsts, moved, strict=True) if moving}):
-        inside = [moving and each == first for each, moving in zip(firsts, moved, strict=True)]
-        for block, rows in groups_of_rows(opened, inside, sums.device):
-            done = block - first
-            for name, blocks in zip(("keys", "values"), own, strict=True):
-                two = F.pad(blocks[rows], (0, 0, 0, block_size - blocks.shape[-2])).transpose(1, 2).transpose(2, 3)
-                before = start.tensors[name][rows][:, :block_size] if done == 0 else two[:, done - 1]
-                new[name][rows] = torch.cat([before, two[:, done]], 1)
-            new["open"][rows] = sums[rows][:, :, done]
-            if done == 0:
-                continue
-            chain = sums[rows] if first == 0 else torch.cat([start.previous[rows][:, :, None], sums[rows]], 2)
-            new["previous"][rows] = sums[rows][:, :, done - 1]
-            ended = block - 1 - max(first - 1, 0)
-            if ended:
-                mixing.append(new["finished"], rows, max(first - 1, 0), chain[:, :, :ended])
-                new["mixture"][rows] = mixing.read(as_it_is(new["finished"][rows]), block - 1)
-    return MHLAWindowState(lengths, **new)
+    blocks = [(first, max(n - 1, 0) // size) for first, n in zip(firsts, lengths, strict=True)]
+    draft = Draft(start, mixing, max(max(block for _, block in blocks) - 1, 0), writes)
+    for (first, block), rows in groups_of_rows(blocks, [count > 0 for count in counts], sums.device):
+        done = block - first
+        for name, x in zip(("keys", "values"), own, strict=True):
+            two = F.pad(x[rows], (0, 0, 0, size - x.shape[-2])).transpose(1, 2).transpose(2, 3)
+            before = start.tensors[name][rows][:, :size] if done == 0 else two[:, done - 1]
+            draft.put(name, rows, torch.cat([before, two[:, done]], 1))
+        draft.put("open", rows, sums[rows][:, :, done].clone())  # a view would keep all of them
+        if done == 0:
+            continue
+        chain = sums[rows] if first == 0 else torch.cat([start.previous[rows][:, :, None], sums[rows]], 2)
+        draft.put("previous", rows, sums[rows][:, :, done - 1].clone())
+        ended = block - 1 - max(first - 1, 0)
+        if ended:
+            draft.finish(rows, max(first - 1, 0), chain[:, :, :ended], block - 1)
+    state: MHLAWindowState = draft.state(lengths)
+    return state

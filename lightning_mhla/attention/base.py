@@ -5,7 +5,7 @@ Longer than other modules: it is the one interface that a kind derives from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention.config import KINDS, AttentionConfig, register_kind, report_unused
 from lightning_mhla.attention.inputs import UNHANDLED, AttentionInputs, Projections
-from lightning_mhla.attention.layout import BlockLayout, LayoutTables
+from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 from lightning_mhla.attention.lepe import LocalPositionalEncoding, hide_rows
 from lightning_mhla.attention.positions import Rotary, grid_angles, next_positions, rotary_angles, sequence_positions
 from lightning_mhla.attention.sequence import SequenceShare
@@ -50,6 +50,8 @@ class Attention(LayoutTables):
     """
 
     kinds: ClassVar[dict[str, type[Attention]]] = KINDS
+    kind: ClassVar[str | None] = None
+    """Name of the kind, which the layer's configuration must have too."""
     Options: ClassVar[type | None] = None
     """Dataclass of the kind's own options."""
     handles: ClassVar[tuple[str, ...]] = ()
@@ -77,6 +79,7 @@ class Attention(LayoutTables):
     def __init_subclass__(cls, kind: str | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
         if kind is not None:
+            cls.kind = kind
             register_kind(kind, cls)
 
     def __init__(
@@ -95,6 +98,11 @@ class Attention(LayoutTables):
         projections: bool = True,
     ) -> None:
         super().__init__()
+        if self.kind not in (None, config.kind):
+            raise ValueError(
+                f"{type(self).__name__} computes attention kind {self.kind!r}, but its configuration has kind "
+                f"{config.kind!r}; build_attention builds the layer that a configuration names"
+            )
         key_value_heads = key_value_heads or heads
         if heads % key_value_heads:
             raise ValueError(f"key_value_heads={key_value_heads} must divide heads={heads}")
@@ -131,6 +139,10 @@ class Attention(LayoutTables):
             for name in ("order", "inverse", *(("cos", "sin") if self.turns_by_grid else ())):
                 self.register_buffer(name, None, persistent=False)
         self.fit(layout)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, causal={self.causal}, layout={self.layout}"
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
         """Take tokens of another layout from now on; what is learned stays as it is.
@@ -232,6 +244,7 @@ class Attention(LayoutTables):
         cu_seqlens: Sequence[int] | None = None,
         projections: Projections | None = None,
         share: SequenceShare | None = None,
+        layout: BlockLayout | None = None,
     ) -> Tensor:
         """Tokens ``[B, N, dim]`` to the same shape.
 
@@ -244,20 +257,41 @@ class Attention(LayoutTables):
             cu_seqlens: causal: first token of each of the sequences that are packed in the one row (B = 1), and N.
             projections: those to use, where the layer has none of its own.
             share: causal: N tokens here are a part of a sequence, of which other processes hold the rest.
+            layout: layout of these tokens alone, which changes nothing in the layer: in graphs, where :meth:`fit` would be a
+                side effect. None for that of the last :meth:`fit`.
         """
+        placement = None if layout is None else self._place(layout, x.device)
+        raster = x
         if share is None:
-            x, key_mask = self._enter(x, key_mask, packed=cu_seqlens is not None)
+            x, key_mask = self._enter(x, key_mask, packed=cu_seqlens is not None, placement=placement)
             x = hide_rows(x, key_mask)
         elif not self.causal or key_mask is not None or cu_seqlens is not None:
             raise ValueError("a sequence spread over processes is causal, without padding and not packed")
         else:
             self._check_length(share.tokens)
-        split, merge = projections or (self._project, self._merge)
-        q, k, v = split(x)
-        rotary = self._rotary(rotary, x, cu_seqlens, 0 if share is None else share.start)
-        out = self.attend(self._inputs(x, q, k, v, key_mask, rotary, cu_seqlens, share))
-        out = hide_rows(merge(self._around(out, x, v, key_mask)), key_mask)
-        return out.index_select(1, self.inverse) if self.inverse is not None else out
+        order, inverse = (self.order, self.inverse) if placement is None else (placement.order, placement.inverse)
+        q, k, v, merge = self._split(x, raster, order, projections)
+        rotary = self._rotary(rotary, x, cu_seqlens, 0 if share is None else share.start, order)
+        out = self.attend(self._inputs(x, q, k, v, key_mask, rotary, cu_seqlens, share, placement))
+        out = hide_rows(merge(self._around(out, x, v, key_mask, placement)), key_mask)
+        return out if inverse is None else out.index_select(1, inverse)
+
+    def _place(self, layout: BlockLayout, device: torch.device) -> Placement:
+        """Places of the tokens of a layout; kinds that have to see every token get none that is empty."""
+        if not self.uses_blocks:
+            return Placement(layout, None, None, {})
+        return layout.place(device, gaps="key_mask" in self.handles)
+
+    def _split(
+        self, x: Tensor, raster: Tensor, order: Tensor | None, projections: Projections | None
+    ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Queries, keys and values in block order, and the function that merges them."""
+        if projections is None:
+            return *self._project(x), self._merge
+        if order is None or not projections.in_raster:
+            return *projections.split(x), projections.merge
+        q, k, v = (heads.index_select(1, order) for heads in projections.split(raster))
+        return q, k, v, projections.merge
 
     def _inputs(
         self,
@@ -269,12 +303,13 @@ class Attention(LayoutTables):
         rotary: Rotary | None = None,
         cu_seqlens: Sequence[int] | None = None,
         share: SequenceShare | None = None,
+        placement: Placement | None = None,
     ) -> AttentionInputs:
         """Inputs of the kind; raises ValueError for those that it does not handle."""
         given = {"key_mask": key_mask, "rotary": rotary, "cu_seqlens": cu_seqlens, "share": share}
         self.require(*(name for name, value in given.items() if value is not None))
         k, v = self._repeated(k, v)
-        return AttentionInputs(x, q, k, v, key_mask, rotary, cu_seqlens, share)
+        return AttentionInputs(x, q, k, v, key_mask, rotary, cu_seqlens, share, placement)
 
     def require(self, *names: str) -> None:
         """Raise ValueError for what a layer of this kind cannot do.
@@ -307,8 +342,7 @@ class Attention(LayoutTables):
         self.require("state")
         if not self.causal:
             raise ValueError("only causal attention generates token by token; build the layer with causal=True")
-        split, merge = projections or (self._project, self._merge)
-        q, k, v = split(x)
+        q, k, v, merge = self._split(x, x, None, projections)
         if not self.rotary:
             rotary = None
         elif rotary is None:
@@ -324,10 +358,11 @@ class Attention(LayoutTables):
         projections: Projections | None = None,
     ) -> Tensor:
         """Attention weights ``[B, H, N, N]`` for what :meth:`forward` is given; rows and columns in the order of ``x``."""
+        raster = x
         x, key_mask = self._enter(x, key_mask)
         x = hide_rows(x, key_mask)
-        split, _ = projections or (self._project, self._merge)
-        weights = self.weights(self._inputs(x, *split(x), key_mask, self._rotary(rotary, x)))
+        q, k, v, _ = self._split(x, raster, self.order, projections)
+        weights = self.weights(self._inputs(x, q, k, v, key_mask, self._rotary(rotary, x, order=self.order)))
         if self.inverse is None:
             return weights
         return weights.index_select(2, self.inverse).index_select(3, self.inverse)
@@ -337,7 +372,12 @@ class Attention(LayoutTables):
         return rotary_angles(positions, self.key_width, self.config.rotary_base)
 
     def _rotary(
-        self, given: Rotary | None, x: Tensor, cu_seqlens: Sequence[int] | None = None, start: int = 0
+        self,
+        given: Rotary | None,
+        x: Tensor,
+        cu_seqlens: Sequence[int] | None = None,
+        start: int = 0,
+        order: Tensor | None = None,
     ) -> Rotary | None:
         if not self.rotary:
             return None
@@ -345,7 +385,7 @@ class Attention(LayoutTables):
             cos, sin = self.cos.to(x.device), self.sin.to(x.device)  # a model on the meta device has real tables
             return Rotary(cos, sin, interleaved=True)
         if given is not None:
-            return given if self.order is None else given.select(self.order)
+            return given if order is None else given.select(order)
         return self.angles(start + sequence_positions(x, cu_seqlens))
 
     @torch.no_grad()
@@ -364,31 +404,40 @@ class Attention(LayoutTables):
             nn.init.zeros_(self.gate.weight)
             nn.init.constant_(self.gate.bias, 1.0 if self.config.gate_activation == "identity" else OPEN_GATE)
 
-    def _around(self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _around(
+        self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None, placement: Placement | None = None
+    ) -> Tensor:
         """``[B, N, H * Dv]`` after norm, ``lepe`` and gate."""
         if self.norm is not None:
             out = self.norm(out)
-        out = self._with_lepe(out, v, key_mask)
+        out = self._with_lepe(out, v, key_mask, placement)
         if self.gate is None:
             return out
         gate = self.gate(x)
         return out * (gate if self.config.gate_activation == "identity" else F.silu(gate))
 
-    def _with_lepe(self, out: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _with_lepe(self, out: Tensor, v: Tensor, key_mask: Tensor | None, placement: Placement | None = None) -> Tensor:
         """``[B, N, H * Dv]``, with the convolution of the values where there is one."""
         if self.lepe is None:
             return out.flatten(2)
-        return out.flatten(2) + self.lepe(v.repeat_interleave(self.heads // v.shape[2], 2).flatten(2), key_mask)
+        values = v.repeat_interleave(self.heads // v.shape[2], 2).flatten(2)
+        return out.flatten(2) + self.lepe(values, key_mask, placement)
 
-    def _enter(self, x: Tensor, key_mask: Tensor | None, packed: bool = False) -> tuple[Tensor, Tensor | None]:
-        tokens = self.layout.num_tokens
-        if not self.causal and x.shape[1] != tokens:
-            raise ValueError(f"{x.shape[1]} tokens for a layout of {tokens} ({self.layout})")
-        if not packed:  # the operator checks each packed sequence
+    def _enter(
+        self, x: Tensor, key_mask: Tensor | None, packed: bool = False, placement: Placement | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        layout, order = (self.layout, self.order) if placement is None else (placement.layout, placement.order)
+        if not self.causal and x.shape[1] != layout.num_tokens:
+            raise ValueError(f"{x.shape[1]} tokens for a layout of {layout.num_tokens} ({layout})")
+        if not packed and placement is None:  # the operator checks each packed sequence
             self._check_length(x.shape[1])
-        if self.order is None:
+        if order is None:
             return x, key_mask
-        return x.index_select(1, self.order), key_mask if key_mask is None else key_mask.index_select(1, self.order)
+        x, key_mask = x.index_select(1, order), key_mask if key_mask is None else key_mask.index_select(1, order)
+        if placement is None or placement.filled is None:
+            return x, key_mask
+        filled = placement.filled.expand(x.shape[:2])
+        return x, filled if key_mask is None else key_mask & filled
 
     def _check_length(self, tokens: int) -> None:
         limit = self.max_tokens

@@ -57,7 +57,8 @@ class AttentionConfig:
         normalize: whether the weights of a query are divided by their sum (mhla, linear).
         feature_map: applied to queries and keys (mhla, mhla_window, linear). relu and elu are relu(x) + 1e-6 and elu(x) + 1;
             sana is relu(x), with 1e-15 instead of 1e-6 added to the normaliser, as diffusers' SANA has it; learned is
-            exp of a learned matrix times x, and of its negative (Hedgehog, arXiv 2402.04347), which comes after rotary.
+            exp of a learned matrix times x, and of its negative (Hedgehog, arXiv 2402.04347), which comes after rotary. In
+            mhla_window every map comes after rotary, and relu and sana are both relu(x).
         lepe: width of the depthwise convolution of the values that is added to the output, odd; 0 for none.
         rotary: whether queries and keys are turned by their position, after the feature map; sequences and images (row and
             column). It makes features signed, so mhla and linear need normalize off, or normalize_before_rotary.

@@ -62,6 +62,16 @@ class LearnedFeatures(nn.Module):
         return (exponents - largest[..., None]).exp(), largest, keys.exp()
 
 
+def elu_plus_one(x: Tensor) -> Tensor:
+    """``elu(x) + 1``: ``x + 1`` above 0 and ``exp(x)`` below, to the full precision of the dtype.
+
+    The sum of ``F.elu`` and 1 would round ``exp(x)`` to multiples of the spacing of numbers at 1: to nothing below -17 in
+    float32, and below -6 in bfloat16.
+    """
+    # masked first, so that a large x makes neither an infinite exponential nor NaN of its gradient; clamp has none at 0
+    return F.relu(x) + x.masked_fill(x > 0, 0).exp()
+
+
 def apply_features(
     q: Tensor,
     k: Tensor,
@@ -73,7 +83,7 @@ def apply_features(
     """Queries and keys after feature map, weighting and rotary, and what is left to the operator (relu costs nothing there)."""
     rest: Literal["identity", "relu"] = "identity"
     if features == "elu":
-        q, k = F.elu(q) + 1, F.elu(k) + 1
+        q, k = elu_plus_one(q), elu_plus_one(k)
     elif features == "softplus":
         q, k = F.softplus(q), F.softplus(k)
     elif features == "sana":

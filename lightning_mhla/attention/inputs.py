@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lightning_mhla.attention.layout import Placement
 from lightning_mhla.attention.positions import Rotary
 from lightning_mhla.attention.sequence import SequenceShare
 
@@ -27,10 +28,12 @@ class Projections(NamedTuple):
     Attributes:
         split: tokens ``[B, N, dim]`` to q ``[B, N, H, Dk]``, k ``[B, N, Hkv, Dk]`` and v ``[B, N, Hkv, Dv]``.
         merge: ``[B, N, H * Dv]`` to tokens.
+        in_raster: whether ``split`` is given tokens in raster order, as the module around has them; else in block order.
     """
 
     split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     merge: Callable[[Tensor], Tensor]
+    in_raster: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class AttentionInputs:
         rotary: angles that q and k turn by; None for none.
         cu_seqlens: first token of each packed sequence (B = 1), and N; None for one sequence in each row.
         share: part of a sequence that these tokens are, where processes share it; None for whole sequences.
+        placement: places of the tokens where :meth:`Attention.forward` is given their layout; None for those of the layer's
+            own.
     """
 
     x: Tensor
@@ -56,6 +61,7 @@ class AttentionInputs:
     rotary: Rotary | None = None
     cu_seqlens: Sequence[int] | None = None
     share: SequenceShare | None = None
+    placement: Placement | None = None
 
     @property
     def turned(self) -> tuple[Tensor, Tensor]:

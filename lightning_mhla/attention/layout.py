@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from mhla_kernels.blocks import surely_equal
 from torch import Tensor, nn
+
+
+class Placement(NamedTuple):
+    """Places of an input's tokens in the order of the operator, as a graph computes them.
+
+    Attributes:
+        layout: token grid and its blocks; sizes may be open.
+        order: ``[S]`` int64, raster index of the token in each place; None where nothing moves.
+        inverse: ``[N]`` int64, place of each raster token; None where nothing moves.
+        blocks: ``block_size`` or ``block_offsets`` for the operator.
+        filled: ``[S]`` bool, places that hold a token; None where all do.
+    """
+
+    layout: BlockLayout
+    order: Tensor | None
+    inverse: Tensor | None
+    blocks: dict[str, Any]
+    filled: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -34,7 +53,6 @@ class BlockLayout:
     blocks: tuple[int, ...] | None = None
     block_size: int | None = None
     prefix_tokens: int = 0
-    edges: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         grid = tuple(self.grid)
@@ -45,21 +63,16 @@ class BlockLayout:
             raise ValueError(f"prefix_tokens={self.prefix_tokens} must not be negative")
         if (self.blocks is None) == (self.block_size is None):
             raise ValueError("give exactly one of blocks (number along each axis) and block_size (tokens, 1-D only)")
-        if self.block_size is not None:
-            edges: tuple[tuple[int, ...], ...] = (self._equal_edges(self.block_size),)
-        else:
-            edges = tuple(self._balanced_edges())
-        object.__setattr__(self, "edges", edges)
-        object.__setattr__(self, "blocks", tuple(len(axis) - 1 for axis in edges))
+        blocks = self._counted(self.block_size) if self.block_size is not None else self._checked(self.blocks or ())
+        object.__setattr__(self, "blocks", blocks)
 
-    def _equal_edges(self, block_size: int) -> tuple[int, ...]:
+    def _counted(self, block_size: int) -> tuple[int, ...]:
         if len(self.grid) != 1 or block_size < 1:
             raise ValueError(f"block_size={block_size} needs a 1-D grid and at least one token; grid is {self.grid}")
-        return (*range(0, self.grid[0], block_size), self.grid[0])
+        return ((self.grid[0] + block_size - 1) // block_size,)
 
-    def _balanced_edges(self) -> list[tuple[int, ...]]:
-        assert self.blocks is not None
-        blocks = tuple(self.blocks)
+    def _checked(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        blocks = tuple(blocks)
         if len(blocks) != len(self.grid):
             raise ValueError(
                 f"block_grid {blocks} has {len(blocks)} axes, but the token grid {self.grid} {len(self.grid)}"
@@ -69,10 +82,17 @@ class BlockLayout:
                 f"block_grid {blocks} does not fit the token grid {self.grid}: each axis needs at least one token a "
                 f"block; use at most {self.grid}, or smaller patches"
             )
-        return [
+        return blocks
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, ...], ...]:
+        """First token of each block along each axis, and the axis's length."""
+        if self.block_size is not None:
+            return ((*range(0, self.grid[0], self.block_size), self.grid[0]),)
+        return tuple(
             tuple(i * length // count for i in range(count + 1))
-            for length, count in zip(self.grid, blocks, strict=True)
-        ]
+            for length, count in zip(self.grid, self.block_grid, strict=True)
+        )
 
     @property
     def block_grid(self) -> tuple[int, ...]:
@@ -142,6 +162,63 @@ class BlockLayout:
         if set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0]:
             return {"block_size": sizes[0]}
         return {"block_offsets": (0, *accumulate(sizes))}
+
+    def place(self, device: torch.device, gaps: bool = True) -> Placement:
+        """Places of the tokens by arithmetic alone, for graphs: no loop over tokens, and no size becomes a constant.
+
+        Blocks that may differ in size get as many places as the largest has tokens, so that all are equal; the places that
+        stay empty are masked.
+
+        Args:
+            device: device of the tokens.
+            gaps: whether places may stay empty. Without them, sizes become constants of the graph.
+        """
+        if self.block_size is not None:
+            return Placement(self, None, None, {"block_size": self.block_size})
+        if not gaps:
+            order, inverse = (None, None) if self.is_raster else (self.order.to(device), self.inverse.to(device))
+            return Placement(self, order, inverse, self.operator_blocks)
+        sizes = [(length + count - 1) // count for length, count in zip(self.grid, self.block_grid, strict=True)]
+        size = prod(sizes)
+        slots = size if size >= self.prefix_tokens else self.prefix_tokens
+        order, filled = self._tokens_of_places(sizes, device)
+        inverse = self._places_of_tokens(sizes, slots, device)
+        if self.prefix_tokens:
+            order, filled = (nn.functional.pad(table, (0, slots - size)) for table in (order, filled))
+            prefix = torch.arange(slots, device=device)
+            order = torch.cat([prefix.clamp(max=self.prefix_tokens - 1)[None], order + self.prefix_tokens])
+            filled = torch.cat([(prefix < self.prefix_tokens)[None], filled])
+            inverse = torch.cat([prefix[: self.prefix_tokens], inverse + slots])
+        even = all(surely_equal(length % count, 0) for length, count in zip(self.grid, self.block_grid, strict=True))
+        full = even and not self.prefix_tokens
+        return Placement(self, order.flatten(), inverse, {"block_size": slots}, None if full else filled.flatten())
+
+    def _tokens_of_places(self, sizes: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """``[M, C]``: raster index of the token in each place of a block, prefix not counted, and whether there is one."""
+        axes = len(self.grid)
+        token = torch.zeros((1,) * (2 * axes), dtype=torch.int64, device=device)
+        filled = torch.ones_like(token, dtype=torch.bool)
+        for axis, (length, count, size) in enumerate(zip(self.grid, self.block_grid, sizes, strict=True)):
+            block = torch.arange(count, device=device)
+            start, end = (edge * length // count for edge in (block, block + 1))
+            along = start[:, None] + torch.arange(size, device=device)
+            shape = [1] * (2 * axes)
+            shape[axis], shape[axes + axis] = count, size
+            token = token * length + along.clamp(max=length - 1).reshape(shape)
+            filled = filled & (along < end[:, None]).reshape(shape)
+        filled = filled.expand(token.shape)
+        return token.reshape(prod(self.block_grid), -1), filled.reshape(prod(self.block_grid), -1)
+
+    def _places_of_tokens(self, sizes: list[int], slots: int, device: torch.device) -> Tensor:
+        """``[N]``: place of each raster token, prefix not counted, in blocks of ``slots`` places."""
+        block = within = torch.zeros(1, dtype=torch.int64, device=device)
+        for length, count, size in zip(self.grid, self.block_grid, sizes, strict=True):
+            position = torch.arange(length, device=device)
+            # the last block whose first token, index * length // count, is not after the position
+            along = ((position + 1) * count - 1) // length
+            block = (block[:, None] * count + along).flatten()
+            within = (within[:, None] * size + position - along * length // count).flatten()
+        return block * slots + within
 
 
 class LayoutTables(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_mhla.attention.layout import BlockLayout, LayoutTables
+from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 
 
 class LocalPositionalEncoding(LayoutTables):
@@ -40,11 +40,31 @@ class LocalPositionalEncoding(LayoutTables):
         prefix = self.layout.prefix_tokens
         return {"to_grid": self.layout.inverse[prefix:], "from_grid": self.layout.order[prefix:] - prefix}
 
-    def forward(self, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """``[B, N, channels]`` to the same shape; tokens that ``key_mask`` ``[B, N]`` hides count as zeros."""
-        grid = hide_rows(v, key_mask).index_select(1, self.to_grid).transpose(1, 2).unflatten(-1, self.layout.grid)
+    def forward(self, v: Tensor, key_mask: Tensor | None = None, placement: Placement | None = None) -> Tensor:
+        """``[B, N, channels]`` to the same shape; tokens that ``key_mask`` ``[B, N]`` hides count as zeros.
+
+        Args:
+            v: tokens in block order.
+            key_mask: see above.
+            placement: places of the tokens; None for those of the last :meth:`fit`.
+        """
+        v = hide_rows(v, key_mask)
+        if placement is not None:
+            return self._placed(v, placement)
+        grid = v.index_select(1, self.to_grid).transpose(1, 2).unflatten(-1, self.layout.grid)
         out = self.conv(grid).flatten(2).transpose(1, 2).index_select(1, self.from_grid)
         return F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
+
+    def _placed(self, v: Tensor, placement: Placement) -> Tensor:
+        """The same where places may be empty; what stands in those is hidden later."""
+        layout, order, inverse = placement.layout, placement.order, placement.inverse
+        prefix = layout.prefix_tokens
+        tokens = v[:, prefix:] if inverse is None else v.index_select(1, inverse[prefix:])
+        out = self.conv(tokens.transpose(1, 2).unflatten(-1, layout.grid)).flatten(2).transpose(1, 2)
+        if order is None:
+            return F.pad(out, (0, 0, prefix, 0))
+        out = out.index_select(1, (order - prefix).clamp(min=0))
+        return torch.where((order >= prefix)[:, None], out, 0)
 
 
 def hide_rows(out: Tensor, key_mask: Tensor | None) -> Tensor:

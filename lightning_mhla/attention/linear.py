@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mhla.attention.config import MIXING_OPTIONS
+from lightning_mhla.attention.layout import Placement
 from lightning_mhla.attention.summaries import SummaryAttention
 
 CHUNK = 64
@@ -22,7 +23,7 @@ class LinearAttention(SummaryAttention, kind="linear"):
     unused: ClassVar[tuple[str, ...]] = MIXING_OPTIONS
 
     @override
-    def coefficients(self, q: Tensor) -> tuple[MixingLike, dict[str, Any]]:
+    def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
         """Return coefficients of 1; causal attention uses blocks of equal weight, for a cost linear in the tokens."""
         if self.causal:
             ones = q.new_ones(1)

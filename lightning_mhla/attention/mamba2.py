@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_mhla.attention.config import AttentionConfig
 from lightning_mhla.attention.head_decay import HeadDecay, HeadScale
 from lightning_mhla.attention.inputs import AttentionInputs
-from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.layout import BlockLayout, Placement
 from lightning_mhla.attention.recurrent import (
     NORM_EPS,
     ConvolvedOptions,
@@ -91,7 +91,9 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
         """Add D x."""
         return out + self.through.weight.to(out.dtype)[:, None] * operands.v
 
-    def _around(self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def _around(
+        self, out: Tensor, x: Tensor, v: Tensor, key_mask: Tensor | None, placement: Placement | None = None
+    ) -> Tensor:
         assert self.gate is not None
         assert self.norm is not None
-        return self.norm(self._with_lepe(out, v, key_mask) * F.silu(self.gate(x)))
+        return self.norm(self._with_lepe(out, v, key_mask, placement) * F.silu(self.gate(x)))

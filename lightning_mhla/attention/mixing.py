@@ -1,4 +1,4 @@
-"""Mixing coefficients as a module: their start, their bounds, and their own group in the optimiser."""
+"""Mixing coefficients as a module: initial values, bounds, and resizing to other block grids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_mhla.attention.layout import BlockLayout
 
 LOWER, UPPER = 1e-5, 1.0
-"""Bounds of a coefficient after each optimiser step (the paper's public code)."""
+"""Bounds of a coefficient; the paper's public code clips to them after each optimiser step."""
 
 SLOWEST, FASTEST = 0.05, 2.5
 """Decays per block that exponential mixing starts with; 0.05, 0.2, 0.7 and 2.5 for four terms."""
@@ -24,6 +24,20 @@ LARGEST_DECAY = 20.0
 """Decay at which the next block weighs 2e-9: as good as nothing."""
 
 MixingInit = Literal["locality", "uniform"]
+
+
+def bounded(values: Tensor, low: float = LOWER, high: float = UPPER) -> Tensor:
+    """Values between ``low`` and ``high``, whatever an optimiser, an average or a checkpoint made of the parameter.
+
+    Values inside stay as they are; those outside are reflected at the bounds. An optimiser that carries a coefficient past
+    its bound so meets the same coefficient on the way back, with a gradient of the opposite sign. ``torch.clamp`` has no
+    gradient outside, so a coefficient would be lost there; a rule that looks at the sign of the gradient would not give the
+    same step for the sum of the gradients of several batches or processes.
+    """
+    width = high - low
+    beyond = (values - low).remainder(2 * width)
+    reflected = low + torch.where(beyond > width, 2 * width - beyond, beyond)
+    return torch.where((values >= low) & (values <= high), values, reflected)
 
 
 def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
@@ -60,7 +74,15 @@ def _check_init(init: str) -> None:
 
 
 class MixingCoefficients(nn.Module):
-    """Mixing coefficients of one layer, float32 whatever the precision of the model; what both kinds share."""
+    """Mixing coefficients of one layer, float32 whatever the precision of the model; the base of both kinds.
+
+    The operator needs coefficients that are not negative. :meth:`forward` and :meth:`matrix` return :func:`bounded` values,
+    so that the parameters themselves may be trained, averaged and loaded by anything.
+    """
+
+    @override
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={list(values.shape)}" for name, values in self.named_parameters())
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> MixingLike:
         """Coefficients as the operator takes them for ``mixing``.
@@ -82,8 +104,8 @@ class MixingCoefficients(nn.Module):
         """``[M, M]`` or ``[H, M, M]``, for analysis."""
         raise NotImplementedError
 
-    def clip_(self) -> None:
-        """Bring every coefficient back into its bounds; the gradient does not see this, so it can grow again."""
+    def bring_inside_(self) -> None:
+        """Give the parameters their bounded values, which changes no result: for weights that others will read."""
         raise NotImplementedError
 
     def extend(self, blocks: int) -> None:
@@ -152,7 +174,7 @@ class DenseCoefficients(MixingCoefficients):
         grid, see :func:`mhla_kernels.resize_mixing`.
         """
         if block_grid in (None, self.grid):
-            return self.weight
+            return bounded(self.weight)
         assert block_grid is not None
         if not self.cut:
             return self._resized(block_grid)
@@ -162,7 +184,7 @@ class DenseCoefficients(MixingCoefficients):
                 f"{blocks} blocks are more than the {known} that dense coefficients were made for; mixing: exponential takes "
                 "any number"
             )
-        return self.weight[..., :blocks, :blocks]
+        return bounded(self.weight)[..., :blocks, :blocks]
 
     @override
     def resize(self, block_grid: tuple[int, ...]) -> None:
@@ -175,14 +197,14 @@ class DenseCoefficients(MixingCoefficients):
             raise ValueError(
                 "coefficients of blocks with prefix tokens, which have no position on the grid, keep their size"
             )
-        return resize_mixing(self.weight, self.grid, block_grid)
+        return resize_mixing(bounded(self.weight), self.grid, block_grid)
 
     @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
         """Carry causal coefficients over by :func:`mhla_kernels.extend_mixing`, or cut them."""
         if values.dim() not in (2, 3) or values.shape[-1] != values.shape[-2] or self.prefix_tokens:
             return None
-        blocks = math.prod(self.grid)
+        values, blocks = bounded(values), math.prod(self.grid)
         if self.causal or len(self.grid) == 1:
             resized = (
                 extend_mixing(values, blocks) if self.causal else resize_mixing(values, values.shape[-1:], self.grid)
@@ -199,17 +221,17 @@ class DenseCoefficients(MixingCoefficients):
 
     @override
     def matrix(self) -> Tensor:
-        return self.weight
+        return bounded(self.weight)
 
     @torch.no_grad()
     @override
-    def clip_(self) -> None:
-        self.weight.clamp_(LOWER, UPPER)
+    def bring_inside_(self) -> None:
+        self.weight.copy_(bounded(self.weight))
 
     def extend(self, blocks: int) -> None:
         """See :class:`MixingCoefficients` and :func:`mhla_kernels.extend_mixing`."""
         if blocks > self.weight.shape[-1]:
-            self._start = extend_mixing(self.weight.detach(), blocks)
+            self._start = extend_mixing(bounded(self.weight.detach()), blocks)
             self.weight = nn.Parameter(self._start.clone(), self.weight.requires_grad)
 
 
@@ -272,14 +294,12 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def forward(self, block_grid: tuple[int, ...] | None = None) -> ExponentialMixing:
-        """Build the mixing; over other blocks, decays stay the same over a whole axis.
-
-        A decay that an optimiser without :func:`clip_mixing` brought below its bound counts as the bound, and can rise again.
-        """
+        """Build the mixing; over other blocks, decays stay the same over a whole axis."""
+        amplitude = bounded(self.amplitude)
         if self.grid is None or block_grid in (None, self.grid):
-            return ExponentialMixing(self.amplitude, self._bounded(), self.grid)
+            return ExponentialMixing(amplitude, bounded(self.decay, high=LARGEST_DECAY), self.grid)
         assert block_grid is not None
-        return ExponentialMixing(self.amplitude, self._rescaled(block_grid), block_grid)
+        return ExponentialMixing(amplitude, self._rescaled(block_grid), block_grid)
 
     @override
     def resize(self, block_grid: tuple[int, ...]) -> None:
@@ -291,7 +311,8 @@ class ExponentialCoefficients(MixingCoefficients):
     @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
         """Carry the decays to other blocks: they stay the same over a whole axis."""
-        own = self.amplitude if name == "amplitude" else self.decay
+        own, high = (self.amplitude, UPPER) if name == "amplitude" else (self.decay, LARGEST_DECAY)
+        values = bounded(values, high=high)
         axes = own.dim() - self.amplitude.dim()
         if values.shape[values.dim() - 1 - axes] != own.shape[own.dim() - 1 - axes]:
             return None
@@ -304,10 +325,7 @@ class ExponentialCoefficients(MixingCoefficients):
         """Decays of a step between blocks that are larger or smaller than those learned."""
         old = (self.blocks,) if self.grid is None else self.grid
         scale = self.decay.new_tensor([before / after for before, after in zip(old, block_grid, strict=True)])
-        return self._bounded() * (scale[0] if self.grid is None else scale)
-
-    def _bounded(self) -> Tensor:
-        return self.decay.detach().clamp(min=LOWER) + (self.decay - self.decay.detach())
+        return bounded(self.decay, high=LARGEST_DECAY) * (scale[0] if self.grid is None else scale)
 
     @override
     def matrix(self) -> Tensor:
@@ -315,9 +333,9 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @torch.no_grad()
     @override
-    def clip_(self) -> None:
-        self.amplitude.clamp_(LOWER, UPPER)
-        self.decay.clamp_(LOWER, LARGEST_DECAY)
+    def bring_inside_(self) -> None:
+        self.amplitude.copy_(bounded(self.amplitude))
+        self.decay.copy_(bounded(self.decay, high=LARGEST_DECAY))
 
     @override
     def extend(self, blocks: int) -> None:
@@ -332,10 +350,3 @@ def _for_heads(values: Tensor, own: Tensor) -> Tensor | None:
     if values.dim() > own.dim():
         return values.mean(0)
     return values if values.dim() < 3 or len(values) == len(own) else None
-
-
-def clip_mixing(model: nn.Module) -> None:
-    """Clip the trainable mixing coefficients of every layer of ``model``."""
-    for module in model.modules():
-        if isinstance(module, MixingCoefficients) and any(p.requires_grad for p in module.parameters()):
-            module.clip_()

@@ -17,7 +17,7 @@ from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.config import AttentionConfig
 from lightning_mhla.attention.features import LearnedFeatures, apply_features
 from lightning_mhla.attention.inputs import AttentionInputs
-from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.layout import BlockLayout, Placement
 from lightning_mhla.attention.lepe import hide_rows
 
 EPS, SANA_EPS = 1e-6, 1e-15
@@ -37,8 +37,13 @@ class SummaryAttention(Attention):
                     raise ValueError(f"{name} is for attention that sees every token; leave it out of causal attention")
         self.features = LearnedFeatures(heads, self.key_width) if config.feature_map == "learned" else None
 
-    def coefficients(self, q: Tensor) -> tuple[MixingLike, dict[str, Any]]:
-        """Coefficients for the operator, and its blocks by name, for mapped queries ``[B, N, H, Dk]``."""
+    def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
+        """Coefficients for the operator, and its blocks by name.
+
+        Args:
+            q: mapped queries ``[B, N, H, Dk]``.
+            placement: places of the tokens; None for those of the last :meth:`fit`.
+        """
         raise NotImplementedError
 
     @override
@@ -112,7 +117,7 @@ class SummaryAttention(Attention):
             q, k, feature_map = apply_features(
                 inputs.q, inputs.k, self.config.feature_map, inputs.rotary, self.config.key_weighting, inputs.key_mask
             )
-        mixing, blocks = self.coefficients(q)
+        mixing, blocks = self.coefficients(q, inputs.placement) if inputs.placement else self.coefficients(q)
         eps = self.normalizer_eps(inputs)
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, "eps": eps, **blocks}
 

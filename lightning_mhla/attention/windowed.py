@@ -43,9 +43,11 @@ class FarWeight(nn.Module):
 class WindowedMHLA(MHLA, kind="mhla_window"):
     """Softmax over the own and the previous block, MHLA over all before; arguments as for :class:`Attention`. Causal.
 
-    :func:`mhla_kernels.mhla_window_attention` has the definition. Its features are those of ``feature_map``, of queries and
-    keys that rotary has turned; its ``far`` is a learned number for each head (:class:`FarWeight`), to which ``feature_map:
-    learned`` adds the logarithm of the query's largest feature. Weights always sum to 1, whatever ``normalize`` says.
+    :func:`mhla_kernels.mhla_window_attention` has the definition. Its features are those of queries and keys that rotary has
+    turned. ``feature_map`` is ``relu`` or ``sana`` (both ``relu(x)``: nothing is added, since near tokens keep the sum of
+    weights above zero), ``elu``, ``softplus`` or ``learned``; ``identity`` is not supported, because weights must not be
+    negative. ``far`` is a learned number for each head (:class:`FarWeight`), to which ``learned`` adds the logarithm of the
+    query's largest feature, by which it divides them. Weights always sum to 1, whatever ``normalize`` says.
     """
 
     causal_only = True

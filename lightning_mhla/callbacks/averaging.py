@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,17 +16,17 @@ from lightning_mhla.system.torch_private import foreach_add_, foreach_copy_, for
 
 
 class ExponentialMovingAverage(Callback):
-    """Averages the trained weights after each optimiser step (and so after mixing coefficients are clipped).
+    """Average the trained weights after each optimiser step.
 
     Validation and the checkpoint's ``state_dict`` use the average; ``current_model_state`` holds the weights as they are
     trained. Under FSDP2 every process averages its own share. The names in the checkpoint are those of Lightning's
     ``EMAWeightAveraging``, which copies the module and so refuses sharded weights; buffers are not averaged.
 
     Args:
-        decay: share of the old average that is kept at each step.
+        decay: share of the old average that is kept at each step; or a function that returns it, called at each step.
     """
 
-    def __init__(self, decay: float) -> None:
+    def __init__(self, decay: float | Callable[[], float]) -> None:
         self.decay = decay
         self._average: dict[str, Tensor] = {}
         self._updated = 0
@@ -50,8 +50,9 @@ class ExponentialMovingAverage(Callback):
         self._updated = trainer.global_step
         ours, theirs = self._pairs(pl_module)
         if self._steps:
-            foreach_mul_(ours, self.decay)
-            foreach_add_(ours, theirs, alpha=1 - self.decay)
+            decay = self.decay() if callable(self.decay) else self.decay
+            foreach_mul_(ours, decay)
+            foreach_add_(ours, theirs, alpha=1 - decay)
         else:
             foreach_copy_(ours, theirs)
         self._steps += 1

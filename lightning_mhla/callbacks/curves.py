@@ -9,6 +9,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 
 from lightning_mhla.system.folders import checkpoint_folder
+from lightning_mhla.system.lightning_private import accumulates_gradients
 
 
 class LearningCurves(Callback):
@@ -33,7 +34,7 @@ class LearningCurves(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Note the training metrics every ``log_every_n_steps``."""
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set when the trainer is made
-        if every and trainer.global_step % every == 0:
+        if every and trainer.global_step % every == 0 and not accumulates_gradients(trainer):
             self._note(trainer, "train/")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

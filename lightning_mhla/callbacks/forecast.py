@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
 from lightning_mhla.system.sharding import is_shard
+from lightning_mhla.system.steps import steps_of_epochs, steps_of_run
 
 GIB = 1 << 30
 
@@ -32,9 +33,10 @@ class Forecast(Callback):
         self.warm_up_steps, self.measured_steps = warm_up_steps, measured_steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what is known beforehand."""
+        """Print what is known beforehand."""
         self._first = trainer.global_step
         self._clock: float | None = None
+        self._said = False
         self._paused = 0.0
         if trainer.is_global_zero:
             averages = any(isinstance(callback, ExponentialMovingAverage) for callback in trainer.callbacks)  # type: ignore[attr-defined]
@@ -42,26 +44,33 @@ class Forecast(Callback):
             Console(soft_wrap=True, highlight=False, stderr=True).print("\n".join(lines))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock stands still."""
+        """Pause the timer."""
         self._stopped = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The clock keeps running."""
+        """Resume the timer."""
         if not trainer.sanity_checking:
             self._paused += time.monotonic() - self._stopped
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Say the speed, once."""
+        """Print the speed, once; with gradient accumulation several batches end at one optimiser step."""
         done = trainer.global_step - self._first
+        if self._said or done < self.warm_up_steps:
+            return
         now = time.monotonic() - self._paused
-        if done == self.warm_up_steps and self._clock is None:
-            self._clock = now
-        elif self._clock is not None and done == self.warm_up_steps + self.measured_steps and trainer.is_global_zero:
-            each = (now - self._clock) / self.measured_steps
-            self._clock, left = math.inf, float(trainer.estimated_stepping_batches) - trainer.global_step
-            rest = f", {duration(each * left)} to go, validation aside" if math.isfinite(left) else ""
-            text = f"{each:.3g} s a step{rest}" if each >= 1 else f"{1 / max(each, 1e-9):.3g} steps a second{rest}"
-            Console(soft_wrap=True, highlight=False, stderr=True).print(text)
+        if self._clock is None:
+            self._clock, self._clock_step = now, done
+        elif done >= self._clock_step + self.measured_steps:
+            self._said = True
+            if trainer.is_global_zero:
+                self._print((now - self._clock) / (done - self._clock_step), trainer)
+
+    def _print(self, each: float, trainer: Trainer) -> None:
+        """Print seconds per optimiser step and what is left."""
+        left = steps_of_run(trainer) - trainer.global_step
+        rest = f", {duration(each * left)} to go, validation aside" if math.isfinite(left) else ""
+        text = f"{each:.3g} s a step{rest}" if each >= 1 else f"{1 / max(each, 1e-9):.3g} steps a second{rest}"
+        Console(soft_wrap=True, highlight=False, stderr=True).print(text)
 
 
 def needs(module: nn.Module, averages: bool, processes: int) -> str:
@@ -99,12 +108,8 @@ def _local_bytes(parameter: nn.Parameter) -> int:
 
 
 def _steps(trainer: Trainer) -> str:
-    batches, steps = trainer.num_training_batches, trainer.estimated_stepping_batches
-    epoch = (
-        f"{math.ceil(batches / trainer.accumulate_grad_batches):,} steps an epoch"
-        if math.isfinite(batches)
-        else "no epochs"
-    )
+    steps, each = steps_of_run(trainer), steps_of_epochs(trainer, 1)
+    epoch = f"{int(each):,} steps an epoch" if math.isfinite(each) else "no epochs"
     end = f"{int(steps):,} in all" if math.isfinite(steps) else "without an end"
     done = f", {trainer.global_step:,} done" if trainer.global_step else ""
     return f"{epoch}, {end}{done}"

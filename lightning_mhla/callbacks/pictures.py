@@ -84,8 +84,16 @@ class AttentionPictures(Callback):
         self._folder = Path()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the folder, on every rank."""
-        self._folder = run_folder(trainer) / "pictures"
+        """Find the folder, on every rank; forget the pictures of an earlier fit."""
+        self._folder, self._period = run_folder(trainer) / "pictures", 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many periods of ``every_n_epochs`` have their pictures."""
+        return {"period": self._period}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Draw no picture twice, and none that a run without a stop would not draw."""
+        self._period = int(state_dict["period"])
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

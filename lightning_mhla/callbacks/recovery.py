@@ -1,37 +1,38 @@
-"""Checkpoints to resume from after a crash, and stopping on a signal without losing a step."""
+"""The checkpoints of a run: the latest state, the best ones, and stopping on a signal without losing a step."""
 
 from __future__ import annotations
 
-import csv
 import logging
-import os
-import signal
+import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-from lightning_mhla.checkpoints.io import RECOVERY
+from lightning_mhla.callbacks.best import BestCheckpoints, complete, relocate_all
+from lightning_mhla.callbacks.rows import ROW, keep_row, log_again
+from lightning_mhla.checkpoints.choice import lies_in, name_of_start
+from lightning_mhla.checkpoints.io import CHECKPOINTS, LAST, READ_FROM, RECOVERY, read_header
+from lightning_mhla.system.files import give_second_name
 from lightning_mhla.system.folders import checkpoint_folder, run_folder
 from lightning_mhla.system.lightning_private import (
     accumulates_gradients,
-    logged_step,
-    logger_connector,
+    as_of_last_batch,
+    ended_inside_epoch,
+    ends_epoch,
+    start_next_epoch,
     validates_after_this_batch,
 )
 from lightning_mhla.system.processes import Agreement
+from lightning_mhla.system.signals import StopSignals
 
 log = logging.getLogger(__name__)
 
-ROW = "row_to_log"
-"""Entry of a checkpoint: metrics of its last step, and the step's number, which the loggers did not have yet."""
-
-GO_ON = 75
+TEMPORARY_FAILURE = 75
 """Exit status of a run that a signal stopped and that the same command resumes: EX_TEMPFAIL of sysexits.h."""
 
 
@@ -39,20 +40,24 @@ class RunStopped(SystemExit):  # leaves as SystemExit does, no error is reported
     """A signal has stopped the run, after its state was saved."""
 
     def __init__(self) -> None:
-        super().__init__(GO_ON)
+        super().__init__(TEMPORARY_FAILURE)
 
 
 class Recovery(Checkpoint):
-    """Saves the whole state every few minutes, at the end of training, and when a signal asks the run to stop.
+    """Writes the checkpoints of a run, every one of them.
 
-    Files go to ``checkpoints/recovery`` of the run's folder; ``--run_dir`` finds the newest whole one. A signal only sets
-    a flag: at the end of a step all processes agree on it, save together, and leave with status 75. A save waits until
-    validation or the end of an epoch is over where one follows, since training would continue after it otherwise.
+    It saves the complete state every few minutes, at the end of training, whenever a ModelCheckpoint wants a checkpoint, and
+    when a signal asks the run to stop. A state is saved once, after all callbacks have seen what happened at its step: after
+    the validation or the end of the epoch where one follows. ``checkpoints/recovery/step=N.ckpt`` is the file;
+    ``checkpoints/last.ckpt`` and the names that ModelCheckpoints ask for are other names of it. ``--run_dir`` resumes from the
+    latest complete one.
+
+    A signal only sets a flag: at the end of a step all processes agree on it, save together, and leave with status 75.
 
     Args:
-        every_minutes: between two saves, by the clock of the first process; null for none.
+        every_minutes: time between two saves, by the clock of the first process; null for none.
         every_n_steps: optimiser steps between two saves; null for none.
-        keep: newest files that are kept; two, so that one is left when the newest is damaged.
+        keep: number of latest states to keep in ``recovery``; two, so that one is left when the latest is damaged.
         signals: names of those that stop the run. Ctrl+C is SIGINT; a second one stops at once, without saving.
     """
 
@@ -68,113 +73,140 @@ class Recovery(Checkpoint):
         for name, value in {"every_minutes": every_minutes, "every_n_steps": every_n_steps}.items():
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value} must be positive, or null for none")
-        unknown = [name for name in signals if not hasattr(signal, name)]
-        if unknown:
-            raise ValueError(f"signals names {unknown[0]!r}, which is no signal here; SIGTERM and SIGUSR1 are")
         self.every_minutes, self.every_n_steps, self.keep = every_minutes, every_n_steps, keep
-        self.signals = [signal.Signals[name] for name in signals]
-        self.received: str | None = None
+        self.signals = StopSignals(signals)
         self.leaving = False
-        self._active = False
-        self._due = self._stopping = False
-        self._before: dict[signal.Signals, Any] = {}
-        self._row_is_due = False
+        self.started_from: str | None = None
+        self._best = BestCheckpoints()
+        self._plan: dict[str, list[str]] = {"names": [], "removals": []}
+        self._due = self._stopping = self._row_is_due = self._stopped_inside_epoch = self._finished = False
+        self._stops: list[int] = []
         self._row: dict[str, Any] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Listen for signals from here on."""
+        """Listen for signals, and take over the writing of all checkpoints."""
         if stage == "fit":
             self._agreement = Agreement()
             self._due = self._stopping = self.leaving = False
-            self.received, self._active = None, True
+            self.started_from, self._stops = None, []
             environment = getattr(trainer.strategy, "cluster_environment", None)
             if isinstance(environment, SLURMEnvironment):
                 environment.auto_requeue = False  # Lightning would save inside the signal's handler
-            self._listen()
+            self.signals.start()
+            self._best.adopt(trainer)
+            self._folder = self._find_folder(trainer)
+
+    def _find_folder(self, trainer: Trainer) -> Path:
+        own = run_folder(trainer)
+        has_own = trainer.loggers or own.resolve() != Path.cwd()  # Lightning's default folder is the working folder
+        return own / CHECKPOINTS if has_own else checkpoint_folder(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Signals do again what they did before; on the way out they do nothing: srun sends more of them then."""
-        self._active = False
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if self.leaving else handler)
-        self._before = {}
+        """Restore the handlers of signals, and leave the checkpoints to others."""
+        self.signals.stop(ignore=self.leaving)
+        self._best.release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Let go of the signals; Lightning calls no teardown then."""
+        """Write what ``save_on_exception`` asks for; Lightning calls no teardown then."""
+        if self._best.wanted and not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._best.finish(trainer, None)
         self.teardown(trainer, pl_module, "fit")
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back from Lightning, whose handlers talk to other processes in the middle of a step."""
-        self._listen()
+        """Replace Lightning's signal handlers, which talk to other processes in the middle of a step."""
+        self.signals.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Likewise; start the clock; tell TensorBoard from where on points come again."""
-        self._listen()
-        own = run_folder(trainer) / "checkpoints"
-        self._folder = (own if trainer.loggers else checkpoint_folder(trainer)) / RECOVERY
+        """Start the timer, leave the epoch that is over, and set aside the checkpoints of an abandoned future."""
+        self.signals.listen()
+        start_next_epoch(trainer)
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
+        start = Path(str(trainer.ckpt_path)) if trainer.ckpt_path else None
+        if start is not None and start.resolve() != self._folder.parent.resolve():
+            self.started_from = name_of_start(start, self._folder.parent)
+        if trainer.is_global_zero:
+            set_aside(self._folder, trainer.global_step)
         if trainer.global_step:
-            self._log_again(trainer)
+            log_again(trainer, self._row)
+            self._row = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Leave before the step that follows a save, when what was logged of the last one is written."""
+        """Stop before the step that follows a save, once metrics of the last one are written."""
         if self.leaving:
             raise RunStopped
         self._row_is_due = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The row of the last step is with the loggers by now."""
+        """Note that the loggers have the row of the last step by now."""
         self._row_is_due = False
+        if not trainer.sanity_checking:
+            self._best.validated_step = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the log as new as any checkpoint: flush what the loggers hold, and save the row that they do not have yet.
-
-        Lightning hands the row of a step over when all callbacks, and so all checkpoints, are done with the step.
-        """
-        connector = logger_connector(trainer)
-        if self._row_is_due and connector.should_update_logs:
-            row = {name: float(value) for name, value in connector.metrics["log"].items()}
-            checkpoint[ROW] = {"step": logged_step(trainer), "metrics": row}
+        """Keep the log as new as any checkpoint: flush the loggers, and save the row that they do not have yet."""
+        if self._row_is_due:
+            keep_row(trainer, checkpoint)
+        if self._stopped_inside_epoch:
+            as_of_last_batch(checkpoint["loops"])
         for logger in trainer.loggers:
             logger.save()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take back the row that was not logged yet."""
+        """Restore the row that was not logged yet, and the best checkpoints, wherever the folder is now."""
         self._row = checkpoint.get(ROW)
+        states, read_from = checkpoint.get("callbacks") or {}, checkpoint.get(READ_FROM)
+        if trainer.state.fn != "fit" or read_from is None:
+            return
+        plan = (states.get(self.state_key) or {}).get("plan")
+        if plan and trainer.is_global_zero and lies_in(Path(read_from), self._folder):
+            complete(plan, Path(read_from), self._folder)
+        trainer.strategy.barrier()
+        relocate_all(trainer, states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The checkpoint that the run started from, whether training is over, and the other names of this state."""
+        kept = {
+            "started_from": self.started_from,
+            "validated_step": self._best.validated_step,
+            "stops": list(self._stops),
+        }
+        return {**kept, "finished": self._finished, "plan": self._plan}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the checkpoint that the run started from, and the steps at which it was stopped."""
+        self.started_from = state_dict.get("started_from")
+        self._stops = list(state_dict.get("stops", ()))
+        self._best.validated_step = state_dict.get("validated_step", -1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Agree on whether to save or to stop, and do it unless validation or the end of the epoch comes first."""
-        stop, due = self._agreement.any(self.received is not None, self._is_due(trainer))
-        self._due, self._stopping = self._due or stop or due, self._stopping or stop
-        self._due = self._due or (_is_last_step(trainer) and trainer.global_step > self._saved_step)
-        if self._due and not validates_after_this_batch(trainer) and not accumulates_gradients(trainer):
+        """Agree on whether to save or to stop; save now unless more happens at this step."""
+        stop, due = self._agreement.any(self.signals.received is not None, self._is_due(trainer))
+        self._due, self._stopping = self._due or due, self._stopping or stop
+        later = ends_epoch(trainer) or validates_after_this_batch(trainer) or accumulates_gradients(trainer)
+        if not later and self._wants_save:
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make up for a save that waited."""
-        if self._due and not trainer.sanity_checking:
+        """Save after a validation inside an epoch."""
+        if trainer.sanity_checking or trainer.state.fn != "fit" or ends_epoch(trainer):
+            return
+        if accumulates_gradients(trainer):  # not a state to resume from, but weights that may be the best
+            self._due = self._due or self._best.wanted
+            self._best.finish(trainer, None)
+        elif self._wants_save:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Likewise; and save the state at the end of training, from which a longer run resumes."""
+        """Save at the end of an epoch, and always at the end of training."""
         self._row_is_due = False
-        if self._due or (_is_over(trainer) and trainer.global_step > self._saved_step):
+        if self._wants_save or _is_over(trainer):
+            self._finished, self._stopped_inside_epoch = _is_over(trainer), ended_inside_epoch(trainer)
             self._save(trainer)
+            self._finished = self._stopped_inside_epoch = False
 
-    def _log_again(self, trainer: Trainer) -> None:
-        """Log the row that the checkpoint kept; have TensorBoard show it and later points once, as this start writes them."""
-        row = self._row or {"step": trainer.global_step, "metrics": {}}
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-                start = Event(step=row["step"], session_log=SessionLog(status=1))
-                logger.experiment.file_writer.add_event(start)
-            if (
-                row["metrics"]
-                and _resumes_in(logger, trainer)
-                and not (isinstance(logger, CSVLogger) and _has_row(logger, row))
-            ):
-                logger.log_metrics(row["metrics"], row["step"])
-        self._row = None
+    @property
+    def _wants_save(self) -> bool:
+        return self._due or self._stopping or self._best.wanted
 
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.global_step == self._saved_step:
@@ -185,68 +217,99 @@ class Recovery(Checkpoint):
         return trainer.is_global_zero and self.every_minutes is not None and minutes >= self.every_minutes
 
     def _save(self, trainer: Trainer) -> None:
+        """Write the state, give it its other names, and remove older states; every process calls it."""
+        if self._stopping and not (self._due or self._best.wanted or self._finished):
+            self._stops.append(trainer.global_step)
+        self._due = False
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is made
             self.leaving = self._stopping
             return
-        path = self._folder / f"step={trainer.global_step:08d}.ckpt"
-        trainer.save_checkpoint(path)
-        self._saved_at, self._saved_step, self._due = time.monotonic(), trainer.global_step, False
-        if trainer.is_global_zero:
-            saved = sorted(self._folder.glob("step=*.ckpt"), key=lambda each: each.stat().st_mtime_ns)
-            for old in saved[: -self.keep]:
-                trainer.strategy.remove_checkpoint(old)
+        state, last = self._folder / RECOVERY / f"step={trainer.global_step:08d}.ckpt", self._folder / LAST
+        self._best.name_last(last)
+        self._plan = self._best.plan(self._folder)
+        trainer.save_checkpoint(state)
+        self._plan = {"names": [], "removals": []}
+        self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
+        whole = trainer.is_global_zero and state.exists()  # a plugin may still be writing it
+        if whole:
+            give_second_name(state, last)
+        self._best.finish(trainer, state if trainer.strategy.broadcast(whole) else None)
+        for old in self._superseded(state) if trainer.is_global_zero else ():
+            trainer.strategy.remove_checkpoint(old)
         self.leaving = self._stopping
         if self.leaving and trainer.is_global_zero:
             log.warning(
                 "stopped on %s after step %d, saved as %s; the same command with --run_dir resumes from there",
-                self.received or "a signal to another process",
+                self.signals.received or "a signal to another process",
                 trainer.global_step,
-                path,
+                state,
             )
 
-    def _listen(self) -> None:
-        for number in self.signals if self._active else []:
-            current = signal.getsignal(number)
-            if current != self._on_signal and not (
-                number == signal.SIGINT and current == signal.SIG_IGN
-            ):  # in the background
-                self._before.setdefault(number, current)
-                signal.signal(number, self._on_signal)
+    def _superseded(self, state: Path) -> Sequence[Path]:
+        """States that are older than the latest ``keep``, by their steps.
 
-    def _on_signal(self, number: int, _: Any) -> None:
-        name = signal.Signals(number).name
-        if self._active and number == signal.SIGINT and self.received == name:
-            raise KeyboardInterrupt
-        if self._active:
-            if number == signal.SIGINT:
-                log.warning("Ctrl+C: saving after this step; press it again to stop at once, without saving")
-            self.received = name
-        elif not self.leaving:  # Lightning puts handlers back that it found, this one too, when the run is over
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        A state of a stop does not count, and goes once there is a later one: the run then ends with the same files as one that
+        was not stopped.
+        """
+        steps = {path: step for path in state.parent.iterdir() if (step := step_of(path)) is not None}
+        regular = [path for path in sorted(steps, key=lambda path: steps[path]) if steps[path] not in self._stops]
+        stops = [path for path in steps if steps[path] in self._stops]
+        return [path for path in (*regular[: -self.keep], *stops) if path != state]
 
 
-def _resumes_in(logger: Logger, trainer: Trainer) -> bool:
-    """Whether the log of the run that the checkpoint is of resumes in the same folder."""
-    folder, checkpoint = getattr(logger, "log_dir", None), trainer.ckpt_path
-    return bool(folder and checkpoint) and Path(str(checkpoint)).resolve().is_relative_to(Path(str(folder)).resolve())
+def step_of(path: Path) -> int | None:
+    """The optimiser step that the name of a state says; None for any other name."""
+    match = re.fullmatch(r"step=(\d+)\.ckpt", path.name)
+    return int(match[1]) if match else None
 
 
-def _has_row(logger: CSVLogger, row: dict[str, Any]) -> bool:
-    """Whether the table of an earlier start in the same folder holds the row: that start ended by itself."""
-    for path in Path(logger.log_dir).glob("metrics*.csv"):
-        with path.open(newline="") as stream:
-            for line in csv.DictReader(stream):
-                if line.get("step") == str(row["step"]) and any(line.get(name) for name in row["metrics"]):
-                    return True
-    return False
+def set_aside(folder: Path, step: int) -> None:
+    """Move the checkpoints of an abandoned future out of the way: a run that starts at an earlier step would resume from them.
+
+    Nothing is deleted. Other checkpoints in the folder, which no later state of this run lists, stay where they are.
+
+    Args:
+        folder: folder of the run's checkpoints.
+        step: optimiser step that the run starts at.
+    """
+    later = {path: header for path in _states_in(folder) if (header := _header(path)) and header["global_step"] > step}
+    best = {
+        folder / Path(str(name)).name
+        for header in later.values()
+        for state in (header.get("callbacks") or {}).values()
+        if isinstance(state, dict)
+        for name in state.get("best_k_models") or ()
+    }
+    moved = [*later, *(path for path in sorted(best) if (header := _header(path)) and header["global_step"] > step)]
+    if not moved:
+        return
+    number = 1
+    while (target := folder / f"set-aside-{number}").exists():
+        number += 1
+    for path in moved:
+        (target / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target / path.relative_to(folder))
+    log.warning(
+        "this start continues from step %d: %d checkpoints of later steps are now in %s", step, len(moved), target
+    )
 
 
-def _is_last_step(trainer: Trainer) -> bool:
-    return 0 <= trainer.max_steps <= trainer.global_step
+def _states_in(folder: Path) -> list[Path]:
+    """The states of a run, and its ``last.ckpt``."""
+    states = [path for path in (folder / RECOVERY).glob("*.ckpt") if step_of(path) is not None]
+    return [*states, *([folder / LAST] if (folder / LAST).exists() else [])]
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    """All entries of a checkpoint but its tensors; None for one that cannot be read."""
+    try:
+        header = read_header(path)
+    except (ValueError, OSError):
+        return None
+    return header if isinstance(header.get("global_step"), int) else None
 
 
 def _is_over(trainer: Trainer) -> bool:
     epochs = trainer.max_epochs
     last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
-    return last_epoch or _is_last_step(trainer) or trainer.should_stop
+    return last_epoch or 0 <= trainer.max_steps <= trainer.global_step or trainer.should_stop

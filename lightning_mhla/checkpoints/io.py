@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written aside, flushed and renamed, checked before they are read, the furthest whole one found."""
+"""Checkpoints on disk: written atomically, checked before they are read, and the latest complete one of a run found."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from lightning_mhla.system.untrusted import BROKEN, reason
 
 log = logging.getLogger(__name__)
 
-RECOVERY = "recovery"
-"""Folder, inside that of the checkpoints, of those that a run resumes from."""
+CHECKPOINTS, RECOVERY, LAST = "checkpoints", "recovery", "last.ckpt"
+"""Folder of a run's checkpoints; folder inside it, of those that the run resumes from; and a name for the latest of them."""
+
+READ_FROM = "read_from"
+"""Entry that a checkpoint gets when it is read: its path."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
     """Lightning's reading and writing of checkpoints, for local paths: atomic and checked.
 
-    It also reads the folder of a sharded checkpoint, and given another folder takes the furthest whole checkpoint below it.
+    It also reads the folder of a sharded checkpoint. Given the folder of a run, it takes the run's latest complete checkpoint.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -51,7 +54,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Check a checkpoint and read it, onto the CPU.
+        """Check a checkpoint and read it, onto the CPU; its path is the entry :data:`READ_FROM`.
 
         Raises:
             ValueError: when it is damaged, or cannot be read without running code.
@@ -59,13 +62,14 @@ class WholeCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             return super().load_checkpoint(path, map_location, weights_only=True)  # whatever was asked for
         found = resolve_checkpoint(Path(path))
-        if not found.is_dir():
-            return read_file(found)
-        from lightning_mhla.checkpoints.sharded_tensors import load_whole  # takes long to import
+        if found.is_dir():
+            from lightning_mhla.checkpoints.sharded_tensors import load_whole  # takes long to import
 
-        content = load_whole(found)
-        check_entries(found, content)
-        return content
+            content = load_whole(found)
+            check_entries(found, content)
+        else:
+            content = read_file(found)
+        return {**content, READ_FROM: str(found)}
 
 
 def _explained(error: Exception, path: Path) -> OSError:
@@ -148,26 +152,42 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints anywhere below a folder, the furthest first.
+    """The checkpoints of one run, the latest first.
 
-    Of those of one step, ``Recovery``'s come first: what ModelCheckpoint writes when training ends says that its epoch is
-    over, and a longer run could not resume inside it. File times count last: copies do not keep them. One that cannot be
-    read comes before all others, so that whoever looks for a whole one reports it.
+    Those that ``Recovery`` wrote come before all others, in the order of their steps: only they hold what every callback
+    knew at that step. File times do not count, since copies do not keep them. A file that cannot be read comes before the
+    others of its kind, so that whoever looks for a complete one reports it.
+
+    Args:
+        folder: folder of a run, or of its checkpoints. Runs in folders below it are not this run.
     """
-    found = [path for path in folder.rglob("*.ckpt") if path.is_file() or is_sharded(path)]
+    place = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    states, others = _checkpoints_in(place / RECOVERY), _checkpoints_in(place)
+    if states:
+        states += [path for path in others if path.name == LAST]
+        others = [path for path in others if path.name != LAST]
+    return [*sorted(states, key=_rank, reverse=True), *sorted(others, key=_rank, reverse=True)]
 
-    def rank(path: Path) -> tuple[float, bool, int]:
-        try:
-            step = float(read_header(path)["global_step"])
-        except (ValueError, KeyError, TypeError):
-            step = math.inf
-        return step, path.parent.name == RECOVERY, path.stat().st_mtime_ns
 
-    return sorted(found, key=rank, reverse=True)
+def _checkpoints_in(folder: Path) -> list[Path]:
+    """Checkpoints directly inside a folder; names with a leading dot are temporary files of Lightning's tuners."""
+    found = folder.glob("*.ckpt") if folder.is_dir() else ()
+    return [path for path in found if path.name[0] != "." and (path.is_file() or is_sharded(path))]
+
+
+def _rank(path: Path) -> tuple[float, bool]:
+    """Step of a checkpoint; of two names of one step, Recovery's own first."""
+    try:
+        step = float(read_header(path)["global_step"])
+    except (ValueError, KeyError, TypeError):
+        step = math.inf
+    return step, path.parent.name == RECOVERY
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """A checkpoint itself once it is checked, or the furthest whole one below a folder; damaged ones there are passed over.
+    """A checkpoint itself once it is checked, or the latest complete one of a run's folder; damaged ones are passed over.
+
+    A folder without checkpoints stands for the run below it, if that is only one.
 
     Under several processes the first one looks, and all take what it found.
 
@@ -194,9 +214,10 @@ def consolidate(source: Path, target: Path) -> Path:
     """
     if target.exists():
         raise ValueError(f"{target} exists already; choose another name")
-    found = resolve_checkpoint(source)
     reading = WholeCheckpointIO()
-    reading.save_checkpoint(reading.load_checkpoint(found), target)
+    content = reading.load_checkpoint(source)
+    found = Path(content.pop(READ_FROM))
+    reading.save_checkpoint(content, target)
     return found
 
 
@@ -204,15 +225,13 @@ def _checked(path: Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"checkpoint {path} does not exist")
     if path.is_dir() and not is_sharded(path):
-        return _furthest_whole(path)
+        return _latest_complete(path)
     check_checkpoint(path)
     return path
 
 
-def _furthest_whole(folder: Path) -> Path:
-    candidates = find_checkpoints(folder)
-    if not candidates:
-        raise FileNotFoundError(f"{folder} holds no checkpoint")
+def _latest_complete(folder: Path) -> Path:
+    candidates = find_checkpoints(folder) or find_checkpoints(_only_run_below(folder))
     for path in candidates:
         try:
             check_checkpoint(path)
@@ -223,6 +242,22 @@ def _furthest_whole(folder: Path) -> Path:
     raise ValueError(
         f"none of the {len(candidates)} checkpoints in {folder} is whole; move the folder away to train from the start"
     )
+
+
+def _only_run_below(folder: Path) -> Path:
+    """The one run, or folder of checkpoints, below a folder that holds none itself.
+
+    Raises:
+        FileNotFoundError: when there is none, or several, naming some.
+    """
+    places = {path.parent for path in folder.rglob("*.ckpt") if path.name[0] != "."}
+    runs = {place.parent if place.name == RECOVERY else place for place in places}
+    runs = {place.parent if place.name == CHECKPOINTS else place for place in runs}
+    if len(runs) == 1:
+        return runs.pop()
+    names = ", ".join(str(run) for run in sorted(runs)[:3]) + (", .." if len(runs) > 3 else "")
+    hint = f"; name one of the runs below it: {names}" if runs else ""
+    raise FileNotFoundError(f"{folder} holds no checkpoint{hint}")
 
 
 def _first_process(find: Callable[[], Path]) -> Path:

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from lightning_mhla.checkpoints.io import find_checkpoints
 from lightning_mhla.system.processes import process_ranks
 
 log = logging.getLogger(__name__)
@@ -37,10 +36,6 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         if is_first_process():
             self._take(WAIT_AFTER_REQUEUE if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 0.0)
-
-    def has_checkpoints(self) -> bool:
-        """Whether there is something to resume from."""
-        return bool(find_checkpoints(self.path))
 
     @property
     def taken(self) -> bool:

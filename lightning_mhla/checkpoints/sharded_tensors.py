@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lightning_mhla.checkpoints.sharded import LAYOUT, MANIFEST, REST, check_sharded, checksum, load_rest
 from lightning_mhla.checkpoints.sharded_layout import pack_layout, unpack_layout
 from lightning_mhla.system.checkpoint_private import EmptyStateDictLoadPlanner, load_state_dict, set_element
-from lightning_mhla.system.files import flush, write_whole
+from lightning_mhla.system.files import exchange, flush, write_whole
 from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 
@@ -73,21 +73,8 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
     if rank == 0:
         listed = {name: facts for _, part in parts for name, facts in part.items()}
         write_whole(aside / MANIFEST, json.dumps(listed, indent=1))
-        _exchange(aside, path)
+        exchange(aside, path)
     dist.barrier()
-
-
-def _exchange(new: Path, path: Path) -> None:
-    """Put a whole folder in the place of an older one."""
-    old = path.with_name(f"{path.name}.old")
-    if path.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-    else:
-        path.unlink(missing_ok=True)
-    new.rename(path)
-    flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 class _Reader(FileSystemReader):

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
+import torch
+from typing_extensions import override
+
+from lightning_mhla.data.lines import decode_text, has_surrogates, json_lines, parse_json, text_entry
+from lightning_mhla.data.origins import Origin
 from lightning_mhla.data.shards import ShardReader
 from lightning_mhla.data.source import BrokenSampleError
-from lightning_mhla.system.untrusted import reason
+from lightning_mhla.system.listing import shown, visible_files, with_extension
 
 log = logging.getLogger(__name__)
 
 TEXT, JSON = "txt", "json"
 
 METADATA = "metadata.jsonl"
-"""File of a folder with a line for each sample: its ``file_name`` and its caption (Hugging Face's imagefolder)."""
+"""File of a folder with a line for each caption: a ``file_name`` and the caption (Hugging Face's imagefolder)."""
 
 LONGEST_CAPTION = 1 << 20
 """Bytes of a caption and what comes with it."""
 
+MOST_CAPTIONS = 32
+"""Captions of a sample."""
 
-class CaptionedFiles(Protocol):
-    """Files with captions, by index.
+
+class CaptionedFiles:
+    """Files with captions, by index. A sample may have several captions, of which training draws one each time.
 
     Attributes:
         shard_sizes: samples in each shard.
@@ -34,136 +42,223 @@ class CaptionedFiles(Protocol):
 
     def describe(self, index: int) -> str:
         """Where a sample lies, for messages."""
+        raise NotImplementedError
 
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
-        """The first of ``wanted`` extensions that a sample has, and its bytes; BrokenSampleError if it has none."""
+        """The first of ``wanted`` extensions that a sample has, and its bytes.
+
+        Raises:
+            BrokenSampleError: if it has none of them.
+        """
+        raise NotImplementedError
 
     def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
         """The first bytes of the member that :meth:`member` gives."""
+        raise NotImplementedError
+
+    def captions(self, index: int) -> list[str]:
+        """The captions of a sample, at least one.
+
+        Raises:
+            BrokenSampleError: if it has none.
+        """
+        raise NotImplementedError
 
     def caption(self, index: int) -> str:
-        """The caption of a sample; BrokenSampleError if it has none."""
+        """The caption of a sample; of several, one drawn by torch's random numbers, which are seeded for each sample."""
+        captions = self.captions(index)
+        return captions[0] if len(captions) == 1 else captions[int(torch.randint(len(captions), ()))]
 
 
-class ShardFiles:
+class ShardFiles(CaptionedFiles):
     """Files with captions in shards: ``KEY.txt``, or an entry of ``KEY.json``.
 
     Args:
         reader: the shards.
-        caption_key: entry of a ``.json`` that is the caption.
+        caption_key: entry of a ``.json`` that is the caption, or a list of captions.
     """
 
     def __init__(self, reader: ShardReader, caption_key: str) -> None:
         self.reader, self.caption_key = reader, caption_key
         self.shard_sizes: Sequence[int] = reader.shard_sizes
 
+    @override
     def describe(self, index: int) -> str:
-        """Shard and key."""
         return self.reader.describe(index)
 
+    @override
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
-        """See :meth:`CaptionedFiles.member`."""
         extension = self.reader.extension(index, wanted)
         return extension, self.reader.read(index, extension)
 
+    @override
     def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
-        """See :meth:`CaptionedFiles.head`."""
         return self.reader.read(index, self.reader.extension(index, wanted), count=count)
 
-    def caption(self, index: int) -> str:
-        """See :meth:`CaptionedFiles.caption`."""
+    @override
+    def captions(self, index: int) -> list[str]:
         extension, data = self.member(index, (TEXT, JSON))
-        return parse_caption(data, extension, self.caption_key, self.describe(index))
+        return parse_captions(data, extension, self.caption_key, self.describe(index))
 
 
-class FolderFiles:
-    """Files below a folder, each with a caption in the folder's ``metadata.jsonl``, or beside it (``.txt`` or ``.json``).
+class FolderFiles(CaptionedFiles):
+    """Files below a folder, each with captions in the folder's ``metadata.jsonl``, or beside it (``.txt`` or ``.json``).
 
     Args:
-        folder: searched with all folders in it.
+        folder: searched with all folders in it; hidden files are left out, links are followed.
         extensions: of the samples.
         caption_key: entry of a ``.json``, and of a line of ``metadata.jsonl``, that is the caption.
 
     Raises:
         FileNotFoundError: when there is no such folder or no sample in it.
-        ValueError: when a line of ``metadata.jsonl`` names no file.
+        ValueError: when a line of ``metadata.jsonl`` names no file, or there is a ``metadata.csv`` in its place.
     """
 
     def __init__(self, folder: str | Path, extensions: Sequence[str], caption_key: str) -> None:
         self.folder, self.caption_key = Path(folder), caption_key
-        found = list(self.folder.rglob("*")) if self.folder.is_dir() else []
-        self.paths = sorted(path for path in found if path.suffix.lower().lstrip(".") in extensions and path.is_file())
+        files = visible_files(self.folder) if self.folder.is_dir() else []
+        self.paths = with_extension(files, extensions)
         if not self.paths:
-            raise FileNotFoundError(f"{folder} is no folder with .{' or .'.join(extensions)} files in it")
+            raise FileNotFoundError(f"{folder} is not a folder with .{' or .'.join(extensions)} files in it")
         self.shard_sizes: Sequence[int] = [len(self.paths)]
         self._lines = self._read_metadata()
-        self._mention_orphans([path for path in found if path.suffix in (f".{TEXT}", f".{JSON}")])
+        used = set(self.paths) | {self.folder / METADATA}
+        captions = [path for path in files if path.suffix.lower() in (f".{TEXT}", f".{JSON}")]
+        self._mention_orphans(captions)
+        if others := sorted(set(files) - used - set(captions)):
+            log.warning(
+                "%s: %d files are neither .%s nor captions and are left out, such as %s",
+                folder, len(others), " or .".join(extensions), shown(others[0]),
+            )  # fmt: skip
 
+    @override
     def describe(self, index: int) -> str:
-        """The path."""
-        return str(self.paths[index])
+        return shown(self.paths[index])
 
+    @override
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
-        """See :meth:`CaptionedFiles.member`."""
         own = self.paths[index]
         extension = own.suffix.lower().lstrip(".")
         if extension in wanted:
             return extension, own.read_bytes()
-        for name in wanted:
-            if (path := own.with_suffix(f".{name}")).is_file():
-                return name, path.read_bytes()
-        raise BrokenSampleError(f"{own} has no .{' or .'.join(wanted)} beside it")
+        beside = self._beside(index, wanted)
+        if beside is None:
+            raise BrokenSampleError(f"{shown(own)} has no .{' or .'.join(wanted)} beside it")
+        return beside.suffix.lstrip("."), beside.read_bytes()
 
+    def _beside(self, index: int, wanted: Sequence[str]) -> Path | None:
+        """The first file with one of the extensions beside a sample."""
+        paths = (self.paths[index].with_suffix(f".{name}") for name in wanted)
+        return next((path for path in paths if path.is_file()), None)
+
+    @override
     def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
-        """See :meth:`CaptionedFiles.head`."""
         with self.paths[index].open("rb") as stream:
             return stream.read(count)
 
-    def caption(self, index: int) -> str:
-        """See :meth:`CaptionedFiles.caption`."""
-        line = self._lines.get(self.paths[index])
-        if line is not None:
-            return parse_caption(line, JSON, self.caption_key, f"{METADATA}: {self.paths[index].name}")
+    @override
+    def captions(self, index: int) -> list[str]:
+        lines = self._lines.get(self.paths[index])
+        if lines is not None:
+            where = f"{self.folder / METADATA}: {shown(self.paths[index].name)}"
+            return _checked([text for line in lines for text in _listed(line, self.caption_key, where)], where)
         extension, data = self.member(index, (TEXT, JSON))
-        return parse_caption(data, extension, self.caption_key, self.describe(index))
+        return parse_captions(data, extension, self.caption_key, self.describe(index))
+
+    def origins(self) -> list[Origin]:
+        """The files and the captions of each sample."""
+        found = []
+        for index, path in enumerate(self.paths):
+            lines = self._lines.get(path)
+            beside = self._beside(index, (TEXT, JSON)) if lines is None else None
+            files = (path,) if beside is None else (path, beside)
+            note = "" if lines is None else json.dumps([line.get(self.caption_key) for line in lines])
+            found.append(Origin(str(path.relative_to(self.folder)), files, note))
+        return found
 
     def _mention_orphans(self, captions: Sequence[Path]) -> None:
-        """Warn of captions that belong to no file."""
-        files = {path.with_suffix("") for path in self.paths}
-        orphans = sorted(path.name for path in captions if path.with_suffix("") not in files)
+        """Warn of captions that belong to no file, and of those that ``metadata.jsonl`` replaces."""
+        stems = {path.with_suffix("") for path in self.paths}
+        orphans = sorted(path.name for path in captions if path.with_suffix("") not in stems)
         orphans += sorted(path.name for path in set(self._lines) - set(self.paths))
         if orphans:
-            log.warning("%s: %d captions without a file beside them, such as %s", self.folder, len(orphans), orphans[0])
+            log.warning(
+                "%s: %d captions without a file beside them, such as %s", self.folder, len(orphans), shown(orphans[0])
+            )
+        listed = {path.with_suffix("") for path in self._lines}
+        if twice := [path for path in captions if path.with_suffix("") in listed and path.suffix == f".{TEXT}"]:
+            log.warning(
+                "%s: %d captions such as %s are not used, since %s has captions of the same files",
+                self.folder, len(twice), shown(twice[0].name), METADATA,
+            )  # fmt: skip
 
-    def _read_metadata(self) -> dict[Path, bytes]:
+    def _read_metadata(self) -> dict[Path, list[Mapping[str, Any]]]:
         path = self.folder / METADATA
         if not path.is_file():
+            if other := [name for name in ("metadata.csv", "metadata.parquet") if (self.folder / name).is_file()]:
+                raise ValueError(
+                    f"{self.folder / other[0]} is not read; write its rows to {METADATA}, a JSON object a line"
+                )
             return {}
-        lines: dict[Path, bytes] = {}
-        for number, line in enumerate(filter(None, path.read_bytes().splitlines()), 1):
-            try:
-                lines[self.folder / str(json.loads(line)["file_name"])] = line
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise ValueError(f"{path}: line {number} has no file_name ({reason(error)})") from error
+        lines: dict[Path, list[Mapping[str, Any]]] = {}
+        for number, line in json_lines(path):
+            name = text_entry(line, "file_name", f"{path}: line {number}")
+            lines.setdefault(self.folder / name, []).append(line)
         return lines
 
 
-def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
-    """The caption in a ``.txt`` or ``.json`` file.
+def parse_captions(data: bytes, extension: str, key: str, where: str) -> list[str]:
+    """The captions in a ``.txt`` or ``.json`` file: a text is one; the entry ``key`` of an object is one, or a list of them.
 
     Raises:
         BrokenSampleError: naming ``where``, if there is none.
     """
     where = f"{where}: .{extension}"
     if len(data) > LONGEST_CAPTION:
-        raise BrokenSampleError(f"{where} is no caption: {len(data)} bytes")
+        raise BrokenSampleError(f"{where} is not a caption: {len(data)} bytes")
     try:
-        text = data.decode() if extension == TEXT else json.loads(data)[key]
-        if isinstance(text, str):
-            text.encode()  # a lone surrogate is no text
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        hint = "" if extension == TEXT else f" under {key!r}; set caption_key"
-        raise BrokenSampleError(f"{where} holds no caption{hint} ({reason(error)})") from error
-    if not isinstance(text, str) or not text.strip():
+        text = decode_text(data, where)
+        content: Any = text if extension == TEXT else parse_json(text, where)
+    except ValueError as error:
+        raise BrokenSampleError(str(error)) from error
+    return _checked([content] if extension == TEXT else _listed(content, key, where), where)
+
+
+def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
+    """The caption in a ``.txt`` or ``.json`` file that has one; see :func:`parse_captions`.
+
+    Raises:
+        BrokenSampleError: naming ``where``, if there is none, or more than one.
+    """
+    captions = parse_captions(data, extension, key, where)
+    if len(captions) > 1:
+        raise BrokenSampleError(f"{where}: .{extension} holds {len(captions)} captions, not one")
+    return captions[0]
+
+
+def caption_members(captions: Sequence[str]) -> dict[str, bytes]:
+    """The member of a shard that holds a sample's captions: ``.txt`` for one, ``.json`` with a list for several."""
+    if len(captions) == 1:
+        return {TEXT: captions[0].encode()}
+    return {JSON: json.dumps(list(captions)).encode()}
+
+
+def _listed(content: Any, key: str, where: str) -> list[Any]:
+    """The captions in a value of JSON: a list of them, or the entry ``key`` of an object, which may be a list."""
+    found = content.get(key) if isinstance(content, dict) else content if isinstance(content, list) else None
+    if found is None:
+        raise BrokenSampleError(f"{where} holds no caption under {key!r}; set caption_key")
+    return found if isinstance(found, list) else [found]
+
+
+def _checked(captions: Sequence[Any], where: str) -> list[str]:
+    if len(captions) > MOST_CAPTIONS:
+        raise BrokenSampleError(f"{where} holds {len(captions)} captions, at most {MOST_CAPTIONS} are read")
+    for text in captions:
+        if not isinstance(text, str) or has_surrogates(text):
+            raise BrokenSampleError(f"{where} holds a caption that is not text: {str(text)[:40]!a}")
+        if not text.strip():
+            raise BrokenSampleError(f"{where} holds an empty caption")
+    if not captions:
         raise BrokenSampleError(f"{where} holds an empty caption")
-    return text.strip()
+    return [text.strip() for text in captions]

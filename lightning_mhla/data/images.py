@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from lightning_mhla.data.classes import folder_classes, match_classes, read_classes
 from lightning_mhla.data.module import ShardSets
-from lightning_mhla.data.shards import ShardReader
+from lightning_mhla.data.origins import Origin
+from lightning_mhla.data.shards import ShardReader, beside_shard
 from lightning_mhla.data.source import BrokenSampleError
+from lightning_mhla.system.listing import shown, visible_files, visible_folders, with_extension
 from lightning_mhla.system.untrusted import BROKEN, reason
 
 log = logging.getLogger(__name__)
@@ -21,30 +25,65 @@ log = logging.getLogger(__name__)
 EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 FORMATS = ("JPEG", "PNG", "WEBP")
 
-LARGEST_IMAGE, NARROWEST = 1 << 26, 64
-"""Pixels of an image, and the ratio of its sides, beyond which it is taken for a broken or a hostile one."""
+LARGEST_IMAGE, NARROWEST = 178_956_970, 256
+"""Pixels of an image (Pillow's own limit), and the ratio of its sides, beyond which it counts as broken or hostile."""
+
+BACKGROUND = "white"
+"""Colour behind transparent pixels."""
+
+ORIENTATION = 0x0112
+"""EXIF tag of the orientation; 5 to 8 are images on their side."""
+
+CLASSES = "classes.txt"
+"""Ending of the file beside the shards of a prefix that names their classes, a line each."""
 
 Transform = Callable[[Image.Image], Tensor]
 
 
 def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
-    """Decode a JPEG, PNG or WebP image.
+    """Decode a JPEG, PNG or WebP image as a viewer shows it.
+
+    It is rotated as its EXIF orientation says, transparent pixels are composed on :data:`BACKGROUND`, and grey levels of 16
+    bits are divided by 256.
 
     Raises:
-        BrokenSampleError: naming ``name``, when the data is no whole image.
+        BrokenSampleError: naming ``name``, when the data is not a complete image, has more than :data:`LARGEST_IMAGE` pixels,
+            or is more than :data:`NARROWEST` times as long as wide.
     """
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
         if width * height > LARGEST_IMAGE or max(width, height) > NARROWEST * min(width, height):
-            raise BrokenSampleError(f"{name}: an image of {width} x {height} pixels is too large or too narrow")
-        return image.convert(mode)
+            raise BrokenSampleError(
+                f"{name}: an image of {width} x {height} pixels is too large or too narrow (at most {LARGEST_IMAGE:,} pixels, "
+                f"and {NARROWEST} times as long as wide)"
+            )
+        return _as_shown(image).convert(mode)
     except BrokenSampleError:
         raise
     except UnidentifiedImageError as error:
-        raise BrokenSampleError(f"{name}: the image cannot be decoded (no JPEG, PNG or WebP)") from error
+        raise BrokenSampleError(f"{name}: the image cannot be decoded (it is not JPEG, PNG or WebP)") from error
     except (OSError, Image.DecompressionBombError, *BROKEN) as error:
         raise BrokenSampleError(f"{name}: the image cannot be decoded ({reason(error)})") from error
+
+
+def _as_shown(image: Image.Image) -> Image.Image:
+    """Upright, opaque, and of 8 bits a channel."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would cut levels above 255 off
+        levels = np.asarray(image).astype(np.uint32) >> 8
+        image = Image.fromarray(levels.astype(np.uint8))
+    if image.has_transparency_data:
+        shown = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", shown.size, BACKGROUND), shown)
+    return image
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Height and width of an image as :func:`decode_image` gives it, from its header."""
+    width, height = image.size
+    on_its_side = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
+    return (width, height) if on_its_side else (height, width)
 
 
 class ShardImages:
@@ -53,11 +92,14 @@ class ShardImages:
     Args:
         reader: the shards.
         transform: image to tensor.
-        num_classes: labels must lie below it.
+        num_classes: labels of the data set must lie below it.
+        labels: label in the data set of each label in the shards; None where those are the same.
     """
 
-    def __init__(self, reader: ShardReader, transform: Transform, num_classes: int) -> None:
-        self.reader, self.transform, self.num_classes = reader, transform, num_classes
+    def __init__(
+        self, reader: ShardReader, transform: Transform, num_classes: int, labels: Sequence[int] | None = None
+    ) -> None:
+        self.reader, self.transform, self.num_classes, self.labels = reader, transform, num_classes, labels
         self.shard_sizes: Sequence[int] = reader.shard_sizes
 
     def __len__(self) -> int:
@@ -66,30 +108,39 @@ class ShardImages:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """``image`` as the transform gives it, ``label`` and ``index``."""
-        label = self.reader.label(index, self.num_classes)
+        label = self.reader.label(index, self.num_classes, self.labels)
         data = self.reader.read(index, self.reader.extension(index, EXTENSIONS))
         image = self.transform(decode_image(data, self.reader.describe(index)))
         return {"image": image, "label": label, "index": index}
 
 
 class LabelledFolder:
-    """Images of a folder that holds one folder for each class; classes are numbered in alphabetical order.
+    """Images of a folder that holds one folder for each class.
 
     Args:
-        folder: with the class folders.
+        folder: with the class folders; hidden ones are not classes, links are followed.
         transform: image to tensor.
+        classes: names of the classes in the order of their labels, among which those of the folders must be; None for the
+            folders' own, in alphabetical order.
 
     Raises:
         FileNotFoundError: when there are no class folders, or one of them holds no image.
+        ValueError: for a folder whose name is not among the classes.
     """
 
-    def __init__(self, folder: str | Path, transform: Transform | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, transform: Transform | None = None, classes: Sequence[str] | None = None
+    ) -> None:
         self.folder, self.transform = Path(folder), transform
-        folders = sorted(path for path in self.folder.iterdir() if path.is_dir()) if self.folder.is_dir() else []
+        folders = visible_folders(self.folder) if self.folder.is_dir() else []
         if not folders:
             raise FileNotFoundError(f"{folder} must hold one folder of images for each class")
-        self.classes = [folder.name for folder in folders]
-        self.labelled = [(path, label) for label, folder in enumerate(folders) for path in image_files(folder)]
+        own = folder_classes(self.folder)
+        self.classes = own if classes is None else list(classes)
+        labels = match_classes(own, self.classes, str(folder))
+        self.labelled = [
+            (path, label) for label, place in zip(labels, folders, strict=True) for path in image_files(place)
+        ]
         self.shard_sizes: Sequence[int] = [len(self.labelled)]
 
     def __len__(self) -> int:
@@ -99,67 +150,104 @@ class LabelledFolder:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """``image`` as the transform gives it, ``label`` and ``index``."""
         path, label = self.labelled[index]
-        image: Any = decode_image(path.read_bytes(), str(path))
+        image: Any = decode_image(path.read_bytes(), shown(path))
         return {"image": self.transform(image) if self.transform else image, "label": label, "index": index}
+
+    def origins(self) -> list[Origin]:
+        """The file and the class of each image."""
+        return [
+            Origin(str(path.relative_to(self.folder)), (path,), self.classes[label]) for path, label in self.labelled
+        ]
 
 
 def labelled_images(
-    sets: ShardSets, stage: str, transform: Transform, num_classes: int
+    sets: ShardSets, stage: str, transform: Transform, num_classes: int, classes: Sequence[str] | None
 ) -> ShardImages | LabelledFolder:
     """Images and labels of a stage, from shards or from a folder that holds one folder for each class.
 
+    Args:
+        sets: the shards or folders.
+        stage: the stage.
+        transform: image to tensor.
+        num_classes: number of classes of the data set.
+        classes: their names, by which the labels of the stage are matched; None where they are not known.
+
     Raises:
         FileNotFoundError: when there is neither.
-        ValueError: when a folder has more classes than ``num_classes``.
+        ValueError: when the classes of the stage are not those of the data set.
     """
     folder = sets.class_folder(stage)
-    if folder is None:
-        return ShardImages(sets.reader(stage), transform, num_classes)
-    source = LabelledFolder(folder, transform)
-    if len(source.classes) > num_classes:
-        raise ValueError(
-            f"{folder} holds {len(source.classes)} classes, more than num_classes={num_classes}; set "
-            f"--data.init_args.num_classes={len(source.classes)}"
-        )
-    return source
-
-
-def class_names(sets: ShardSets) -> list[str] | None:
-    """Names of the training classes: of the folders, or of ``PREFIX-classes.txt`` beside the shards; None without."""
-    folder = sets.class_folder("train")
     if folder is not None:
-        return LabelledFolder(folder).classes
-    shard = sets.find("train")[0]
-    names = shard.with_name(f"{shard.stem.rpartition('-')[0]}-classes.txt")
-    return names.read_text().splitlines() if names.is_file() else None
+        return LabelledFolder(folder, transform, classes)
+    labels = shard_labels(sets, stage, classes)
+    return ShardImages(sets.reader(stage), transform, num_classes, labels)
+
+
+def shard_labels(sets: ShardSets, stage: str, classes: Sequence[str] | None) -> list[int] | None:
+    """The label in the data set of each label in a stage's shards, by name; None where they are the same, or not named."""
+    own = class_names(sets, stage)
+    if own is None or classes is None or own == list(classes):
+        return None
+    return match_classes(own, classes, f"{sets.locations[stage]} ({CLASSES})")
+
+
+def class_names(sets: ShardSets, stage: str = "train") -> list[str] | None:
+    """Names of the classes of a stage: of its folders, or of ``PREFIX-classes.txt`` beside its shards; None without.
+
+    Raises:
+        ValueError: when shards of several prefixes have different lists.
+    """
+    folder = sets.class_folder(stage)
+    if folder is not None:
+        return folder_classes(folder)
+    return shard_classes(sets.find(stage))
+
+
+def shard_classes(shards: Sequence[Path]) -> list[str] | None:
+    """Names of the classes of shards, of the ``PREFIX-classes.txt`` beside them; None without.
+
+    Raises:
+        ValueError: when shards of several prefixes have different lists.
+    """
+    files = sorted({beside_shard(shard, CLASSES) for shard in shards})
+    lists = {file: read_classes(file) for file in files}
+    first = lists[files[0]]
+    if different := [file for file, names in lists.items() if names != first]:
+        raise ValueError(
+            f"{files[0]} and {different[0]} do not list the same classes, so that their labels cannot be mixed; prepare the "
+            "shards into one folder"
+        )
+    return first
 
 
 class FolderImages:
-    """Every image below a folder, in order of its path.
+    """Every file below a folder, in order of its path, as an image.
 
     Args:
-        folder: searched with all folders in it.
+        folder: searched with all folders in it; hidden files are left out.
         transform: image to tensor.
         mode: mode of the decoded image, ``"RGB"`` or ``"L"``.
 
     Raises:
-        FileNotFoundError: when there is no such folder or no image in it.
+        FileNotFoundError: when there is no such folder or no file in it.
     """
 
     def __init__(self, folder: str | Path, transform: Transform, mode: str = "RGB") -> None:
         self.folder, self.transform, self.mode = Path(folder), transform, mode
-        self.paths = image_files(self.folder)
+        self.paths = _checked_files(self.folder)
+        if not self.paths:
+            raise FileNotFoundError(f"{folder} holds no files")
         self.shard_sizes: Sequence[int] = [len(self.paths)]
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Number of files."""
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """``image`` as the transform gives it, ``index`` into ``paths``, and ``broken``: a black image, after a warning."""
         path = self.paths[index]
         try:
-            image, broken = decode_image(path.read_bytes(), str(path), self.mode), False
+            image, broken = decode_image(path.read_bytes(), shown(path), self.mode), False
         except BrokenSampleError as error:
             log.warning("skipped: %s", error)
             image, broken = Image.new(self.mode, (64, 64)), True
@@ -167,15 +255,23 @@ class FolderImages:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Paths of all images below ``folder``, sorted.
+    """Paths of all images below ``folder``, sorted: visible files, links followed. Other files are mentioned.
 
     Raises:
         FileNotFoundError: when there is no such folder or no image in it.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; give one that holds images")
-    named = (path for path in folder.rglob("*") if path.suffix.lower().lstrip(".") in EXTENSIONS)
-    paths = sorted(path for path in named if path.is_file())
+    files = _checked_files(folder)
+    paths = with_extension(files, EXTENSIONS)
     if not paths:
         raise FileNotFoundError(f"{folder} holds no images ({', '.join(EXTENSIONS)})")
+    if others := sorted(set(files) - set(paths)):
+        log.warning(
+            "%s: %d files are not JPEG, PNG or WebP and are left out, such as %s", folder, len(others), shown(others[0])
+        )
     return paths
+
+
+def _checked_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; give one that holds images")
+    return visible_files(folder)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from lightning_mhla.data.ahead import FetchAhead
 from lightning_mhla.data.sampling import (
@@ -25,6 +25,7 @@ from lightning_mhla.data.sampling import (
     training_batches,
 )
 from lightning_mhla.data.source import BrokenSampleError, SampleSource, ShardUnavailableError
+from lightning_mhla.system.processes import check_open_files
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,10 @@ def sample_groups(source: SampleSource) -> np.ndarray | None:
 
 
 class _SeededSamples(Dataset):
-    """Reads tickets; each with random numbers of its own. Broken training samples give way to the next good one."""
+    """Reads tickets; each with random numbers of its own. Broken training samples give way to the next good one.
+
+    A sample says in ``skipped`` which ones it replaces: pairs of index and reason.
+    """
 
     def __init__(self, source: SampleSource, seed: int, skip_broken: bool) -> None:
         self.source, self.seed, self.skip_broken = source, seed, skip_broken
@@ -48,7 +52,8 @@ class _SeededSamples(Dataset):
             return self._read(ticket)
 
     def _read(self, ticket: Ticket) -> dict[str, Any]:
-        index, skipped = ticket.index, 0
+        index = ticket.index
+        skipped: list[tuple[int, str]] = []
         while True:
             seed_sample(self.seed, ticket)
             try:
@@ -56,8 +61,8 @@ class _SeededSamples(Dataset):
             except BrokenSampleError as error:
                 if not self.skip_broken:
                     raise
-                log.warning("skipped a broken sample: %s", error)
-                index, skipped = self._following(index), skipped + 1
+                skipped.append((index, str(error)))
+                index = self._following(index)
                 if index == ticket.index:  # once around: all are broken
                     raise
 
@@ -68,6 +73,12 @@ class _SeededSamples(Dataset):
             return (index + 1) % len(self.source)
         alike = np.flatnonzero(groups == groups[index])
         return int(alike[(np.searchsorted(alike, index) + 1) % len(alike)])
+
+
+def _collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of stacked tensors, and the list of all broken samples that its samples replace."""
+    skipped = [broken for sample in samples for broken in sample.pop("skipped")]
+    return {**default_collate(samples), "skipped": skipped}
 
 
 class _Batches(Sampler[list[Ticket]]):
@@ -119,8 +130,8 @@ def outlive_signals(worker: int = 0) -> None:
         signal.signal(number, lambda *_: signal.alarm(WORKER_SECONDS))
 
 
-def _with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Batches; what a worker process raised on reading comes without the process's own traceback in its message."""
+def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Batches; errors of a worker process that could not read a sample come without its traceback in their message."""
     try:
         yield from batches
     except (BrokenSampleError, ShardUnavailableError) as error:
@@ -145,7 +156,7 @@ class ResumableLoader:
         rank: this process.
         world: number of processes.
         window: see :func:`lightning_mhla.data.sampling.epoch_order`.
-        max_skipped: broken samples that this process skips before it stops with an error.
+        max_skipped: different broken samples that this process skips before it stops with an error; each is reported once.
         progress: for training, says whenever a pass starts where the run stands.
         num_workers: worker processes.
         ahead: factory of the prefetcher; takes the shard number of each sample in reading order.
@@ -177,7 +188,8 @@ class ResumableLoader:
             raise ValueError("the data set holds no samples")
         self.source, self.batch_size, self.train, self.seed = source, batch_size, train, seed
         self.rank, self.world, self.window, self.max_skipped = rank, world, window, max_skipped
-        self.progress, self.skipped, self.ahead = progress, 0, ahead
+        self.progress, self.ahead = progress, ahead
+        self.skipped: set[int] = set()
         self.groups = sample_groups(source)
         if not len(self):
             raise ValueError(f"{len(source)} training samples do not fill one batch of batch_size={batch_size}")
@@ -190,6 +202,7 @@ class ResumableLoader:
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(seed),
             worker_init_fn=outlive_signals,
+            collate_fn=_collate,
         )
 
     def __len__(self) -> int:
@@ -204,12 +217,14 @@ class ResumableLoader:
             self._batches.pending = training_batches(order, epoch, self.batch_size, self.rank, self.world, copies)
         else:
             self._batches.pending = self._evaluation(order)
+        if self._loader.num_workers and self._loader._iterator is None:
+            check_open_files(self._loader.num_workers)
         batches = iter(self._loader)  # worker processes are forked before there are threads
         with nullcontext() if self.ahead is None else self.ahead(self._shards_of(order)) as ahead:
-            for number, batch in enumerate(_with_short_errors(batches)):
+            for number, batch in enumerate(with_short_errors(batches)):
                 if ahead is not None:
                     ahead.passed(number * self.batch_size)
-                self._count(int(batch.pop("skipped").sum()))
+                self._count(batch.pop("skipped"))
                 yield batch
 
     def _order(self) -> tuple[np.ndarray, np.ndarray, int]:
@@ -234,11 +249,14 @@ class ResumableLoader:
     def _shards_of(self, order: np.ndarray) -> np.ndarray:
         return np.searchsorted(np.cumsum(self.source.shard_sizes), order, side="right")
 
-    def _count(self, skipped: int) -> None:
-        self.skipped += skipped
-        if self.skipped > self.max_skipped:
+    def _count(self, skipped: list[tuple[int, str]]) -> None:
+        for index, message in skipped:
+            if index not in self.skipped:
+                log.warning("skipped a broken sample: %s", message)
+                self.skipped.add(index)
+        if len(self.skipped) > self.max_skipped:
             raise BrokenSampleError(
-                f"{self.skipped} broken training samples were skipped, more than max_skipped={self.max_skipped}; "
+                f"{len(self.skipped)} training samples are broken, more than max_skipped={self.max_skipped}; "
                 "the warnings above name them: repair the data, or raise max_skipped"
             )
 
@@ -258,7 +276,13 @@ class ResumableLoader:
         return {"samples": len(self.source), "repeats": self.repeats, **options}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse to resume in another order than the checkpoint's.
+        """Compare the order with that of the checkpoint that a run resumes from; before the first batch any will do."""
+        epoch, done, _ = self.progress()
+        if epoch or done:
+            self.check_order(state)
+
+    def check_order(self, state: dict[str, Any]) -> None:
+        """Reject another order than that of a checkpoint.
 
         Raises:
             ValueError: naming what differs.

@@ -14,10 +14,11 @@ from typing_extensions import override
 from lightning_mhla.data.ahead import FetchAhead
 from lightning_mhla.data.cache import ShardCache
 from lightning_mhla.data.loader import Progress, ResumableLoader
-from lightning_mhla.data.shards import ShardReader, find_shards
+from lightning_mhla.data.shards import ShardReader, find_shards, holds_shards
 from lightning_mhla.data.source import SampleSource
 from lightning_mhla.data.tables import default_cache
 from lightning_mhla.system.hyperparameters import LoggedApart
+from lightning_mhla.system.listing import visible_folders
 
 
 class ShardSets:
@@ -56,9 +57,9 @@ class ShardSets:
         """The folder of a stage, where it holds folders of samples, one for each class, in place of shards."""
         location = self.locations[stage]
         folder = Path(location) if isinstance(location, str) else None
-        if folder is None or not folder.is_dir() or any(folder.glob("*.tar")):
+        if folder is None or not folder.is_dir() or holds_shards(folder):
             return None
-        return folder if any(path.is_dir() for path in folder.iterdir()) else None
+        return folder if visible_folders(folder) else None
 
     def find(self, stage: str) -> list[Path]:
         """Local paths of the shards of a stage."""
@@ -85,10 +86,20 @@ class ShardSets:
         return lambda shards: FetchAhead(streamed, paths, shards)
 
 
+TRAINED = "batches_trained"
+"""Entry of a checkpoint's data state: batches that were trained on."""
+
+
 def batches_trained(trainer: Trainer) -> int:
     """Batches that a run has trained on since its start, resumes included; a batch counts once it is processed."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.total
     return progress.processed  # type: ignore[attr-defined]  # Lightning's annotation names the base class
+
+
+def data_batch_size(state: dict[str, Any]) -> int | None:
+    """The batch size in the data state of a checkpoint; None where it has none."""
+    size = state.get("batch_size", len(state.get("rows") or ()))
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def process_share(trainer: Trainer | None) -> tuple[int, int]:
@@ -145,7 +156,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         """Shuffled batches that resume where the trainer's batch count stands."""
         loader = self._loader("train", train=True)
         if self._trained_with is not None:
-            loader.load_state_dict(self._trained_with)
+            loader.check_order(self._trained_with)
         self._order, self._train_loader = loader.state_dict(), loader
         if self.trainer is not None:
             loader.progress = self._progress
@@ -183,14 +194,19 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return Progress(0 if overfit else epoch, done, steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Options that the order of the training samples depends on, for the checkpoint."""
-        return self._order
+        """Options that the order of the training samples depends on, for the checkpoint, and how many batches it covers."""
+        return {**self._order, TRAINED: batches_trained(self.trainer)} if self.trainer is not None else self._order
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what the checkpoint's order depends on; the training loader is compared with it, made before or later."""
-        self._trained_with = state_dict
+        """Keep what the checkpoint's order depends on; the training loader is compared with it, made before or later.
+
+        A checkpoint from before the first batch has no order: Lightning's BatchSizeFinder restores one with another batch size.
+        """
+        if state_dict.get(TRAINED) == 0:
+            return
+        self._trained_with = {name: value for name, value in state_dict.items() if name != TRAINED}
         if self._train_loader is not None:
-            self._train_loader.load_state_dict(state_dict)
+            self._train_loader.check_order(state_dict)
 
     def _loader(self, stage: str, train: bool = False) -> ResumableLoader:
         rank, world = process_share(self.trainer)

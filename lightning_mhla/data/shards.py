@@ -24,6 +24,7 @@ from lightning_mhla.data.remote import download, kept_at, side_files, url_scheme
 from lightning_mhla.data.source import BrokenSampleError
 from lightning_mhla.data.tables import MemberTable, default_cache, load_table, scan_shard
 from lightning_mhla.system.files import written_whole
+from lightning_mhla.system.listing import is_visible
 from lightning_mhla.system.untrusted import parse_array
 
 LARGEST_SHARD = 1 << 44
@@ -60,7 +61,7 @@ def find_shards(
 def _local(name: str) -> list[Path]:
     path = Path(name)
     if path.is_dir():
-        found = sorted(path.glob("*.tar"))
+        found = sorted(file for file in path.glob("*.tar") if is_visible(file.name))
     elif path.is_file():
         found = [path]
     else:
@@ -92,6 +93,11 @@ def _download(urls: list[str], folder: Path) -> list[Path]:
             with written_whole(file) as aside:
                 aside.write_bytes(content)
     return targets
+
+
+def holds_shards(folder: Path) -> bool:
+    """Whether a folder holds shards, rather than files of samples."""
+    return any(is_visible(path.name) for path in folder.glob("*.tar"))
 
 
 def beside_shard(shard: Path, name: str) -> Path:
@@ -159,6 +165,14 @@ class ShardReader:
                 found[end - len(table.keys) : end][has] = names.index(name)
         return names, found
 
+    def count_members(self, pattern: str) -> np.ndarray:
+        """``[samples]`` int64, how many members of each sample have an extension that matches."""
+        counts = np.zeros(len(self), np.int64)
+        for table, end in zip(self.tables, self._ends, strict=True):
+            columns = [number for number, name in enumerate(table.extensions) if re.fullmatch(pattern, name)]
+            counts[end - len(table.keys) : end] = (table.offsets[:, columns] >= 0).sum(1)
+        return counts
+
     def size(self, index: int, extension: str) -> int:
         """Bytes of one member that the sample has."""
         shard, row = self._find(index)
@@ -195,19 +209,25 @@ class ShardReader:
             )
         return values
 
-    def label(self, index: int, num_classes: int) -> int:
+    def label(self, index: int, num_classes: int, labels: Sequence[int] | None = None) -> int:
         """The class label in a sample's ``.cls``.
 
+        Args:
+            index: the sample.
+            num_classes: number of classes of the data set.
+            labels: label in the data set of each label in the shards; None where those are the same.
+
         Raises:
-            BrokenSampleError: if it is not one of 0 to ``num_classes - 1``, or missing.
+            BrokenSampleError: if it is not one of 0 to ``num_classes - 1`` (of those in ``labels``), or missing.
         """
+        num_classes = num_classes if labels is None else len(labels)
         text = self.read(index, self.extension(index, ("cls",)), count=32)
         label = int(text) if re.fullmatch(rb"\s*\d{1,9}\s*", text) else -1
         if not 0 <= label < num_classes:
             raise BrokenSampleError(
                 f"{self.describe(index)}: label {text[:20]!r} is not one of the classes 0 to {num_classes - 1}"
             )
-        return label
+        return label if labels is None else labels[label]
 
     def _find(self, index: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._ends, index, side="right"))

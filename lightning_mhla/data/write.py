@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+import errno
+import fcntl
 import io
-import json
+import itertools
 import logging
+import os
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,9 +20,8 @@ import webdataset as wds
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from lightning_mhla.data.source import BrokenSampleError
-from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.untrusted import read_json
+from lightning_mhla.data.origins import Origin, ShardSet, resume_order, sample_key
+from lightning_mhla.data.source import BrokenSampleError, SampleSource
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,117 @@ class Skipped:
             ) from error
 
 
+class Preparation:
+    """One call of a command that writes the shards of a prefix; processes that share it have a rank each.
+
+    Entering it waits for other calls for the same prefix and compares what the shards were begun with; see
+    :func:`lightning_mhla.data.origins.resume_order` for the errors.
+
+    Args:
+        folder: of the shards, made if missing.
+        prefix: of their names.
+        options: plain values that the samples depend on.
+        origins: what the samples are made from, in the order in which they are written.
+        per_shard: samples of a shard, one for each origin; None where an origin holds many samples.
+        max_skipped: broken samples that this process skips before it stops.
+        force: delete the shards of an earlier call first.
+        share: rank of this process, and number of processes.
+
+    Attributes:
+        order: index into ``origins`` of each sample; None for a sample whose origin is gone.
+        skipped: counts broken samples.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str,
+        options: Mapping[str, Any],
+        origins: Sequence[Origin],
+        per_shard: int | None = None,
+        max_skipped: int = 0,
+        force: bool = False,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.shards, self.options, self.origins, self.per_shard = ShardSet(folder, prefix), options, origins, per_shard
+        self.skipped, self.force, self.share = Skipped(max_skipped), force, share
+        self.order: list[int | None] = []
+        self._locks = ExitStack()
+
+    def __enter__(self) -> Preparation:
+        world = self.share[1]
+        folder, prefix = self.shards.folder, self.shards.prefix
+        if self.force and world > 1:
+            raise ValueError(f"--force is for a single process; delete {folder / prefix}-* instead, then call again")
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as locks:
+            locks.enter_context(locked(folder / f".{prefix}.lock", shared=world > 1))
+            if self.force:
+                self.shards.delete()
+            # Of the processes of one call, the first one records what the others compare.
+            with locked(folder / f".{prefix}.begin.lock", shared=False) if world > 1 else nullcontext():
+                self.order = resume_order(self.shards, self.options, self.origins, self.per_shard)
+            self._locks = locks.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.close()
+
+    def fill(
+        self,
+        count: int,
+        per_shard: int,
+        samples: Callable[[range], Iterable[dict[str, Any]]],
+        title: str,
+        digits: int = 5,
+    ) -> list[Path]:
+        """Write this process's share of the shards ``folder/prefix-00000.tar`` and so on that are not there yet.
+
+        Args:
+            count: number of samples in all shards.
+            per_shard: samples in a shard.
+            samples: the samples with some numbers.
+            title: title of the progress bar.
+            digits: digits of the number in a shard's name.
+
+        Returns:
+            Paths of all shards, of every process.
+        """
+        rank, world = self.share
+        shards = shard_ranges(self.shards.folder, self.shards.prefix, count, per_shard, digits)
+        mine = shards[rank::world]
+        fill_shards(
+            ((path, len(here), samples(here)) for path, here in mine),
+            title,
+            sum(len(here) for _, here in mine),
+            quiet=rank > 0,
+        )
+        return [path for path, _ in shards]
+
+
+@contextmanager
+def locked(file: Path, shared: bool) -> Iterator[None]:
+    """Holds a lock on a file, which is made if missing; waits, with a message, while another process holds it.
+
+    Processes that share one call take a shared lock. Some network file systems have no locks, or none between hosts;
+    :func:`shard_writer` is safe without.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    with file.open("a") as stream:
+        try:
+            fcntl.flock(stream, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning(
+                "another command writes shards of this prefix in %s; waiting until it has finished", file.parent
+            )
+            fcntl.flock(stream, kind)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            log.info("%s has no locks (%s)", file.parent, error)
+        yield
+
+
 def write_shards(
     items: Sequence[Item],
     encode: Callable[[Item], dict[str, Any]],
@@ -61,10 +174,13 @@ def write_shards(
     per_shard: int,
     max_skipped: int = 0,
     made_with: Mapping[str, Any] | None = None,
+    origins: Sequence[Origin] | None = None,
+    force: bool = False,
 ) -> list[Path]:
     """Write ``items`` in order as ``folder/prefix-0000.tar`` and so on.
 
-    A shard gets its name when it is complete; one that exists is left alone, so calling again after a stop resumes.
+    A shard gets its name when it is complete; one that exists is left alone, so calling again after a stop resumes. A second
+    call for the same prefix waits for the first.
 
     Args:
         items: samples to write; sample i gets the key ``i`` in eight digits.
@@ -74,42 +190,45 @@ def write_shards(
         per_shard: samples in a shard; the last may hold fewer, and so may one with broken items.
         max_skipped: items that are left out, with a warning each, where ``encode`` raises a BrokenSampleError.
         made_with: options that the samples depend on.
+        origins: what each item is made from; None for items that say everything themselves.
+        force: delete the shards of an earlier call first.
 
     Returns:
         Paths of all shards.
 
     Raises:
         BrokenSampleError: when more items are broken than ``max_skipped``, or all of them.
-        ValueError: when the folder holds shards of another list of items, or made with other options, which would be
-            mixed with these.
+        ValueError: when the folder holds shards of other items, or of items that have changed, or made with other options.
     """
-    digest = hashlib.sha256(repr(list(items)).encode()).hexdigest()
-    manifest = {"samples": len(items), "per_shard": per_shard, "items": digest, **(made_with or {})}
-    check_manifest(folder / f"{prefix}-manifest.json", manifest)
-    shards, skipped = shard_ranges(folder, prefix, len(items), per_shard, digits=4), Skipped(max_skipped)
+    if origins is None:
+        origins = [Origin(f"item {number}", note=repr(item)) for number, item in enumerate(items)]
+    options = {"per_shard": per_shard, **(made_with or {})}
 
-    def attempt(item: Item) -> dict[str, Any] | BrokenSampleError:
+    def attempt(item: Item | None) -> dict[str, Any] | BrokenSampleError | None:
         try:
-            return encode(item)
+            return None if item is None else encode(item)
         except BrokenSampleError as error:
             return error
 
-    def samples(here: range) -> Iterator[dict[str, Any]]:
-        for few in (here[i : i + AT_ONCE] for i in range(0, len(here), AT_ONCE)):
-            for number, members in zip(few, pool.map(attempt, [items[i] for i in few]), strict=True):
-                if isinstance(members, BrokenSampleError):
-                    skipped.add(members)
-                else:
-                    yield {"__key__": f"{number:08d}", **members}
+    with (
+        Preparation(folder, prefix, options, origins, per_shard, max_skipped, force) as call,
+        ThreadPoolExecutor() as pool,
+    ):
 
-    with ThreadPoolExecutor() as pool:
-        paths = fill_shards(
-            ((path, len(here), samples(here)) for path, here in shards), f"writing {prefix} shards", len(items)
-        )
-    if items and skipped.count == len(items):
-        for path in paths:
-            path.unlink()
-        raise BrokenSampleError(f"none of the {len(items)} samples can be used; see the warnings above")
+        def samples(here: range) -> Iterator[dict[str, Any]]:
+            for few in (here[i : i + AT_ONCE] for i in range(0, len(here), AT_ONCE)):
+                numbers = [call.order[number] for number in few]
+                chosen = [None if number is None else items[number] for number in numbers]
+                for number, members in zip(few, pool.map(attempt, chosen), strict=True):
+                    if isinstance(members, BrokenSampleError):
+                        call.skipped.add(members)
+                    elif members is not None:
+                        yield {"__key__": sample_key(number), **members}
+
+        paths = call.fill(len(call.order), per_shard, samples, f"writing {prefix} shards", digits=4)
+        if items and call.skipped.count == len(items):
+            call.shards.delete()
+            raise BrokenSampleError(f"none of the {len(items)} samples can be used; see the warnings above")
     return paths
 
 
@@ -152,10 +271,25 @@ def fill_shards(
     return paths
 
 
-def files_digest(names: Iterable[tuple[Path, str]]) -> str:
-    """A hash of files by name and size: ``names`` are paths and how they are called."""
-    lines = [f"{name} {path.stat().st_size}" for path, name in names]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def readable(
+    source: SampleSource, order: Sequence[int | None], here: Iterable[int], skipped: Skipped
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and sample of those numbers in ``here`` whose sample is there and can be read; the broken ones are counted."""
+    for number in here:
+        index = order[number]
+        if index is None:
+            continue
+        try:
+            yield number, source[index]
+        except BrokenSampleError as error:
+            skipped.add(error)
+
+
+def grouped(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
+    """Lists of ``count`` items that follow each other; the last may hold fewer."""
+    iterator = iter(items)
+    while few := list(itertools.islice(iterator, count)):
+        yield few
 
 
 def array_bytes(values: Tensor | np.ndarray) -> bytes:
@@ -167,28 +301,40 @@ def array_bytes(values: Tensor | np.ndarray) -> bytes:
 
 @contextmanager
 def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
-    """Writes a shard that gets its name when it is complete."""
-    aside = path.with_name(path.name + ".part")
-    with aside.open("wb") as stream, wds.TarWriter(stream, mtime=0) as writer:
-        yield writer
-    aside.replace(path)
+    """Writes a shard that gets its name when it is complete, whoever else writes the same one.
 
-
-def check_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Write down what the shards of a prefix hold, or compare it with what an earlier call wrote down.
-
-    A call that failed before its first shard was complete leaves nothing to compare with.
-
-    Raises:
-        ValueError: when they differ, so that shards of two lists would be mixed.
+    The unfinished file ``NAME.part`` belongs to the process that created it. If there is one, of a process that was killed or
+    that writes on a host whose locks are not seen here, the shard is written under a name of this process alone.
     """
-    prefix = path.name.removesuffix("manifest.json")
-    begun = any(shard.stem.removeprefix(prefix).isdigit() for shard in path.parent.glob(f"{prefix}*.tar"))
-    if begun and path.exists() and (before := read_json(path)) != manifest:
-        differing = ", ".join(key for key in manifest if before.get(key) != manifest[key]) or "other entries"
-        raise ValueError(
-            f"{path.parent} holds shards of another list of samples or made otherwise ({path.name}: {differing}); choose "
-            "another folder or prefix, or delete them"
-        )
-    if not (begun and path.exists()):
-        write_whole(path, json.dumps(manifest) + "\n")
+    aside = path.with_name(path.name + ".part")
+    left = _stamp(aside)
+    try:
+        stream = aside.open("xb")
+    except FileExistsError:
+        aside = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}.part")
+        stream = aside.open("wb")
+    try:
+        with stream, wds.TarWriter(stream, mtime=0) as writer:
+            yield writer
+            writer.close()
+            stream.flush()
+            os.fsync(stream.fileno())
+            mine = os.fstat(stream.fileno())
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    if aside.exists() and os.path.samestat(mine, aside.stat()):
+        aside.replace(path)
+    elif not path.exists():  # else somebody without our lock has completed it, and taken this file for a leftover
+        raise FileExistsError(f"{aside} was replaced while it was written; call again once nothing else writes it")
+    first = path.with_name(path.name + ".part")
+    if left is not None and _stamp(first) == left:  # nobody has written to it in the meantime
+        first.unlink(missing_ok=True)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Identity, size and time of a file; None if it is not there."""
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns
+    return None

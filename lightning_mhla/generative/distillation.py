@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mhla.swap import SwappedAttention, attention_layers, swapped_layers
+from lightning_mhla.swap.diffusers import patch_convolution
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Teacher:
         for index in swapped_layers(student):
             processor = hosts[index].processor
             assert isinstance(processor, SwappedAttention)
-            processor.grid(student, (noisy,), {})
+            processor.grid(patch_convolution(student), (noisy,))
             compare = partial(_compare, hosts[index], student.is_gradient_checkpointing, distances)
             hooks.append(theirs[index].register_forward_hook(compare, with_kwargs=True))
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,20 @@ import torch
 from torch import Tensor
 
 from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, ShardSets
+from lightning_mhla.data.captioned import CaptionedFiles, caption_members
 from lightning_mhla.data.loader import sample_groups
+from lightning_mhla.data.origins import Origin, sample_key
 from lightning_mhla.data.shards import beside_shard
-from lightning_mhla.data.write import Skipped, array_bytes, check_manifest, fill_shards, shard_ranges
+from lightning_mhla.data.write import Preparation, array_bytes, readable
 from lightning_mhla.generative.text import CaptionEncoder
+from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.untrusted import read_json
 
 LATENT, EMBEDDING = "latent.npy", "text.npy"
 """Members of an encoded sample: its latent, and the embeddings of its caption's tokens.
 
-In a set of several sizes, the latent's rows and columns stand before its name: ``16x12.latent.npy``.
+In a set of several sizes, the latent's rows and columns stand before its name: ``16x12.latent.npy``. Further captions of a
+sample are ``1.text.npy`` and so on.
 """
 
 TRIED = 100
@@ -83,6 +88,7 @@ class EncodedSamples:
         self.shard_sizes: Sequence[int] = reader.shard_sizes
         names, groups = reader.sort_members(rf"\d+x\d+\.{re.escape(LATENT)}")
         self.names = names or [LATENT]
+        self._captions = reader.count_members(rf"\d+\.{re.escape(EMBEDDING)}").tolist()
         self.groups = groups if names else None
         self._ends: list[tuple[int, ...] | None] = [None if name == LATENT else _side(name) for name in self.names]
         for index in range(len(reader)):
@@ -99,7 +105,7 @@ class EncodedSamples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """``latent`` ``[C, ...]`` and ``text`` ``[text_length, D]`` float32, and ``index``."""
-        latent, tokens = self._latent(index), self.reader.array(index, EMBEDDING)
+        latent, tokens = self._latent(index), self.reader.array(index, self._embedding(index))
         end = self._ends[self._group(index)]
         size = self.size if end is None else (*self.size[: -len(end)], *end)
         if latent.shape != size or tokens.ndim != 2:
@@ -111,6 +117,11 @@ class EncodedSamples:
         kept = torch.from_numpy(tokens[: self.text_length]).float()
         text[: len(kept)] = kept
         return {"latent": torch.from_numpy(latent).float(), "text": text, "index": index}
+
+    def _embedding(self, index: int) -> str:
+        """The member of the sample's caption; of several, one drawn by torch's random numbers."""
+        count = self._captions[index] + 1
+        return EMBEDDING if count == 1 else embedding_names(count)[int(torch.randint(count, ()))]
 
     def _group(self, index: int) -> int:
         return 0 if self.groups is None else int(self.groups[index])
@@ -130,10 +141,33 @@ def _side(name: str) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
+def embedding_names(count: int) -> list[str]:
+    """Members of the embeddings of a sample's captions: ``text.npy``, then ``1.text.npy`` and so on."""
+    return [EMBEDDING if number == 0 else f"{number}.{EMBEDDING}" for number in range(count)]
+
+
+@dataclass(frozen=True)
+class EncodedSource:
+    """Samples to encode, and what they are made from.
+
+    Attributes:
+        samples: give a sample ``[3, ...]`` in -1 .. 1 under ``key``; of several sizes where they have ``groups``.
+        key: entry of the sample.
+        files: give the captions of each sample.
+        origins: of each sample, or of the shards that hold them.
+        per_sample: whether each sample has an origin of its own.
+    """
+
+    samples: SampleSource
+    key: str
+    files: CaptionedFiles
+    origins: Sequence[Origin]
+    per_sample: bool
+
+
 def encode_samples(
-    source: SampleSource,
-    key: str,
-    identity: dict[str, Any],
+    source: EncodedSource,
+    options: dict[str, Any],
     target: Path,
     encode: Callable[[Tensor], Tensor],
     captions: CaptionEncoder,
@@ -142,58 +176,51 @@ def encode_samples(
     device: torch.device,
     max_skipped: int = 100,
     share: tuple[int, int] = (0, 1),
+    force: bool = False,
 ) -> tuple[list[Path], int]:
     """Write ``target/prefix-00000.tar`` and so on; the shards of this process of ``share``, rank and number.
 
     Args:
-        source: gives a sample ``[3, ...]`` in -1 .. 1 and its ``caption``; of several sizes where it has ``groups``.
-        key: entry of the sample.
-        identity: description of the samples, so that shards of others are not mixed with these.
+        source: the samples.
+        options: plain values that the samples depend on.
         target: made if missing.
         encode: latents of samples ``[B, 3, ...]``.
         captions: encodes captions.
         prefix: prefix of the file names.
         per_shard: samples for a shard; it holds fewer where some are broken.
-        device: where.
+        device: device of the encoders.
         max_skipped: broken samples that this process skips before it stops.
         share: index and number of the parts that the shards are divided into.
+        force: delete the shards of an earlier call first.
 
     Returns:
         Paths of all shards, of every process, and how many samples this one skipped.
 
     Raises:
-        ValueError: when the folder holds shards of other samples, or made otherwise.
+        ValueError: when the folder holds shards of samples that have changed since, or made with other options.
         BrokenSampleError: when more samples are broken than ``max_skipped``.
     """
-    manifest = {"samples": len(source), "per_shard": per_shard, **identity}
-    begun = bool(list(target.glob(f"{prefix}-*.tar")))
-    check_manifest(target / f"{prefix}-manifest.json", manifest)
-    shards = shard_ranges(target, prefix, len(source), per_shard)
-    empty = empty_caption_file(shards[0][0])
-    if not (begun and empty.exists()):
-        aside = empty.with_name(f"{empty.name}.{share[0]}.part")
-        aside.write_bytes(array_bytes(captions.tokens("", device).half()))
-        aside.replace(empty)
-    mine, skipped = shards[share[0] :: share[1]], Skipped(max_skipped)
-    sizes = sample_groups(source)
+    made_with = {"per_shard": per_shard, **options}
+    with Preparation(
+        target, prefix, made_with, source.origins, per_shard if source.per_sample else None, max_skipped, force, share
+    ) as call:
+        order = call.order if source.per_sample else range(len(source.samples))
+        empty = empty_caption_file(target / f"{prefix}-00000.tar")
+        if not (call.shards.finished() and empty.exists()):
+            with written_whole(empty) as aside:
+                aside.write_bytes(array_bytes(captions.tokens("", device).half()))
+        sizes = sample_groups(source.samples)
 
-    def samples(here: range) -> Iterator[dict[str, Any]]:
-        for index in here:
-            try:
-                sample = source[index]
-            except BrokenSampleError as error:
-                skipped.add(error)
-                continue
-            latent = encode(sample[key][None].to(device))[0].half()
-            tokens = captions.tokens(sample["caption"], device).half()
-            name = LATENT if sizes is None else f"{latent.shape[-2]}x{latent.shape[-1]}.{LATENT}"
-            members = {name: array_bytes(latent), EMBEDDING: array_bytes(tokens), "txt": sample["caption"].encode()}
-            yield {"__key__": f"{index:08d}", **members}
+        def encoded(here: range) -> Iterator[dict[str, Any]]:
+            for number, sample in readable(source.samples, order, here, call.skipped):
+                index = order[number]
+                assert index is not None
+                texts = source.files.captions(index)
+                latent = encode(sample[source.key][None].to(device))[0].half()
+                name = LATENT if sizes is None else f"{latent.shape[-2]}x{latent.shape[-1]}.{LATENT}"
+                tokens = [array_bytes(captions.tokens(text, device).half()) for text in texts]
+                members = {name: array_bytes(latent), **dict(zip(embedding_names(len(texts)), tokens, strict=True))}
+                yield {"__key__": sample_key(number), **members, **caption_members(texts)}
 
-    fill_shards(
-        ((path, len(here), samples(here)) for path, here in mine),
-        f"encoding {prefix} shards",
-        sum(len(here) for _, here in mine),
-        quiet=share[0] > 0,
-    )
-    return [path for path, _ in shards], skipped.count
+        paths = call.fill(len(order), per_shard, encoded, f"encoding {prefix} shards")
+    return paths, call.skipped.count

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_mhla.attention.mixing import DenseCoefficients
 from lightning_mhla.checkpoints.pretrained import Pretrained, read_trained
-from lightning_mhla.generative.reading import read_diffusers, read_safely, read_safetensors, read_weights_file
-from lightning_mhla.swap import SAVED, is_swapped
+from lightning_mhla.generative.reading import read_diffusers, read_safely, read_weights_file
+from lightning_mhla.swap import SAVED, is_swapped, load_swapped
 from lightning_mhla.system.untrusted import read_json
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
         elif local.is_file():
             state = read_weights_file(local, CONTAINERS, mixed=True)
         elif swapped := [folder for folder in (local, local / "transformer") if is_swapped(folder)]:
-            state = read_safetensors(swapped[0])
+            state = load_swapped(swapped[0]).state_dict()
         else:
             return read_diffusers(path, host.kind, host.name)
     state = {name.removeprefix("network."): tensor for name, tensor in state.items()}

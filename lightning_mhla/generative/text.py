@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla.system.untrusted import reason
+from lightning_mhla.data.lines import json_lines, parse_object, read_lines, read_text, text_entry
+from lightning_mhla.system.listing import is_visible
 
 WORD_BYTES = 8
 """Of a word's hash, which seeds its vector."""
@@ -213,30 +213,31 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
 
     Raises:
         FileNotFoundError: when there is no such file.
-        ValueError: when it holds no prompt.
+        ValueError: naming the file and the line, when it holds no prompt, or an entry without one.
     """
     file = Path(path)
     if file.is_dir():
-        pairs = [(each.stem, each.read_text().strip()) for each in sorted(file.glob("*.txt"))]
+        files = sorted(each for each in file.glob("*.txt") if is_visible(each.name))
+        pairs = [(each.stem, read_text(each).strip()) for each in files]
     elif not file.is_file():
-        raise FileNotFoundError(f"prompts {file} is no file; give a text file with a prompt on each line")
-    elif file.suffix in (".json", ".jsonl"):
-        pairs = _listed_prompts(file)
+        raise FileNotFoundError(f"prompts {file} is not a file; give a text file with a prompt on each line")
+    elif file.suffix == ".jsonl":
+        rows = enumerate(json_lines(file))
+        pairs = [(f"{row:05d}", text_entry(line, "prompt", f"{file}: line {number}")) for row, (number, line) in rows]
+    elif file.suffix == ".json":
+        pairs = [
+            (name, _prompt_of(entry, f"{file}: {name!r}"))
+            for name, entry in parse_object(read_text(file), str(file)).items()
+        ]
     else:
-        lines = [line.strip() for line in file.read_text().splitlines()]
-        pairs = [(line.split("\t", 1)[0].strip(), line.split("\t", 1)[-1].strip()) for line in lines if line]
+        lines = [line.strip() for _, line in read_lines(file)]
+        pairs = [(line.split("\t", 1)[0].strip(), line.split("\t", 1)[-1].strip()) for line in lines]
     if not pairs:
         raise ValueError(f"prompts {file} is empty; write a prompt on each line")
-    return pairs
+    return [(name, prompt.strip()) for name, prompt in pairs]
 
 
-def _listed_prompts(file: Path) -> list[tuple[str, str]]:
-    try:
-        if file.suffix == ".json":
-            entries = dict(json.loads(file.read_text()))
-        else:
-            lines = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-            entries = {f"{number:05d}": line for number, line in enumerate(lines)}
-        return [(name, str(entry["prompt"]).strip()) for name, entry in entries.items()]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"prompts {file}: an entry has no prompt ({reason(error)})") from error
+def _prompt_of(entry: Any, where: str) -> str:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} is not a JSON object with a prompt")
+    return text_entry(entry, "prompt", where)

@@ -11,7 +11,7 @@ from lightning_mhla.swap.swapping import (
     swap_saved,
     swapped_layers,
 )
-from lightning_mhla.swap.timm import save_swapped
+from lightning_mhla.swap.timm_folders import save_swapped
 from lightning_mhla.swap.transfer import LayerCosts, layer_costs, original_attention, transfer_loss
 
 __all__ = [

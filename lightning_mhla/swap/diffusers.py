@@ -9,9 +9,8 @@ clips of any size: blocks are fitted to each, and where an axis has fewer tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, Projections
 from lightning_mhla.attention.positions import Rotary
-from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside, fit
+from lightning_mhla.swap.host import Host, TokenGrid, blocks_along, build_beside, fit
 
 HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor", "processor")
 PROCESSORS = {
@@ -35,6 +34,9 @@ PROCESSORS = {
     "SanaVideoTransformer3DModel": "SanaLinearAttnProcessor3_0",
 }
 """Models of diffusers whose token grid we know, and the processor whose place in them we can take."""
+
+PATCHES = ("patch_embedding", "patch_embed", "pos_embed")
+"""Parts of these models that hold the convolution that makes their tokens."""
 
 UNSUPPORTED = {
     "group_norm": None,
@@ -53,25 +55,31 @@ HALF_MAX = torch.finfo(torch.float16).max
 
 
 class InputGrid(TokenGrid):
-    """The grid of a model's input, a forward pre-hook.
+    """The grid of a model's present input, a forward pre-hook of the convolution that makes its patches.
+
+    The hook belongs to a module inside the model, so that a compiled model traces it together with the attention.
 
     Args:
-        patch: size of a token along each axis of the input.
+        name: of the model's class, for messages.
     """
 
-    def __init__(self, patch: tuple[int, ...]) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.patch = patch
+        self.name = name
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the grid of what ``model`` is called with."""
-        x = args[0] if args else kwargs["hidden_states"]
-        if x.dim() != len(self.patch) + 2:
+    def __call__(self, convolution: nn.Conv2d | nn.Conv3d, args: tuple[Any, ...]) -> None:
+        """Keep the grid of an input ``[B, C, ...]``.
+
+        Raises:
+            ValueError: for an input with other axes.
+        """
+        patch = convolution.stride
+        if args[0].dim() != len(patch) + 2:
             raise ValueError(
-                f"{type(model).__name__} is called with {list(x.shape)}; swapped attention wants batch, channels and "
-                f"the {len(self.patch)} axes of its patches"
+                f"{self.name} is called with {list(args[0].shape)}; swapped attention wants batch, channels and the "
+                f"{len(patch)} axes of its patches"
             )
-        self.enter(tuple(size // step for size, step in zip(x.shape[2:], self.patch, strict=True)))
+        self.enter(tuple(size // step for size, step in zip(args[0].shape[2:], patch, strict=True)))
 
 
 class SwappedAttention(nn.Module):
@@ -130,15 +138,14 @@ class SwappedAttention(nn.Module):
         """
         if encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError("swapped attention is self-attention without a mask; this layer was called otherwise")
-        layout = self.grid.layout(self.blocks, hidden_states.shape[1])
-        attention = self.attention
-        fit(self, attention, layout, hidden_states.device)
+        attention, layout = self.attention, self.grid.layout(self.blocks, hidden_states.shape[1])
+        alone = fit(self, attention, layout, hidden_states.device)
         rotary = None
         if rotary_emb is not None:
             cos, sin = (angles[0, :, 0] for angles in rotary_emb)
             rotary = Rotary(cos[:, 0::2].float(), sin[:, 1::2].float(), interleaved=True)
         host = Projections(lambda x: _split_heads(attn, x, attention), lambda x: _merge_heads(attn, x))
-        return attention(hidden_states, rotary=rotary, projections=host)
+        return attention(hidden_states, rotary=rotary, projections=host, layout=alone)
 
 
 def _split_heads(attn: Any, x: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,16 +267,16 @@ class DiffusersHost(Host):
     def replace(
         self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]
     ) -> dict[int, Attention]:
-        patch = model.config.patch_size
-        grid = InputGrid(tuple(patch) if isinstance(patch, Sequence) else (patch, patch))
+        grid, patches = InputGrid(type(model).__name__), patch_convolution(model)
+        axes = len(patches.stride)
         swapped = {
-            index: build_swapped(layer, replace(configs[index], rotary=_turns(model)), len(grid.patch))
+            index: build_swapped(layer, replace(configs[index], rotary=_turns(model)), axes)
             for index, layer in layers.items()
         }
         for index, built in swapped.items():
             layers[index].set_processor(SwappedAttention(built, built.layout.block_grid, grid))
         if swapped:
-            model.register_forward_pre_hook(grid, with_kwargs=True)
+            patches.register_forward_pre_hook(grid)
         return swapped
 
     @override
@@ -279,27 +286,13 @@ class DiffusersHost(Host):
             index: processor.attention for index, processor in processors if isinstance(processor, SwappedAttention)
         }
 
-    @override
-    def record(self, model: Any) -> Mapping[str, Any] | None:
-        return model.config.get(SAVED)
 
-    @override
-    def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        model.register_to_config(**{SAVED: dict(record)})
-
-    @override
-    def wrote(self, config: Mapping[str, Any]) -> bool:
-        return "_diffusers_version" in config
-
-    @override
-    def build(self, folder: Path, config: dict[str, Any]) -> nn.Module:
-        import diffusers
-
-        return getattr(diffusers, config["_class_name"]).from_config(config)
-
-    @override
-    def kept_in_float32(self, model: Any) -> Sequence[str]:
-        return model._keep_in_fp32_modules or ()
+def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
+    """The convolution that makes tokens of a model's input."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d | nn.Conv3d) and name.partition(".")[0] in PATCHES:
+            return module
+    raise ValueError(f"{type(model).__name__} has no convolution {' or '.join(PATCHES)} that makes its patches")
 
 
 def _turns(model: nn.Module) -> bool:

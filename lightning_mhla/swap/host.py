@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -22,15 +22,23 @@ log = logging.getLogger(__name__)
 SAVED = "swapped_attention"
 """Entry of a saved model's ``config.json`` that says what was swapped."""
 
+HUB_OPTIONS = (
+    "variant", "device_map", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "force_download",
+    "local_files_only", "proxies", "max_memory", "offload_folder", "low_cpu_mem_usage", "quantization_config",
+)  # fmt: skip
+"""Options that transformers and diffusers take where they load a model."""
+
 
 class Host(ABC):
     """A library of models, and how attention is replaced in them.
 
     Attributes:
         package: name of the library; its models are classes of its modules, or derived from such.
+        options: names of options that the library takes where it loads a model.
     """
 
     package: ClassVar[str]
+    options: ClassVar[tuple[str, ...]] = HUB_OPTIONS
 
     def claims(self, model: nn.Module) -> bool:
         """Whether ``model`` is of this library."""
@@ -62,6 +70,22 @@ class Host(ABC):
         self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]
     ) -> dict[int, Attention]:
         """Put the new attention in, and return it by the number of its layer; nothing is changed if this raises."""
+
+    def put_in(self, model: Any, record: Mapping[str, Any]) -> dict[int, Attention]:
+        """Put in the attention that a record of :meth:`remember` describes, in place.
+
+        Returns:
+            The new attention by the number of its layer.
+
+        Raises:
+            ValueError: for what the new attention would not compute as the old one did.
+        """
+        attention, found = AttentionConfig(**record["attention"]), self.layers(model)
+        kinds = {int(index): kind for index, kind in record["layers"].items() if int(index) < len(found)}
+        configs = {index: attention.with_kind(kind).at_layer(index) for index, kind in kinds.items()}
+        chosen = {index: found[index] for index in configs}
+        self.check(model, chosen, configs)
+        return self.replace(model, chosen, configs)
 
     @abstractmethod
     def swapped(self, model: Any) -> dict[int, Attention]:
@@ -101,30 +125,31 @@ class Host(ABC):
         """Whether a saved ``config.json`` is one that this library wrote."""
 
     @abstractmethod
-    def build(self, folder: Path, config: dict[str, Any]) -> nn.Module:
-        """A model with the library's own attention and any weights, as a saved ``config.json`` describes it."""
+    def load(
+        self, source: str, config: Mapping[str, Any], dtype: torch.dtype | None, options: Mapping[str, Any]
+    ) -> nn.Module:
+        """A saved model, by the library's own rules.
 
-    def kept_in_float32(self, model: Any) -> Sequence[str]:
-        """Parts of the names of parameters that the library keeps in float32, whatever dtype is asked for."""
-        return ()
-
-    def load(self, model: Any, state: dict[str, Tensor]) -> None:
-        """Give ``model`` the saved tensors.
+        Args:
+            source: folder, or name on the hub.
+            config: its ``config.json``.
+            dtype: dtype of the weights; None as they were saved.
+            options: of the library, among :attr:`options`.
 
         Raises:
-            ValueError: when they are not those of the model.
+            ValueError: when the weights are not those of the model.
         """
-        if set(state) != set(model.state_dict()):
-            differing = sorted(set(state) ^ set(model.state_dict()))
-            raise ValueError(f"the weights are not those of the config.json beside them: {', '.join(differing[:3])}")
-        model.load_state_dict(state, assign=True)
 
-    def cast(self, model: Any, dtype: torch.dtype) -> None:
-        """Change the dtype of the weights, but of mixing and what the library keeps in float32."""
-        kept = {*self.kept_in_float32(model), "mixing"}
-        for name, parameter in model.named_parameters():
-            if not kept & set(name.split(".")):
-                parameter.data = parameter.data.to(dtype)
+
+_shapes: dict[int, Tensor] = {}
+"""Tensors without memory that have the present shapes of all grids.
+
+Blocks that are compiled by themselves read them here: numbers, and tensors that are attributes of a module, would be constants
+of their graph, and every size would compile one. Entries stay, since graphs of models that are gone may still be checked
+against them; they are few bytes each.
+"""
+
+_numbers = itertools.count()
 
 
 class TokenGrid:
@@ -139,14 +164,23 @@ class TokenGrid:
 
     def __init__(self, prefix_tokens: int = 0) -> None:
         self.prefix_tokens = prefix_tokens
-        self.shape: tuple[int, ...] | None = None
         self.recent: set[tuple[int, ...]] = set()
         self.recomputed = False
         self.layouts: dict[tuple[Any, ...], BlockLayout] = {}
+        self._take_number()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy of the model has a shape of its own."""
+        self.__dict__.update(state)
+        self._take_number()
+
+    def _take_number(self) -> None:
+        self.number = next(_numbers)
+        _shapes[self.number] = torch.empty(0, device="cpu")
 
     def enter(self, shape: tuple[int, ...]) -> None:
         """Note the grid of an input that comes into the model."""
-        self.shape = shape
+        _shapes[self.number] = torch.empty((), device="cpu").expand(shape)
         if torch.compiler.is_compiling():
             return
         if self.recomputed or in_backward():
@@ -170,7 +204,12 @@ class TokenGrid:
             raise ValueError(
                 f"{tokens} tokens for an input of {expected}: call the whole model, with all tokens of its input"
             )
-        fitted = tuple(min(count, length) for count, length in zip(blocks, shape, strict=True))
+        # no min(): of an open size it would be an expression in every later one
+        fitted = tuple(count if length >= count else length for count, length in zip(blocks, shape, strict=True))
+        if torch.compiler.is_compiling():  # sizes may be open, so nothing is looked up by them
+            if self.prefix_tokens:
+                check_prefix(self.prefix_tokens, blocks, shape)
+            return BlockLayout(shape, fitted, prefix_tokens=self.prefix_tokens)
         key = (shape, fitted)
         if key in self.layouts:
             return self.layouts[key]
@@ -183,11 +222,12 @@ class TokenGrid:
         return layout
 
     def _shape_of(self, tokens: int) -> tuple[int, ...]:
-        assert self.shape is not None, "call the whole model, not its layers: the size of the input is seen there"
+        present = tuple(_shapes[self.number].shape)
+        assert present != (0,), "call the whole model, not its layers: the size of the input is seen there"
         if torch.compiler.is_compiling() or not in_backward():
-            return self.shape
+            return present
         self.recomputed = True
-        known = {*self.recent, self.shape}  # attention transfer passes images without gradients first
+        known = {*self.recent, present}  # attention transfer passes images without gradients first
         fitting = sorted(shape for shape in known if self.prefix_tokens + math.prod(shape) == tokens)
         if len(fitting) > 1:
             raise ValueError(
@@ -195,7 +235,7 @@ class TokenGrid:
                 f"{' or '.join(str(list(shape)) for shape in fitting)}; call backward after each, or train without "
                 "activation checkpointing"
             )
-        return fitting[0] if fitting else self.shape
+        return fitting[0] if fitting else present
 
 
 def check_prefix(prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int]) -> None:
@@ -223,11 +263,18 @@ def refuse_float16(index: int, kind: type) -> None:
         )
 
 
-def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.device) -> None:
-    """Let ``attention`` take tokens of ``layout``, unless ``owner.fitted`` says that it does."""
+def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.device) -> BlockLayout | None:
+    """Let ``attention`` take tokens of ``layout``, unless ``owner.fitted`` says that it does.
+
+    Returns:
+        The layout, for :meth:`Attention.forward`, in a graph: there nothing is kept from call to call. None elsewhere.
+    """
+    if torch.compiler.is_compiling():
+        return layout
     if (fitted := (layout, device)) != owner.fitted:
         attention.fit(*fitted)
         owner.fitted = None if makes_fake_tensors() else fitted  # tables without values serve this call alone
+    return None
 
 
 def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:

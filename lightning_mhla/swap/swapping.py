@@ -13,24 +13,30 @@ each library's models do with it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_mhla.attention import MHLA, Attention, AttentionConfig
-from lightning_mhla.swap.diffusers import DiffusersHost, SwappedAttention, attention_layers
+from lightning_mhla.swap.diffusers import SwappedAttention, attention_layers
+from lightning_mhla.swap.diffusers_classes import DiffusersFolders
 from lightning_mhla.swap.host import SAVED, Host
 from lightning_mhla.swap.layers import KEEP, kinds_of_layers
-from lightning_mhla.swap.timm import TimmHost
-from lightning_mhla.swap.transformers import TransformersHost
-from lightning_mhla.system.untrusted import read_json
+from lightning_mhla.swap.saved import restored
+from lightning_mhla.swap.timm_folders import TimmFolders
+from lightning_mhla.swap.transformers_classes import TransformersFolders
+from lightning_mhla.system.untrusted import read_json, reason
 
-HOSTS: tuple[Host, ...] = (DiffusersHost(), TimmHost(), TransformersHost())
+HOSTS: tuple[Host, ...] = (DiffusersFolders(), TimmFolders(), TransformersFolders())
 """Libraries whose models can be swapped."""
+
+HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+"""Names of models on the hub."""
 
 
 def host_of(model: nn.Module) -> Host:
@@ -76,13 +82,13 @@ def swap_attention(
     if host.record(model) is not None:
         raise ValueError("the model's attention is swapped already; load it again to swap it otherwise")
     kinds = kinds_of_layers(attention, len(found), layers, layer_kinds)
-    configs = {i: attention.with_kind(kind).at_layer(i) for i, kind in enumerate(kinds) if kind != KEEP}
-    chosen = {index: found[index] for index in configs}
-    host.check(model, chosen, configs)
-    swapped = host.replace(model, chosen, configs)
-    if configs:
-        numbers = {str(index): config.kind for index, config in configs.items()}
-        host.remember(model, {"attention": asdict(attention), "layers": numbers})
+    record = {
+        "attention": asdict(attention),
+        "layers": {str(index): kind for index, kind in enumerate(kinds) if kind != KEEP},
+    }
+    swapped = host.put_in(model, record)
+    if swapped:
+        host.remember(model, record)
     return swapped
 
 
@@ -123,46 +129,82 @@ def is_swapped(folder: str | Path) -> bool:
     return path.is_file() and SAVED in read_json(path)
 
 
-def load_swapped(folder: str | Path, dtype: torch.dtype | None = None) -> Any:
+def load_swapped(
+    folder: str | Path,
+    dtype: torch.dtype | str | None = None,
+    *,
+    torch_dtype: torch.dtype | str | None = None,
+    **options: Any,
+) -> Any:
     """A model that ``save_pretrained`` wrote after :func:`swap_attention`, with its attention, in evaluation mode.
 
+    The library's own ``from_pretrained`` reads the weights: its index before single files, a variant where one is asked
+    for, safetensors before ``.bin``, which is read without running code.
+
     Args:
-        folder: with ``config.json`` and safetensors files.
+        folder: folder of the model, or a name on the hub.
         dtype: dtype of the weights, but those that the library and mixing keep in float32; None as they were saved.
+        torch_dtype: the same by its other name.
+        options: options of the library's ``from_pretrained``: ``variant``, ``device_map``, ``subfolder``,
+            ``use_safetensors``, ``revision``, ``cache_dir`` and their like. timm takes ``cache_dir`` only.
 
     Raises:
         FileNotFoundError: when there is no such model in the folder.
-        ValueError: when its attention was never swapped, or weights do not fit.
+        ValueError: when its attention was never swapped, weights do not fit, or an option is unknown.
     """
-    from safetensors.torch import load_file
-
-    local = Path(folder)
-    if not (local / "config.json").is_file():
-        raise FileNotFoundError(f"{local} has no config.json; give a folder that save_pretrained wrote")
-    config = read_json(local / "config.json")
-    saved = config.pop(SAVED, None)
+    if dtype is not None and torch_dtype is not None and dtype != torch_dtype:
+        raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} are two names of one option; give one of them")
+    config = _read_config(folder, options)
     host = next((host for host in HOSTS if host.wrote(config)), None)
-    if saved is None or host is None:
+    if SAVED not in config or host is None:
         name = config.get("_class_name") or next(iter(config.get("architectures") or ()), "its class")
-        raise ValueError(f"the attention of {local} was never swapped; load it with {name}.from_pretrained")
-    model: Any = host.build(local, config)
-    swap_saved(model, saved)
-    state: dict[str, Tensor] = {}
-    for file in sorted(local.glob("*.safetensors")):
-        state |= load_file(file)
+        raise ValueError(f"the attention of {folder} was never swapped; load it with {name}.from_pretrained")
+    if unknown := sorted(set(options) - set(host.options)):
+        raise ValueError(
+            f"load_swapped: {host.package} takes no option {unknown[0]!r} here; it takes dtype, {', '.join(host.options)}"
+        )
     try:
-        host.load(model, state)
-    except ValueError as error:
-        raise ValueError(f"{local}: {error}") from None
-    if dtype is not None:
-        host.cast(model, dtype)
-    return model.eval()
+        return host.load(str(folder), restored(config), _dtype(torch_dtype if dtype is None else dtype), options).eval()
+    except RuntimeError as error:
+        raise ValueError(f"{folder}: the weights are not those of the config.json beside them: {error}") from error
+
+
+def _read_config(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` of a folder, or of a model on the hub."""
+    local, subfolder = Path(folder), options.get("subfolder") or ""
+    if not local.exists() and HUB_NAME.fullmatch(str(folder)):
+        from huggingface_hub import hf_hub_download
+
+        names = ("revision", "token", "cache_dir", "force_download", "local_files_only")
+        chosen = {name: options[name] for name in names if name in options}
+        try:
+            return read_json(Path(hf_hub_download(str(folder), "config.json", subfolder=subfolder or None, **chosen)))
+        except OSError as error:
+            raise FileNotFoundError(f"{folder} is neither a folder nor a model on the hub ({reason(error)})") from error
+    path = local / subfolder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} has no config.json; give a folder that save_pretrained wrote")
+    return read_json(path)
+
+
+def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of a name.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) and name != "auto" else name
+    if name in (None, "auto"):
+        return None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={name!r} is not a dtype of weights, such as torch.bfloat16 or 'bfloat16'")
+    return dtype
 
 
 def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:
     """Swap as a saved model's config says."""
-    kinds = saved["layers"]
-    depth = len(host_of(model).layers(model))
-    swap_attention(
-        model, AttentionConfig(**saved["attention"]), layer_kinds=[kinds.get(str(i), KEEP) for i in range(depth)]
-    )
+    host = host_of(model)
+    if host.record(model) is not None:
+        raise ValueError("the model's attention is swapped already; load it again to swap it otherwise")
+    host.put_in(model, saved)
+    host.remember(model, saved)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
-from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
+from lightning_mhla.swap.host import Host, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
 
 MODELS = ("VisionTransformer", "Eva")
 """Classes of timm whose attention is known, and those derived from them: ViT, DeiT, DINOv2, SigLIP, CLIP, EVA, DINOv3 .."""
@@ -48,7 +47,7 @@ class TimmHost(Host):
 
     @override
     def layers(self, model: Any) -> list[Any]:
-        transformer = _transformer(model)
+        transformer = vision_transformer(model)
         found = [module for module in transformer.modules() if _is_known(module)]
         known = [any(map(_is_known, block.modules())) for block in transformer.blocks]
         if found and not all(known):
@@ -62,7 +61,7 @@ class TimmHost(Host):
 
     @override
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
-        transformer = _transformer(model)
+        transformer = vision_transformer(model)
         drop = getattr(transformer, "patch_drop", None)
         if drop is not None and not isinstance(drop, nn.Identity):
             raise ValueError("the model drops patches (patch_drop_rate), and blocks need all of them; build it without")
@@ -83,7 +82,7 @@ class TimmHost(Host):
     ) -> dict[int, Attention]:
         from lightning_mhla.swap.timm_attention import install
 
-        transformer = _transformer(model)
+        transformer = vision_transformer(model)
         grid = PatchGrid(transformer.num_prefix_tokens)
         built = {index: _build(layer, configs[index], grid.prefix_tokens) for index, layer in layers.items()}
         for index, attention in built.items():
@@ -109,53 +108,8 @@ class TimmHost(Host):
             for layer in replaced:
                 layer.as_before = False
 
-    @override
-    def record(self, model: Any) -> Mapping[str, Any] | None:
-        return getattr(_transformer(model), SAVED, None)
 
-    @override
-    def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        setattr(_transformer(model), SAVED, dict(record))
-
-    @override
-    def wrote(self, config: Mapping[str, Any]) -> bool:
-        return "architecture" in config and "pretrained_cfg" in config
-
-    @override
-    def build(self, folder: Path, config: dict[str, Any]) -> nn.Module:
-        import timm
-
-        model: nn.Module = timm.create_model(f"local-dir:{folder.resolve()}", pretrained=False)
-        return model
-
-
-def save_swapped(model: Any, folder: str | Path, model_args: Mapping[str, Any] | None = None) -> None:
-    """Write a swapped model of timm as timm keeps models, ``config.json`` and safetensors, for ``load_swapped``.
-
-    Args:
-        model: after :func:`lightning_mhla.swap_attention`.
-        folder: to write to.
-        model_args: options of the model that timm's factory did not see, as for ``timm.models.save_for_hf``.
-
-    Raises:
-        ValueError: for a model that was not swapped, and one that is wrapped (``features_only``).
-    """
-    from timm.models import save_for_hf
-
-    record = TimmHost().record(model)
-    if record is None:
-        raise ValueError(
-            f"the attention of this {type(model).__name__} is not swapped; timm.models.save_for_hf writes it"
-        )
-    if _transformer(model) is not model:
-        raise ValueError(
-            f"timm cannot save a {type(model).__name__}; save the model without it (forward_intermediates gives features too)"
-        )
-    options = dict(model_args or {})
-    save_for_hf(model, str(folder), model_config={SAVED: record}, model_args=options, safe_serialization=True)
-
-
-def _transformer(model: Any) -> Any:
+def vision_transformer(model: Any) -> Any:
     """The vision transformer in ``model``, which may be wrapped (``features_only``)."""
     import timm.models
 

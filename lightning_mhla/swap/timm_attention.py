@@ -40,13 +40,13 @@ class _Swapped:
         rope = options.pop("rope", None)
         if args or options.get("attn_mask") is not None or options.get("is_causal"):
             raise ValueError("swapped attention sees all tokens of one image: no attn_mask, is_causal or packed images")
-        layout = self.grid.layout(self.blocks, x.shape[1])
-        fit(self, self.swapped, layout, x.device)
-        if rope is not None and self.swapped.order is not None:  # tokens come in block order
-            prefix = self.grid.prefix_tokens
-            rope = rope.index_select(-2, self.swapped.order[prefix:] - prefix)
-        host = Projections(lambda tokens: _split(self, tokens, rope), lambda heads: _merge(self, heads, x))
-        return self.swapped(x, projections=host)
+        layout = fit(self, self.swapped, self.grid.layout(self.blocks, x.shape[1]), x.device)
+        host = Projections(
+            lambda tokens: _split(self, tokens, rope),
+            lambda heads: heads,
+            in_raster=rope is not None,  # patches are turned by their place in the image
+        )
+        return _merge(self, self.swapped(x, projections=host, layout=layout), x)
 
 
 class SwappedAttention(_Swapped, PlainAttention):

@@ -20,12 +20,11 @@ Encoders of text take ``block_size`` too, and every token sees all; dense coeffi
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
-from lightning_mhla.swap.host import SAVED, Host, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
+from lightning_mhla.swap.host import Host, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
 
 DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi", "Phi3"
@@ -131,6 +130,10 @@ class TransformersHost(Host):
             patches.register_forward_hook(grid)
         if built:
             model.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
+            if grid is None:
+                inner = _inner_model(model)
+                place = list(inspect.signature(inner.forward).parameters).index("attention_mask")
+                inner.register_forward_pre_hook(partial(_hand_on_mask, place), with_kwargs=True)
         return built
 
     @override
@@ -157,84 +160,6 @@ class TransformersHost(Host):
         from lightning_mhla.swap.transformers_masks import own_keys
 
         return own_keys(options.get("attention_mask"), x)
-
-    @override
-    def record(self, model: Any) -> Mapping[str, Any] | None:
-        return getattr(model.config, SAVED, None) if self.swapped(model) else None
-
-    @override
-    def remember(self, model: Any, record: Mapping[str, Any]) -> None:
-        shared, own = model.config, copy.copy(model.config)  # another model may have been made from the same one
-        setattr(own, SAVED, dict(record))
-        for module in model.modules():
-            if getattr(module, "config", None) is shared:
-                module.config = own
-            if hasattr(module, "swapped"):
-                module.host_config = own
-
-    @override
-    def wrote(self, config: Mapping[str, Any]) -> bool:
-        return "model_type" in config and "transformers_version" in config
-
-    @override
-    def build(self, folder: Path, config: dict[str, Any]) -> nn.Module:
-        import transformers
-
-        loaded = transformers.AutoConfig.from_pretrained(folder)
-        delattr(loaded, SAVED)
-        name = config["architectures"][0]
-        if not hasattr(transformers, name):
-            raise ValueError(
-                f"{folder} is of class {name}, which transformers does not have; build it and load its weights"
-            )
-        kind = getattr(transformers, name)
-        model = kind(loaded, **_left_out(kind, folder))
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-        return model
-
-    @override
-    def load(self, model: Any, state: dict[str, Tensor]) -> None:
-        own = model.state_dict()
-        state = _by_own_names(model, own, state)
-        tied = {name for name in model.all_tied_weights_keys if name not in state}
-        try:
-            super().load(model, {**state, **{name: own[name] for name in tied}})
-        except RuntimeError as error:
-            raise ValueError(f"the weights are of other shapes: {str(error).splitlines()[-1].strip()}") from error
-        model.tie_weights()
-
-    @override
-    def cast(self, model: Any, dtype: torch.dtype) -> None:
-        if dtype == torch.float16:
-            for index, attention in self.swapped(model).items():
-                refuse_float16(index, type(attention))
-        super().cast(model, dtype)
-        model.config.dtype = dtype
-
-
-def _left_out(kind: Any, folder: Path) -> dict[str, bool]:
-    """Options of a model's class that transformers does not save, from the names of the saved tensors."""
-    from safetensors import safe_open
-
-    parts = {"add_pooling_layer": "pooler.", "use_mask_token": "mask_token"}
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            names |= set(tensors.keys())
-    known = inspect.signature(kind.__init__).parameters
-    return {option: any(part in name for name in names) for option, part in parts.items() if option in known}
-
-
-def _by_own_names(model: Any, own: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Saved tensors by the names that the model has for them: transformers writes those of its older versions."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    names = {id(tensor): name for name, tensor in own.items()}
-    written = {
-        old: names[id(tensor)] for old, tensor in revert_weight_conversion(model, own).items() if id(tensor) in names
-    }
-    return {written.get(name, name): tensor for name, tensor in state.items()}
 
 
 def _is_known(module: nn.Module) -> bool:
@@ -266,6 +191,25 @@ def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
         raise ValueError("output_attentions: replaced layers have no attention weights to return")
 
 
+def _inner_model(model: Any) -> Any:
+    """The innermost model of transformers that holds all layers, the one that makes masks for them."""
+    from transformers import PreTrainedModel
+
+    inner, layers = model, {id(module) for module in model.modules() if hasattr(module, "swapped")}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and layers <= {id(part) for part in module.modules()}:
+            inner = module
+    return inner
+
+
+def _hand_on_mask(place: int, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A forward pre-hook: attention gets the mask that the model is called with, besides the one that is made of it."""
+    from lightning_mhla.swap.transformers_masks import GIVEN
+
+    mask = args[place] if len(args) > place else options.get("attention_mask")
+    return args, {**options, GIVEN: (mask,)}
+
+
 def _family(layer: Any) -> str:
     return NAMES[type(layer).__name__]
 
@@ -274,7 +218,7 @@ def _of_images_alone(model: Any, layers: list[Any]) -> bool:
     """Whether the layers, all that are known, are those of one image encoder."""
     return (
         _patches(model) is not None
-        and len({type(layer.config) for layer in layers}) == 1
+        and len({layer.config.model_type for layer in layers}) == 1
         and all(_family(layer) in IMAGE_ENCODERS for layer in layers)
     )
 

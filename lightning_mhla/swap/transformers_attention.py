@@ -16,9 +16,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, BlockLayout, Projections
-from lightning_mhla.attention.rows import real_tokens, rows_in_order
+from lightning_mhla.attention.rows import order_of, real_tokens, rows_in_order
 from lightning_mhla.swap.host import TokenGrid, fit
-from lightning_mhla.swap.transformers_masks import documents, hides_any, key_mask, padding_mask
+from lightning_mhla.swap.transformers_masks import (
+    GIVEN,
+    check_nothing_hidden,
+    check_values,
+    documents,
+    padding_mask,
+    real_of_decoder,
+)
 from lightning_mhla.system.torch_private import is_fake
 
 NAME = "lightning_mhla"
@@ -61,6 +68,30 @@ def _keep_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     module.call = Call(x, None if cache is None else state_layer(cache, module.layer_idx))
 
 
+class Unread(NamedTuple):
+    """Tokens that a state is still to be made of.
+
+    Attributes:
+        x: ``[B, N, dim]``.
+        q: ``[B, N, H, Dk]``.
+        k: ``[B, N, Hkv, Dk]``.
+        v: ``[B, N, Hkv, Dv]``.
+        real: ``[B, N]`` bool, tokens that are not padding; None for all.
+    """
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    real: Tensor | None
+
+    def select(self, rows: Tensor) -> Unread:
+        """The tokens of other rows, ``rows`` being indices."""
+        index = rows.to(self.x.device)
+        x, q, k, v = (tensor.index_select(0, index) for tensor in (self.x, self.q, self.k, self.v))
+        return Unread(x, q, k, v, None if self.real is None else self.real.index_select(0, index))
+
+
 class StateLayer(CacheLayerMixin):
     """A layer of transformers' cache that holds the state of :meth:`Attention.continue_from`, no keys and values.
 
@@ -69,6 +100,8 @@ class StateLayer(CacheLayerMixin):
         columns: tokens so far, padding included.
         kept: whether the state was made: training does not need it.
         kind: attention kind that made it.
+        unread: tokens that a graph took in with an empty cache, of which the next call makes the state: a graph cannot count
+            the real tokens of its rows, and mostly nobody continues what it read.
     """
 
     is_sliding = False
@@ -79,6 +112,7 @@ class StateLayer(CacheLayerMixin):
         self.columns = 0
         self.kept = True
         self.kind: str | None = None
+        self.unread: Unread | None = None
 
     @override
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -104,7 +138,7 @@ class StateLayer(CacheLayerMixin):
 
     @override
     def reset(self) -> None:
-        self.state, self.columns, self.kept = None, 0, True
+        self.state, self.columns, self.kept, self.unread = None, 0, True, None
 
     @override
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -112,11 +146,16 @@ class StateLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, repeats allowed."""
+        if self.unread is not None:
+            self.unread = self.unread.select(indices)
         if self.state is not None:
             self.state = self.state.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
+        if self.unread is not None:
+            rows = torch.arange(len(self.unread.x), device=self.unread.x.device)
+            self.unread = self.unread.select(rows.repeat_interleave(repeats))
         if self.state is not None:
             self.state = self.state.select(torch.arange(len(self.state.lengths)).repeat_interleave(repeats))
 
@@ -186,25 +225,68 @@ def swapped_attention(
     if module.grid is not None:
         return _of_an_image(module, x, heads, attention_mask), None
     if not attention.causal:
-        return _of_a_whole_text(module, x, heads, attention_mask), None
+        return _of_a_whole_text(module, x, heads, _encoder_mask(attention_mask, options.get(GIVEN))), None
     _check_length(attention, x.shape[1] if cache is None else cache.columns)
+    positions, given = options.get("position_ids"), options.get(GIVEN)
     by_positions = "flash" in module.host_config._attn_implementation
     bounds = documents(attention_mask, x, options.get("position_ids") if by_positions else None)
-    rows = real_first(key_mask(attention_mask, x, cache) if bounds is None else None, x, heads)
+    if cache is not None and cache.unread is not None:
+        cache.state, cache.unread = _state_of(attention, cache.unread), None
+    real = real_of_decoder(attention_mask, x, cache, given, positions) if bounds is None else None
     if cache is None or bounds is not None or (module.training and torch.is_grad_enabled()):
         if cache is not None:
             if cache.columns > x.shape[1]:
                 raise ValueError("training and packed documents cannot continue a cache; begin without one")
             cache.kept = False
-        out = attention(rows.x, rows.visible, cu_seqlens=bounds, projections=rows.projections)
-    else:
-        if not cache.kept:
-            raise ValueError("the cache was filled in training or with packed documents, which keep no state")
-        if cache.state is not None and cache.kind != attention.config.kind:
-            raise ValueError(f"the state is of attention kind {cache.kind!r}, not {attention.config.kind!r}")
-        out, cache.state = attention.next_tokens(rows.x, cache.state, rows.counts, projections=rows.projections)
-        cache.kind = attention.config.kind
-    return rows.restored(out), None
+        rows = real_first(real, x, heads)
+        return rows.restored(attention(rows.x, rows.visible, cu_seqlens=bounds, projections=rows.projections)), None
+    if not cache.kept:
+        raise ValueError("the cache was filled in training or with packed documents, which keep no state")
+    if cache.state is not None and cache.kind != attention.config.kind:
+        raise ValueError(f"the state is of attention kind {cache.kind!r}, not {attention.config.kind!r}")
+    cache.kind = attention.config.kind
+    if cache.state is None and torch.compiler.is_compiling():
+        attention.require("state")
+        rows = real_first(real, x, heads)
+        cache.unread = Unread(x, heads[0], heads[1], heads[2], real)
+        return rows.restored(attention(rows.x, rows.visible, projections=rows.projections)), None
+    out, cache.state = _continued(attention, cache.state, x, heads, real)
+    return out, None
+
+
+def _continued(
+    attention: Attention, state: Any, x: Tensor, heads: list[Tensor], real: Tensor | None
+) -> tuple[Tensor, Any]:
+    """Outputs of the next tokens, and the state after them.
+
+    Raises:
+        ValueError: for padding among several tokens in a graph, which cannot count them.
+    """
+    last = real
+    if last is not None and torch.compiler.is_compiling():
+        if x.shape[1] != 1:
+            raise ValueError(
+                "a compiled graph cannot continue a cache with several tokens of padded rows: compile the steps of one token"
+            )
+        check_values(lambda: last, "a compiled step of generation was given padding: run it without torch.compile")
+        real = None
+    rows = real_first(real, x, heads)
+    counts = (x.shape[1],) * x.shape[0] if rows.counts is None else rows.counts
+    out, state = attention.next_tokens(rows.x, state, counts, projections=rows.projections)
+    return rows.restored(out), state
+
+
+def _state_of(attention: Attention, unread: Unread) -> Any:
+    """The state after tokens that a graph took in; their outputs are known."""
+    x, q, k, v, real = unread
+    if real is not None and torch.compiler.is_compiling():
+        return _state_outside(attention, unread)
+    return _continued(attention, None, x, [q, k, v], real)[1]
+
+
+@torch.compiler.disable(reason="the first step after padded rows counts their tokens; run it without fullgraph")
+def _state_outside(attention: Attention, unread: Unread) -> Any:
+    return _state_of(attention, unread)
 
 
 class Rows(NamedTuple):
@@ -214,14 +296,14 @@ class Rows(NamedTuple):
         x: ``[B, N, dim]``.
         projections: those of the host, for :meth:`Attention.forward`.
         visible: ``[B, N]`` bool; None where all tokens are real.
-        counts: real tokens of each row.
+        counts: real tokens of each row; None where all tokens are real, and in graphs, which cannot count them.
         inverse: ``[B, N]``, the way back; None where nothing moved.
     """
 
     x: Tensor
     projections: Projections
     visible: Tensor | None
-    counts: tuple[int, ...]
+    counts: tuple[int, ...] | None
     inverse: Tensor | None
 
     def restored(self, out: Tensor) -> Tensor:
@@ -231,12 +313,15 @@ class Rows(NamedTuple):
 
 def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
     """Tokens, and queries, keys and values ``[B, N, H, D]`` of them, with padding moved to the right."""
+    if mask is None:
+        q, k, v = heads
+        return Rows(x, Projections(lambda _: (q, k, v), lambda out: out), None, None, None)
     order: Tensor | None
-    if mask is not None and is_fake(mask):  # on export: what is not read may be anything
-        real, counts, order = mask, (x.shape[1],) * x.shape[0], (~mask).to(torch.int8).argsort(dim=1, stable=True)
+    if torch.compiler.is_compiling() or is_fake(mask):  # what is not read may be anything
+        real, counts, order = mask, None, order_of(mask)
     else:
         real, counts, order = real_tokens(mask, x)
-    visible, inverse = real if any(count < x.shape[1] for count in counts) else None, None
+    visible, inverse = real if counts is None or min(counts) < x.shape[1] else None, None
     if order is not None:
         x, inverse = rows_in_order(x, order), order.argsort(dim=1)
         heads = [rows_in_order(tensor.flatten(2), order).unflatten(2, tensor.shape[2:]) for tensor in heads]
@@ -245,23 +330,28 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
     return Rows(x, Projections(lambda _: (q, k, v), lambda out: out), visible, counts, inverse)
 
 
+def _encoder_mask(attention_mask: Any, given: tuple[Any] | None) -> Any:
+    """The mask that an encoder was called with where that is known, else the one that transformers made of it."""
+    if given is None or (given[0] is not None and given[0].dim() != 2):
+        return attention_mask
+    return given[0]
+
+
 def _of_a_whole_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
     """Every token sees all; blocks are counted from a row's first real token."""
     rows = real_first(padding_mask(attention_mask, x), x, heads)
     size = module.swapped.config.block_size if module.swapped.uses_blocks else x.shape[1]
-    fit(module, module.swapped, BlockLayout((x.shape[1],), block_size=size), x.device)
-    return rows.restored(module.swapped(rows.x, rows.visible, projections=rows.projections))
+    layout = fit(module, module.swapped, BlockLayout((x.shape[1],), block_size=size), x.device)
+    return rows.restored(module.swapped(rows.x, rows.visible, projections=rows.projections, layout=layout))
 
 
 def _of_an_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: Any) -> Tensor:
     """Every token sees all; blocks are those of the present image."""
     layout = module.grid.layout(module.blocks, x.shape[1])
-    if hides_any(attention_mask):
-        raise ValueError("the attention mask hides patches, and the new attention sees whole images")
-    fit(module, module.swapped, layout, x.device)
-    order = module.swapped.order
-    q, k, v = heads if order is None else [tensor.index_select(1, order) for tensor in heads]
-    out: Tensor = module.swapped(x, projections=Projections(lambda _: (q, k, v), lambda out: out))
+    check_nothing_hidden(attention_mask)
+    q, k, v = heads
+    host = Projections(lambda _: (q, k, v), lambda out: out, in_raster=True)
+    out: Tensor = module.swapped(x, projections=host, layout=fit(module, module.swapped, layout, x.device))
     return out
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,3 +54,22 @@ class Agreement:
         votes = torch.tensor(said, dtype=torch.int32)
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
         return tuple(bool(vote) for vote in votes)
+
+
+def check_open_files(workers: int) -> None:
+    """Reject worker processes for which a process may not open enough files: a batch that cannot be sent is waited for.
+
+    Args:
+        workers: number of worker processes to start.
+
+    Raises:
+        OSError: saying what to do.
+    """
+    folder = Path("/proc/self/fd")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = (len(list(folder.iterdir())) if folder.is_dir() else 16) + 6 * workers + 8
+    if workers and limit != resource.RLIM_INFINITY and needed > limit:
+        raise OSError(
+            f"too many open files: the limit is {limit}, and {workers} worker processes need {needed} or more; raise the limit "
+            "of this process (ulimit -n 65536), or use fewer worker processes (--data.init_args.num_workers)"
+        )

@@ -29,7 +29,7 @@ def is_fake(x: Tensor) -> bool:
 
 def makes_fake_tensors() -> bool:
     """Whether tensors that are made now have no values."""
-    return detect_fake_mode() is not None
+    return torch.compiler.is_compiling() or detect_fake_mode() is not None  # Dynamo does not trace the second
 
 
 def in_backward() -> bool:

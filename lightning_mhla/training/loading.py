@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_mhla.attention.mixing import MixingCoefficients
 from lightning_mhla.checkpoints.io import WholeCheckpointIO
 from lightning_mhla.checkpoints.weights import LIVE
 from lightning_mhla.system.untrusted import BROKEN, reason
@@ -55,4 +56,7 @@ def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Mod
         module.load_state_dict(weights)
     except BROKEN as error:
         raise ValueError(f"the weights of {path} do not fit their model ({reason(error)})") from error
+    for part in module.modules():
+        if isinstance(part, MixingCoefficients):
+            part.bring_inside_()
     return module.eval()

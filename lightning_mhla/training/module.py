@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from lightning import Callback, LightningModule
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
@@ -25,14 +27,23 @@ from lightning_mhla.callbacks.kernels import KernelAgreement
 from lightning_mhla.callbacks.recovery import Recovery
 from lightning_mhla.callbacks.seeding import StepSeed
 from lightning_mhla.callbacks.stalls import StallWatch
-from lightning_mhla.checkpoints.io import WholeCheckpointIO
+from lightning_mhla.checkpoints.io import READ_FROM, WholeCheckpointIO
 from lightning_mhla.checkpoints.weights import LIVE, load_weights, shards_weights
+from lightning_mhla.data.module import data_batch_size
 from lightning_mhla.system.hyperparameters import LoggedApart, plain
-from lightning_mhla.system.lightning_private import steps_between_saves
+from lightning_mhla.system.lightning_private import batches_done, inside_accumulation, steps_between_saves
 from lightning_mhla.system.sharding import SEQUENCE, is_sharded_module, shard
+from lightning_mhla.system.steps import accumulation, steps_of_epochs, steps_of_run
 from lightning_mhla.system.torch_private import flatten_mesh
 from lightning_mhla.training.compilation import CompileOptions, CompileReport, compile_layers
-from lightning_mhla.training.optim import BETAS, Asked, OptimizerConfig, build_optimizer, parameter_groups, take_over
+from lightning_mhla.training.optim import (
+    BETAS,
+    OptimizerConfig,
+    asked_options,
+    build_optimizer,
+    parameter_groups,
+    take_over,
+)
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +106,7 @@ class TrainingModule(LoggedApart, LightningModule):
         self.optimizer_config = optimizer
         self.ema_decay = ema_decay
         self.compile_options = compile_options
-        self._asked: Asked | None = None
+        self._builds_optimizer = False
 
     @property
     def lr(self) -> float:
@@ -105,6 +116,8 @@ class TrainingModule(LoggedApart, LightningModule):
     @lr.setter
     def lr(self, value: float) -> None:
         self.optimizer_config = replace(self.optimizer_config, lr=value)
+        if isinstance(saved := self.hparams.get("optimizer"), dict):  # so that checkpoints know what was found
+            saved["lr"] = value
 
     def setup(self, stage: str) -> None:
         """Refuse data of another size than the model's.
@@ -116,14 +129,14 @@ class TrainingModule(LoggedApart, LightningModule):
         theirs: dict[str, Any] = {} if data is None else dict(data.hparams)
         for name in self.agrees_with_data:
             ours = self.hparams.get(name)
-            if name in theirs and ours is not None and theirs[name] != ours:
+            if theirs.get(name) is not None and ours is not None and theirs[name] != ours:
                 raise ValueError(
                     f"the model has {name}={ours}, the data {name}={theirs[name]}; give both the same "
                     f"(--model.init_args.{name}, --data.init_args.{name})"
                 )
 
     def average_decay(self, decay: float) -> float:
-        """Decay of the moving average at each step, where ``ema_decay`` asks for ``decay``."""
+        """Decay of the moving average at the present step, where ``ema_decay`` asks for ``decay``."""
         return decay
 
     def layers(self) -> list[nn.Module]:
@@ -141,11 +154,10 @@ class TrainingModule(LoggedApart, LightningModule):
             return self.prediction_callbacks()
         if self.trainer.state.fn != "fit":
             return []
-        average = [] if self.ema_decay is None else [ExponentialMovingAverage(self.average_decay(self.ema_decay))]
+        decay = self.ema_decay
+        average = [] if decay is None else [ExponentialMovingAverage(partial(self.average_decay, decay))]
         given = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
         guards: list[type[Callback]] = [FiniteWatch, StallWatch, Forecast]
-        if self.trainer.checkpoint_callbacks:  # checkpoints are not switched off
-            guards.append(Recovery)
         compiled = [] if self.compile_options is None else [CompileReport()]
         return [
             StepSeed(),
@@ -153,7 +165,16 @@ class TrainingModule(LoggedApart, LightningModule):
             *compiled,
             *average,
             *(guard() for guard in guards if guard not in given),
+            *self._recovery(),
         ]
+
+    def _recovery(self) -> list[Callback]:
+        """The callback that writes checkpoints, to be the last of all; none where checkpoints are switched off."""
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
+        own: list[Callback] = [callback for callback in callbacks if isinstance(callback, Recovery)]
+        for callback in own:
+            callbacks.remove(callback)
+        return own if own or not self.trainer.checkpoint_callbacks else [Recovery()]
 
     def prediction_callbacks(self) -> list[Callback]:
         """Callbacks that write predictions."""
@@ -189,13 +210,16 @@ class TrainingModule(LoggedApart, LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW with warm-up and schedule, stepped with the optimiser."""
         self.trainer.fit_loop.setup_data()  # or the length of an epoch is unknown where max_steps ends the run
-        steps = float(self.trainer.estimated_stepping_batches)
-        batches = self.trainer.num_training_batches
-        per_epoch = batches / self.trainer.accumulate_grad_batches if math.isfinite(batches) else 1.0
-        optimizer, schedule, self._asked = build_optimizer(
-            self.network, self.optimizer_config, steps, per_epoch, self._layer_names()
-        )
+        options = (self.network, self.optimizer_config, *self._lengths(), self._layer_names())
+        optimizer, schedule, _ = build_optimizer(*options)
+        self._builds_optimizer = True
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
+
+    def _lengths(self) -> tuple[float, float]:
+        """Optimiser steps of the run, and of an epoch of the warm-up."""
+        epochs = self.optimizer_config.warmup_epochs
+        warmup = steps_of_epochs(self.trainer, epochs)
+        return steps_of_run(self.trainer), warmup / epochs if epochs and math.isfinite(warmup) else 1.0
 
     def log_loss(self, loss: Tensor, batch_size: int) -> Tensor:
         """Log the training loss of ``batch_size`` samples, the mean over the processes, and hand it on."""
@@ -203,7 +227,19 @@ class TrainingModule(LoggedApart, LightningModule):
         return loss
 
     def on_train_start(self) -> None:
-        """Obey the optimiser options of this start where a checkpoint brought those of an earlier one."""
+        """Obey the optimiser options of this start where a checkpoint brought those of an earlier one.
+
+        Raises:
+            ValueError: when the checkpoint was saved inside an accumulation, whose gradients it does not hold.
+        """
+        self.trainer.accumulate_grad_batches = accumulation(self.trainer, self.trainer.current_epoch)
+        if inside_accumulation(self.trainer):
+            raise ValueError(
+                f"the checkpoint was saved after {batches_done(self.trainer)} batches of its epoch, and gradients of "
+                f"{self.trainer.accumulate_grad_batches} batches are accumulated for a step: those of the first ones are not "
+                "in it. Resume from last.ckpt of the run, with accumulate_grad_batches as it was, or start a new run from the "
+                "weights alone (--model.init_args.pretrained)"
+            )
         for callback in self.trainer.checkpoint_callbacks:
             if (
                 self.trainer.is_global_zero
@@ -219,8 +255,11 @@ class TrainingModule(LoggedApart, LightningModule):
                 )
         schedules: Any = self.lr_schedulers()
         optimizers: Any = self.optimizers(use_pl_optimizer=False)
-        if self._asked is not None and self.trainer.global_step and isinstance(schedules, LambdaLR):
-            for change in take_over(optimizers, schedules, self._asked, self.trainer.global_step):
+        if self._builds_optimizer and isinstance(schedules, LambdaLR):
+            # Lightning's tuners may have changed learning rate and batch size since the optimiser was made
+            asked = asked_options(self.network, self.optimizer_config, *self._lengths(), self._layer_names())
+            changes = take_over(optimizers, schedules, asked, self.trainer.global_step)
+            for change in changes if self.trainer.global_step else ():
                 log.info("resumed with another optimiser: %s", change)
 
     @override
@@ -250,9 +289,9 @@ class TrainingModule(LoggedApart, LightningModule):
         return [before, *[[name] for name in names]]
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Log how many broken samples this process has skipped, if any."""
-        if skipped := getattr(self.trainer.train_dataloader, "skipped", 0):
-            self.log("data/skipped", float(skipped))
+        """Log how many different broken samples this process has skipped, if any."""
+        if skipped := getattr(self.trainer.train_dataloader, "skipped", None):
+            self.log("data/skipped", float(len(skipped)))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another model before its tensors fail to fit; resume live weights without average.
@@ -260,6 +299,9 @@ class TrainingModule(LoggedApart, LightningModule):
         Raises:
             ValueError: naming the attention option or size that differs, and the way out.
         """
+        if READ_FROM in checkpoint and (self._trainer is None or self._trainer.is_global_zero):
+            where = "epoch {epoch}, step {global_step}".format_map(defaultdict(lambda: "?", checkpoint))
+            log.info("using checkpoint %s: %s", checkpoint[READ_FROM], where)
         theirs: dict[str, Any] = checkpoint.get("hyper_parameters", {}).get("attention") or {}
         ours: dict[str, Any] = self.hparams.get("attention") or {}
         for key in ("kind", "block_grid", "block_size") if theirs and ours else ():
@@ -269,6 +311,8 @@ class TrainingModule(LoggedApart, LightningModule):
                     f"{ours.get(key)!r}; set --model.init_args.attention.{key}={theirs.get(key)}, or train from the start"
                 )
         fitting = self._trainer is not None and self._trainer.state.fn == "fit"
+        if fitting and checkpoint.get("global_step"):
+            self._leave_out_tuners(checkpoint)
         if fitting:
             self._report_changes(checkpoint)
         if fitting and self.ema_decay is None and LIVE in checkpoint:
@@ -297,6 +341,17 @@ class TrainingModule(LoggedApart, LightningModule):
                 f"the checkpoint is of a model of other sizes: {'; '.join(wrong[:3])} ({len(wrong)} tensors in all). "
                 "Leave the model options out to take those that the checkpoint remembers"
             )
+
+    def _leave_out_tuners(self, checkpoint: dict[str, Any]) -> None:
+        """Resume with the batch size and the learning rate that Lightning's tuners found when the run began."""
+        data, callbacks = self.trainer.datamodule, self.trainer.callbacks  # type: ignore[attr-defined]  # set when it is made
+        for tuner in [each for each in callbacks if isinstance(each, BatchSizeFinder | LearningRateFinder)]:
+            callbacks.remove(tuner)
+            log.info("%s is left out: the run resumes with what it found", type(tuner).__name__)
+            if isinstance(tuner, LearningRateFinder):
+                self.lr = checkpoint["hyper_parameters"]["optimizer"]["lr"]
+            elif data is not None and (size := data_batch_size(checkpoint.get(type(data).__qualname__) or {})):
+                data.batch_size = size
 
     def _report_changes(self, checkpoint: dict[str, Any]) -> None:
         """Say which options of model and data are not those that the checkpoint was trained with."""

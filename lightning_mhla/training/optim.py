@@ -1,4 +1,4 @@
-"""AdamW, or CAME, as every domain uses it: parameter groups, a warm-up and a schedule, and the clip of mixing coefficients.
+"""AdamW, or CAME, as every domain uses it: parameter groups, a warm-up and a schedule.
 
 timm's parameter groups are not used here, since they write the decay over layers as ``lr_scale``, which optimisers of torch
 ignore, and know no group of mixing coefficients; nor its schedulers, which are no ``LRScheduler``.
@@ -6,19 +6,17 @@ ignore, and know no group of mixing coefficients; nor its schedulers, which are 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_mhla.attention.mixing import MixingCoefficients, clip_mixing
+from lightning_mhla.attention.mixing import MixingCoefficients
 from lightning_mhla.system.sharding import is_shard
 from lightning_mhla.system.torch_private import set_last_rates
 
@@ -221,7 +219,7 @@ def build_optimizer(
     steps_per_epoch: float,
     layers: Iterable[Iterable[str]] = (),
 ) -> tuple[Optimizer, LambdaLR, Asked]:
-    """The optimiser over the groups of ``model``, and its schedule; mixing coefficients are clipped right after each step.
+    """The optimiser over the groups of ``model``, and its schedule.
 
     Args:
         model: to be trained.
@@ -236,25 +234,40 @@ def build_optimizer(
     Raises:
         ValueError: for a cosine over a run without an end, or CAME with sharded parameters.
     """
+    factor = make_schedule(config, steps, steps_per_epoch)
+    if factor.warmup >= steps:
+        log.warning(
+            "the warm-up of %d steps is longer than the run of %d: the learning rate never gets to lr",
+            factor.warmup,
+            steps,
+        )
+    optimizer = _make(parameter_groups(model, config, layers), config)
+    schedule = LambdaLR(optimizer, [factor] * len(optimizer.param_groups))
+    return optimizer, schedule, asked_options(model, config, steps, steps_per_epoch, layers)
+
+
+def asked_options(
+    model: nn.Module,
+    config: OptimizerConfig,
+    steps: float,
+    steps_per_epoch: float,
+    layers: Iterable[Iterable[str]] = (),
+) -> Asked:
+    """What a configuration asks of an optimiser; arguments as for :func:`build_optimizer`."""
+    common: dict[str, Any] = {"betas": config.betas or BETAS[config.kind]}
+    common |= {"eps": config.eps} if config.kind == "adamw" else {}
+    groups = [
+        {"initial_lr": group["lr"], "weight_decay": group["weight_decay"], **common}
+        for group in parameter_groups(model, config, layers)
+    ]
+    return Asked(groups, make_schedule(config, steps, steps_per_epoch))
+
+
+def make_schedule(config: OptimizerConfig, steps: float, steps_per_epoch: float) -> Schedule:
+    """The schedule of the learning rate; arguments and errors are those of :func:`build_optimizer`."""
     if config.schedule == "cosine" and not math.isfinite(steps):
         raise ValueError("schedule 'cosine' needs an end: set trainer.max_epochs or trainer.max_steps")
-    optimizer = _make(parameter_groups(model, config, layers), config)
-
-    def clip(*_: Any) -> None:
-        with torch.no_grad():
-            clip_mixing(model)
-
-    optimizer.register_step_post_hook(clip)
-    warmup = config.warmup_steps or round(config.warmup_epochs * steps_per_epoch)
-    if warmup >= steps:
-        log.warning(
-            "the warm-up of %d steps is longer than the run of %d: the learning rate never gets to lr", warmup, steps
-        )
-    factor = Schedule(config, steps, warmup)
-    schedule = LambdaLR(optimizer, [factor] * len(optimizer.param_groups))
-    names = ("initial_lr", "weight_decay", "betas", *(["eps"] if config.kind == "adamw" else []))
-    groups = [{name: group[name] for name in names} for group in optimizer.param_groups]
-    return optimizer, schedule, Asked(groups, copy.copy(factor))
+    return Schedule(config, steps, config.warmup_steps or round(config.warmup_epochs * steps_per_epoch))
 
 
 def _make(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from lightning_mhla.checkpoints.io import read_file, resolve_checkpoint
+from lightning_mhla.checkpoints.io import READ_FROM, read_file, resolve_checkpoint
 from lightning_mhla.checkpoints.sharded import load_rest
 from lightning_mhla.checkpoints.sharded_tensors import load_tensors, save_sharded, saved_names
 from lightning_mhla.checkpoints.weights import LIVE, load_weights
@@ -91,7 +91,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 set_optimizer_state_dict(
                     self.model, optimizer, optim_state_dict=named, options=StateDictOptions(full_state_dict=True)
                 )
-            return content
+            return {**content, READ_FROM: str(path)}
         names = saved_names(path)
         own: dict[str, Any] = get_model_state_dict(self.model)
         weights = {
@@ -103,7 +103,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             state = {f"optimizer_{index}": get_optimizer_state_dict(self.model, optimizer)}
             load_tensors(path, state)
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{index}"])
-        return {**load_rest(path), **weights}
+        return {**load_rest(path), **weights, READ_FROM: str(path)}
 
     @property
     def _strict(self) -> bool:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
+import torch
+from PIL import Image
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
+
+from lightning_mhla.system.listing import shown
+from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.vision.preprocessing import Preprocessing
 
 
 def taken_indices(indices: int | list[int] | None, count: int) -> list[int]:
@@ -46,18 +54,69 @@ class VisionModel(nn.Module):
     """Images to class scores by ``forward_features`` and ``forward_head``, with the methods that timm's models have.
 
     Attributes:
+        in_chans: channels of the images, by timm's name.
         num_classes: scores that come out; 0 for features.
         num_features: channels of the last map.
         head_hidden_size: width of what the head takes.
         feature_info: channels, reduction and module of each map, as timm keeps them.
         head: what gives the scores.
+        class_names: names of the classes, in the order of the scores; None where they are not known.
+        preprocessing: what :meth:`predict` does with an image before the model sees it; None where it is not known.
     """
 
+    in_chans: int
     num_classes: int
     num_features: int
     head_hidden_size: int
     feature_info: list[dict[str, Any]]
     head: nn.Module
+    class_names: list[str] | None = None
+    preprocessing: Preprocessing | None = None
+
+    def describe(
+        self, class_names: Sequence[str] | None, preprocessing: Preprocessing | Mapping[str, Any] | None
+    ) -> None:
+        """Keep what :meth:`predict` needs.
+
+        Args:
+            class_names: names of the classes.
+            preprocessing: what images go through.
+
+        Raises:
+            ValueError: for names that are not as many as classes.
+        """
+        if class_names is not None and len(class_names) != self.num_classes:
+            raise ValueError(f"class_names lists {len(class_names)} names for num_classes={self.num_classes}")
+        self.class_names = None if class_names is None else list(class_names)
+        self.preprocessing = None if preprocessing is None else as_dataclass(Preprocessing, preprocessing)
+
+    @torch.inference_mode()
+    def predict(self, image: Image.Image | str | PathLike[str], top: int | None = None) -> dict[str, float]:
+        """Names of the classes with their probabilities, the most probable first.
+
+        Args:
+            image: an image, or the path of one; it goes through :attr:`preprocessing`.
+            top: how many classes; None for all.
+
+        Raises:
+            BrokenSampleError: for a file that is not an image.
+            ValueError: when the model does not know its preprocessing.
+        """
+        if self.preprocessing is None:
+            raise ValueError(
+                "the model does not know what its images go through: load an export, or give class_names and preprocessing"
+            )
+        if not isinstance(image, Image.Image):
+            from lightning_mhla.data.images import decode_image  # brings Lightning
+
+            image = decode_image(Path(image).read_bytes(), shown(image), self.preprocessing.mode)
+        like, training = next(self.parameters()), self.training
+        pixels = self.preprocessing(image.convert(self.preprocessing.mode))[None].to(like.device, like.dtype)
+        probabilities = self.eval()(pixels).float().softmax(-1)[0]
+        self.train(training)
+        names = self.class_names or [str(number) for number in range(self.num_classes)]
+        order = probabilities.argsort(descending=True, stable=True)[:top].tolist()
+        return {names[index]: float(probabilities[index]) for index in order}
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -126,6 +185,8 @@ class VisionModel(nn.Module):
         """
         if num_classes > 0 and global_pool == "":
             raise ValueError(f"num_classes={num_classes} needs pooling; leave global_pool empty for features only")
+        if num_classes != self.__dict__.get("num_classes"):
+            self.class_names = None
         self.num_classes = num_classes
         if global_pool is not None:
             self.set_pool(global_pool)
@@ -135,6 +196,7 @@ class VisionModel(nn.Module):
             self.head = nn.Linear(self.head_hidden_size, num_classes, device=like.device, dtype=like.dtype)
             nn.init.trunc_normal_(self.head.weight, std=0.02)
             nn.init.zeros_(self.head.bias)
+        self.head.train(self.training)
 
     def set_pool(self, kind: str) -> None:
         """Take another pooling; empty for none."""

@@ -17,6 +17,7 @@ from lightning_mhla import AttentionConfig, Backbone
 from lightning_mhla.model.sizes import Shape, model_shape
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.vision.base import ImageCheck, VisionModel, taken_indices
+from lightning_mhla.vision.preprocessing import Preprocessing
 
 register_notrace_module(Backbone)
 
@@ -50,7 +51,10 @@ class VisionTransformer(
     VisionModel,
     PyTorchModelHubMixin,
     library_name="lightning-mhla",
-    coders={AttentionConfig: (asdict, lambda options: AttentionConfig(**options))},
+    coders={
+        AttentionConfig: (asdict, lambda options: AttentionConfig(**options)),
+        Preprocessing: (Preprocessing.as_dict, lambda options: Preprocessing(**options)),
+    },
 ):
     """Image to class scores, without a class token: the mean of all tokens goes to the head (as in the paper).
 
@@ -74,6 +78,8 @@ class VisionTransformer(
         drop_path: stochastic depth of the last block.
         checkpointing: recompute blocks in the backward pass.
         global_pool: ``"avg"``, or empty for the tokens.
+        class_names: names of the classes, for :meth:`predict`.
+        preprocessing: what :meth:`predict` does with an image; exports bring both.
 
     The methods that timm's models have are there too.
 
@@ -99,6 +105,8 @@ class VisionTransformer(
         drop_path: float = 0.0,
         checkpointing: bool = False,
         global_pool: str = "avg",
+        class_names: list[str] | None = None,
+        preprocessing: Preprocessing | None = None,
     ) -> None:
         super().__init__()
         attention = as_dataclass(AttentionConfig, attention)
@@ -113,7 +121,7 @@ class VisionTransformer(
             )
         if side % patch_size:
             raise ValueError(f"patch_size={patch_size} does not divide the image's side of {side} pixels")
-        self.image_size, self.border = image_size, (side - image_size) // 2
+        self.image_size, self.border, self.in_chans = image_size, (side - image_size) // 2, channels
         grid = (side // patch_size,) * 2
         self.stem: nn.Module = (
             ConvStem(channels, width, patch_size)
@@ -138,6 +146,7 @@ class VisionTransformer(
         ]
         nn.init.trunc_normal_(self.position, std=0.02)
         self.reset_classifier(num_classes, global_pool)
+        self.describe(class_names, preprocessing)
 
     def _check(self, size: tuple[int, int]) -> None:
         if size != (self.image_size, self.image_size):

@@ -17,6 +17,7 @@ from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, bu
 from lightning_mhla.model.sizes import both_sides
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.vision.base import ImageCheck, VisionModel, taken_indices
+from lightning_mhla.vision.preprocessing import Preprocessing
 from lightning_mhla.vision.stages import StageConfig
 
 EPS = 1e-6
@@ -141,6 +142,7 @@ class VLT(
     coders={
         AttentionConfig: (asdict, lambda options: AttentionConfig(**options)),
         StageConfig: (asdict, lambda options: StageConfig(**options)),
+        Preprocessing: (Preprocessing.as_dict, lambda options: Preprocessing(**options)),
     },
 ):
     """Image to class scores in stages of falling resolution: RAVLT (arXiv 2411.07635) and, with kind mhla, MHLA-VLT.
@@ -163,6 +165,8 @@ class VLT(
         drop_path: stochastic depth of the last block; it rises linearly from 0 at the first.
         checkpointing: recompute blocks in the backward pass.
         global_pool: ``"avg"``, ``"max"``, ``"avgmax"`` or ``"fast"``; empty for none, without classes.
+        class_names: names of the classes, for :meth:`predict`.
+        preprocessing: what :meth:`predict` does with an image; exports bring both.
 
     Raises:
         ValueError: for sizes that do not fit together.
@@ -179,10 +183,12 @@ class VLT(
         drop_path: float = 0.0,
         checkpointing: bool = False,
         global_pool: str = "avg",
+        class_names: list[str] | None = None,
+        preprocessing: Preprocessing | None = None,
     ) -> None:
         super().__init__()
         attention, stages = as_dataclass(AttentionConfig, attention), as_dataclass(StageConfig, stages)
-        self.config, self.num_classes, self.channels = stages, num_classes, channels
+        self.config, self.num_classes, self.in_chans = stages, num_classes, channels
         dims, depths, heads, scales = (stages.of(name) for name in ("dims", "depths", "heads", "layer_scale"))
         grids = stages.grids(both_sides("image_size", image_size))
         rates = torch.linspace(0, drop_path, sum(depths), device="cpu").tolist()
@@ -209,6 +215,7 @@ class VLT(
         self.apply(_initialize)
         self.reset_classifier(num_classes, global_pool)
         self.set_grad_checkpointing(checkpointing)
+        self.describe(class_names, preprocessing)
 
     @property
     @override

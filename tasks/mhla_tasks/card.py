@@ -30,14 +30,15 @@ def _digest(text: str) -> str:
 
 
 def write_card(
-    module: TrainingModule, content: Mapping[str, Any], path: Path, loading: str, license_name: str | None
+    module: TrainingModule, content: Mapping[str, Any], path: Path, folder: str, loading: str, license_name: str | None
 ) -> None:
     """Write a card: what the model is, how to load it, data, metrics, configuration, versions, licence.
 
     Args:
         module: that was exported.
         content: its checkpoint, without the tensors.
-        path: path of the card, in the folder of the export.
+        path: path of the card.
+        folder: name of the folder of the export.
         loading: Python that loads it, with ``FOLDER`` for its path.
         license_name: identifier of the model's licence; None where it is not stated.
     """
@@ -49,9 +50,9 @@ def write_card(
     header |= {"license": license_name} if license_name else {}
     article = "An" if name[0] in "AEIOU" else "A"
     parts = [
-        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {path.parent.name}",
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {folder}",
         f"{article} `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory)}.",
-        f"## Loading\n\n```python\n{loading.replace('FOLDER', path.parent.name)}\n```",
+        f"## Loading\n\n```python\n{loading.replace('FOLDER', folder)}\n```",
         f"## Training data\n\n{_data(content, data)}",
         f"## Metrics\n\n{_metrics(content)}",
         f"## Training\n\n{content.get('global_step', 0):,} optimiser steps, {content.get('epoch', 0) + 1} epochs"

@@ -7,56 +7,72 @@ checkpoint given by ``--ckpt_path`` remembers of its model and data.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import signal
 import sys
-import traceback
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
+from jsonargparse import Namespace
 from lightning import Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 from lightning_mhla.callbacks.recovery import RunStopped
-from lightning_mhla.data import BrokenSampleError, ShardUnavailableError
+from lightning_mhla.checkpoints.choice import choose_checkpoint
+from lightning_mhla.checkpoints.io import CHECKPOINTS
+from lightning_mhla.checkpoints.runs import RunFolder
 from lightning_mhla.system.lightning_private import subcommand_parsers
 from mhla_tasks.config_errors import find_repeated_option, find_unknown_key, shorten
+from mhla_tasks.console import ignore_noise, prepare_streams, show_log
+from mhla_tasks.errors import printable, reported
 from mhla_tasks.late_imports import without_collection
-from mhla_tasks.own_modules import UnknownModuleError, log_handler
+from mhla_tasks.own_modules import UnknownModuleError
 from mhla_tasks.settle import (
     agree,
+    check_trainer,
     defaults_from,
     find_missing,
     inside,
     leave_out_monitors,
     network_of,
+    of_another_command,
     settle,
     with_config_of_run,
     with_folder_of_logger,
     write_beside_checkpoint,
 )
-from mhla_tasks.sources import read_sources
-from mhla_tasks.trust import AllowError, allow_imports, allow_shapes, check_config, refusal
+from mhla_tasks.sources import Source, read_sources, strongest
+from mhla_tasks.trust import AllowError, allow_imports, allow_shapes, refusal
 
 log = logging.getLogger(__name__)
 
-OWN = ("mhla_kernels", "lightning_mhla", "mhla_tasks")
-EXPECTED = (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError)
-READING = (BrokenSampleError, ShardUnavailableError)
+
+class SaveConfig(SaveConfigCallback):
+    """Saves the configuration of a run without the folder and the checkpoint of this start: another run may take it."""
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **options: Any) -> None:
+        kept = config.clone()
+        kept.run_dir = kept.ckpt_path = None
+        super().__init__(parser, kept, *args, **options)
 
 
 class ShortErrorParser(LightningArgumentParser):
-    """A parser whose errors are a line or two, not a page of usage."""
+    """A parser whose errors are a line or two, not a page of usage.
+
+    Attributes:
+        sources: where options come from, read before a parser changes the working folder to that of a file. They are those
+            of the command line, for the parsers too that jsonargparse makes of the options of a class.
+    """
+
+    sources: ClassVar[Sequence[Source]] = ()
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Say what is wrong and leave with status 2."""
-        text = _printable(shorten(message, read_sources(sys.argv[1:])))
+        text = printable(shorten(message, self.sources))
         if denied := re.search(r"Importing '([^']+)' is not allowed", text):
             text = f"{denied[1]}: {refusal(denied[1]) or 'may not be imported'}"
         program = re.sub(r"^\w+\.py ", "lightning ", re.sub(r" \[[^]]*\]", "", self.prog))
@@ -74,6 +90,8 @@ class SuiteCLI(LightningCLI):
         every = LightningCLI.subcommands()
         chosen = {name: every[name] for name in words[:1] if name in every} or every
         self.subcommands = lambda: chosen  # type: ignore[method-assign]
+        self._start: str | None = None
+        self._run: RunFolder | None = None
         super().__init__(args=args, **options)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -82,7 +100,8 @@ class SuiteCLI(LightningCLI):
             "--run_dir",
             type=str | None,
             default=None,
-            help="Folder of the run: logs and checkpoints go there, and fit resumes from the furthest whole checkpoint in it. "
+            help="Folder of the run: logs and checkpoints go there, and fit resumes from the latest complete checkpoint in it. "
+            "--ckpt_path=best is then the run's best checkpoint; fit with an earlier one of the run rolls back to it. "
             "Without --config it takes the configuration that it was started with. With --sweep KEY=VALUE,VALUE (fit only, one "
             "or more) it holds several runs, one for each combination of values, which are trained and compared.",
         )
@@ -115,7 +134,9 @@ class SuiteCLI(LightningCLI):
             if missing := find_missing(words, subcommand):
                 chosen.error(missing)
             sources = [inside(source, subcommand) for source in read_sources(words)]
-            problems = [check_config(Path(source.origin)) for source in sources if not source.origin.startswith("-")]
+            ShortErrorParser.sources = sources
+            problems = [source.problem for source in sources]
+            problems.append(of_another_command(sources, subcommand, LightningCLI.subcommands()))
             try:
                 allow_imports(sources)
             except (AllowError, UnknownModuleError) as error:
@@ -127,21 +148,28 @@ class SuiteCLI(LightningCLI):
             if problem:
                 chosen.error(problem)
             self._sources = sources
-            for source in sources:
-                if isinstance(checkpoint := source.values.get("ckpt_path"), str):
-                    try:
-                        remembered = defaults_from(checkpoint, sources)
-                        allow_shapes(remembered)
-                        chosen.set_defaults(remembered)
-                    except ValueError as error:
-                        chosen.error(str(error))
+            run = strongest(sources, "run_dir")
+            of_run = str(
+                Path(run or "") / "config.yaml"
+            )  # written by an earlier version, it names an earlier checkpoint
+            asked = strongest([source for source in sources if source.origin != of_run], "ckpt_path")
+            try:
+                self._start = choose_checkpoint(Path(run) if run else None, asked, training=subcommand == "fit")
+                if asked is not None and self._start is not None:
+                    remembered = defaults_from(self._start, sources)
+                    allow_shapes(remembered)
+                    chosen.set_defaults(remembered)
+            except (ValueError, FileNotFoundError) as error:
+                chosen.error(str(error))
         with without_collection():  # the classes that are named are imported
             super().parse_arguments(parser, args)
 
     def before_instantiate_classes(self) -> None:
         """Settle in the run's folder; leave weights to start from alone where a checkpoint brings others."""
         options, subcommand = self.config[self.subcommand], str(self.subcommand)
+        check_trainer(options.trainer)
         agree(options, self._sources)
+        options.ckpt_path = self._start
         if options.run_dir is not None:
             self._run = settle(options, subcommand)
         if subcommand != "fit":
@@ -163,6 +191,16 @@ class SuiteCLI(LightningCLI):
             leave_out_monitors(options.trainer, subcommand)
 
     @override
+    def instantiate_classes(self) -> None:
+        """Build model, data and trainer; a value that no kind of an option takes is named with its source."""
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            if "Does not validate against any of the Union subtypes" not in str(error):
+                raise
+            raise ValueError(shorten(str(error), self._sources)) from error
+
+    @override
     def instantiate_trainer(self, **options: Any) -> Trainer:
         """Build the trainer with a progress bar that knows runs without a number of epochs."""
         given = self._get(self.config_init, "trainer")
@@ -170,7 +208,14 @@ class SuiteCLI(LightningCLI):
         bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
         if not bars and given.enable_progress_bar in (None, True) and not given.barebones:
             self.trainer_defaults = {**self.trainer_defaults, "callbacks": [EpochBar()]}
-        return super().instantiate_trainer(**options)
+        trainer = super().instantiate_trainer(**options)
+        if self._run is not None:
+            for callback in trainer.checkpoint_callbacks:
+                if (
+                    isinstance(callback, ModelCheckpoint) and callback.dirpath is None
+                ):  # a logger would choose the folder
+                    callback.dirpath = str(self._run.path / CHECKPOINTS)
+        return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
@@ -182,11 +227,6 @@ class SuiteCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Nothing here: :meth:`parse_arguments` has made the checkpoint's memory the weakest source."""
-
-
-def _printable(text: str) -> str:
-    """Without signs that a terminal would obey, and not longer than can be read."""
-    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)[:2000]
 
 
 def remove_unused(trainer: Trainer) -> None:
@@ -205,59 +245,33 @@ class EpochBar(RichProgressBar):
         return f"Epoch {current_epoch}" if limit in (None, -1) else super()._get_train_description(current_epoch)
 
 
-def _is_deliberate(error: BaseException) -> bool:
-    """Whether an error was raised by a check of ours, so that its message alone is enough."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    if isinstance(error, READING):  # raised again by the loader when a worker process read the sample
-        return True
-    scope = frames[-1][0].f_globals if frames else {}
-    raised_in = str(scope.get("__package__") or scope.get("__name__", ""))  # run as a module, its name is __main__
-    return isinstance(error, EXPECTED) and raised_in.split(".")[0] in OWN
-
-
 def main(args: ArgsType = None) -> None:
-    """Run the command line; errors that a check of ours raised are printed without a traceback.
-
-    Set ``LIGHTNING_MHLA_TRACEBACK=1`` to see the traceback.
-    """
-    logging.basicConfig(level=logging.WARNING, handlers=[log_handler()])
-    for name in OWN:
-        logging.getLogger(name).setLevel(logging.INFO)
-    for noise in (
-        ".*LeafSpec.*is deprecated.*",
-        ".*`srun` command is available.*",
-        ".*callbacks used to create the.*",
-        ".*Grad strides do not match.*",
-        ".*Previous log files in this directory will be deleted.*",  # RunFolder keeps them
-        ".*The dirpath has changed from.*",  # predict and validate write elsewhere than training
-        ".*Checkpoint directory .* exists and is not empty.*",  # it is the run's own
-        ".*is smaller than the logging interval.*",
-    ):
-        warnings.filterwarnings("ignore", message=noise)
+    """Run one of Lightning's commands; errors are those of :func:`mhla_tasks.errors.reported`."""
+    prepare_streams()
+    show_log(sys.stdout)
+    ignore_noise()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip:" not in str(record.msg) and not str(record.msg).startswith("TPU available")
     )
     saving = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
     saving.addFilter(lambda record: "`weights_only` was not set" not in str(record.msg))  # what is read is plain data
-    try:
-        SuiteCLI(
-            parser_class=ShortErrorParser,
-            save_config_kwargs={"overwrite": True},
-            auto_configure_optimizers=False,
-            trainer_defaults={"default_root_dir": "runs", "enable_model_summary": False},  # Forecast says what it needs
-            args=args,
-        )
-    except RunStopped:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # srun sends them to who is still on the way out
-        raise
-    except Exception as error:
-        union = "Does not validate against any of the Union subtypes" in str(error)
-        if os.environ.get("LIGHTNING_MHLA_TRACEBACK") or not (union or _is_deliberate(error)):
+    with reported():
+        try:
+            SuiteCLI(
+                parser_class=ShortErrorParser,
+                save_config_callback=SaveConfig,
+                save_config_kwargs={"overwrite": True},
+                auto_configure_optimizers=False,
+                trainer_defaults={
+                    "default_root_dir": "runs",
+                    "enable_model_summary": False,  # Forecast says what it needs
+                },
+                args=args,
+            )
+        except RunStopped:
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # srun sends them to who is still on the way out
             raise
-        text = shorten(str(error), read_sources(sys.argv[1:])) if union else str(error)
-        sys.stderr.write(f"error: {text}\n")
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from mhla_tasks.own_modules import name_the_extra
@@ -45,16 +44,27 @@ def find_unknown_key(sources: Sequence[Source], options: Collection[str]) -> str
         for name, value in source.values.items():
             key = str(name)
             if key not in roots:
-                return _message(source.origin, key, roots, "")
-            if key == "trainer" and isinstance(value, dict):
+                problem: str | None = _message(source.origin, key, roots, "")
+            elif (key in ("trainer", "model", "data") and isinstance(value, list | int | float)) or (key, value) == (
+                "trainer",
+                None,
+            ):
+                problem = f"{source.origin}: {key} is not a value, got {value}; it needs options (KEY: VALUE) below it"
+            elif key == "trainer" and isinstance(value, dict):
                 problem = _check_trainer(source.origin, value, trainer)
             elif key in ("model", "data"):
                 problem = _check_class(source.origin, key, value, classes)
             else:
                 problem = None
             if problem:
-                return problem
+                return problem + _line_named_by(problem, source)
     return None
+
+
+def _line_named_by(problem: str, source: Source) -> str:
+    """The line of the key that a message is about, for a source that has lines."""
+    line = next((line for path, line in source.lines.items() if f": {_dotted(path)} is not" in problem), None)
+    return f" (line {line})" if line else ""
 
 
 def find_repeated_option(arguments: Sequence[str]) -> str | None:
@@ -102,10 +112,11 @@ def _check_class(
     origin: str, path: str, value: Any, classes: dict[str, Signature], modules: Sequence[str] = ()
 ) -> str | None:
     """Check one ``{class_path, init_args}`` or class path; ``classes`` remembers that of weaker sources."""
+    if isinstance(value, str) and value.endswith((".yaml", ".yml")):  # one that exists is a source of its own
+        return (
+            f"{origin}: {path}: there is no file {value}; a file in a configuration is looked for in the folder of that"
+        )
     if isinstance(value, str):
-        if Path(value).is_file():  # the parser reads the class and its options from there
-            classes.pop(path, None)
-            return None
         value = {"class_path": value}
     if not isinstance(value, dict):
         return None
@@ -174,22 +185,51 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
         return "no model is given; name a configuration: --config FILE, for example configs/classification/digits.yaml"
     given = re.search(r"Given value: (.*)", message)
     text = name_the_extra(text.replace(". Got value: ", ", got "))
+    unfit = re.search(r"Group '\w+' does not accept option '([\w.]+)'|Option '([\w.]+)' is not accepted", text)
+    if unfit:
+        keys, text = [unfit[1] or unfit[2]], "this value does not fit the option"
     if len(keys) == 1 and given and ", got " not in text and len(given[1]) < 60:
         text += f", got {given[1]}"
     if not keys:
         return text
-    for source in reversed(sources):
-        if path := _locate(source.values, keys[-1].split(".")):
-            return f"{source.origin}: {path}: {text}"
+    places = [
+        (source, path) for source in reversed(sources) for path in _located(source.values, keys[-1].split("."), ())
+    ]
+    got = re.search(r", got (.*)$", text)
+    wrong = [(source, path) for source, path in places if got and got[1] in _spellings(_value_at(source.values, path))]
+    if unfit:  # the message quotes no value, and a text is what fits the fewest options
+        wrong = [(source, path) for source, path in places if isinstance(_value_at(source.values, path), str)]
+    for source, path in wrong or places:  # a stronger source may have the key, too, with a right value
+        line = source.lines.get(path)
+        return f"{source.origin}: {_dotted(path)}: {text}{f' (line {line})' if line else ''}"
     return f"{'.'.join(keys)}: {text}"
 
 
-def _locate(values: Any, tail: list[str], path: tuple[str, ...] = ()) -> str | None:
-    """Dotted path of the first key in nested options that ends in ``tail``."""
-    for key, value in values.items() if isinstance(values, dict) else ():
+def _located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    """Paths of the keys in nested options and lists that end in ``tail``."""
+    items: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(values, dict):
+        items = values.items()
+    elif isinstance(values, list):
+        items = enumerate(values)
+    for key, value in items:
         here = (*path, key)
         if list(here[-len(tail) :]) == tail:
-            return ".".join(here)
-        if found := _locate(value, tail, here):
-            return found
-    return None
+            yield here
+        yield from _located(value, tail, here)
+
+
+def _value_at(values: Any, path: tuple[str | int, ...]) -> Any:
+    for key in path:
+        values = values[key]
+    return values
+
+
+def _spellings(value: Any) -> tuple[str, ...]:
+    """Texts by which an error message may quote a value."""
+    return str(value), repr(value), str(value).lower()
+
+
+def _dotted(path: tuple[str | int, ...]) -> str:
+    """A path as messages write it: ``trainer.callbacks[0].init_args.keep``."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
+from lightning_mhla.system.files import rebuilt_folder
 from lightning_mhla.training.loading import accepts, load_module
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.card import is_own, write_card
@@ -21,8 +23,8 @@ DOMAINS = {
     "text_to_image": "TextToImage",
     "video": "VideoDiffusion",
 }
-"""Module classes of the domains. A domain's ``export`` has ``write``, the names of its ``OPTIONS``, and ``LOADING``,
-or ``loading`` where that depends on the module."""
+"""Module classes of the domains. A domain's ``export`` has ``write``, the names of its ``OPTIONS``, ``LOADING``, or
+``loading`` where that depends on the module, and maybe ``REPLACED``, names that are not kept of an earlier export."""
 
 
 def write_export(
@@ -51,14 +53,21 @@ def write_export(
                 f"--{name} is no option for {checkpoint}, which holds the model of {type(module).__name__}"
             )
     card = folder / "README.md"
-    before = card.read_text() if card.exists() else None
-    domain.write(module, folder, **options)
-    if before is not None and not is_own(before):  # written, or edited, by hand
-        card.write_text(before)
-        card = folder / "README.new.md"
+    before = card.read_text(encoding="utf-8") if card.exists() else None
     network = type(getattr(module, "network", None)).__name__
     loading = domain.loading(module) if hasattr(domain, "loading") else domain.LOADING
-    write_card(module, content, card, loading.replace("NETWORK", network), license_name)
+    with rebuilt_folder(folder, partial(_is_replaced, getattr(domain, "REPLACED", ()))) as aside:
+        domain.write(module, aside, **options)
+        card = aside / "README.md"
+        if before is not None and not is_own(before):  # written, or edited, by hand
+            card.write_text(before, encoding="utf-8")
+            card = aside / "README.new.md"
+        write_card(module, content, card, folder.resolve().name, loading.replace("NETWORK", network), license_name)
+
+
+def _is_replaced(names: Collection[str], path: Path) -> bool:
+    """Whether a file of an earlier export would be read beside those of a new one: weights, and files of the domain."""
+    return path.name.endswith((".safetensors", ".safetensors.index.json")) or path.parts[0] in names
 
 
 def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:

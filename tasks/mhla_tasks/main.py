@@ -13,6 +13,8 @@ from importlib.metadata import version
 
 from mhla_tasks import commands, shipped
 from mhla_tasks.commands import completion
+from mhla_tasks.console import prepare_streams
+from mhla_tasks.errors import reported
 from mhla_tasks.late_imports import import_without_compiler, put_off_imports, without_collection
 
 HELP = """\
@@ -30,7 +32,13 @@ Train, evaluate and sample models with MHLA attention.
 
 
 def main() -> None:
-    """Run the command or the tool that the command line names."""
+    """Run the command or the tool that the command line names; whatever it is, errors are those of :func:`reported`."""
+    prepare_streams()
+    with reported():
+        _run()
+
+
+def _run() -> None:
     if sys.argv[1:2] == [completion.REQUEST]:
         sys.stdout.write("\n".join(completion.answer(*sys.argv[2:4])))
         sys.exit(0)

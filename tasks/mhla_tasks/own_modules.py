@@ -1,14 +1,11 @@
-"""Modules of the user's own, and short errors, for every tool."""
+"""Modules of the user's own, and extras that install the packages of others, for every command."""
 
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,23 +26,10 @@ def add_allow(parser: argparse.ArgumentParser) -> None:
 
 EXTRAS = {
     "accelerate": "language", "av": "video", "datasets": "language", "diffusers": "diffusion", "lm_eval": "language",
-    "mlxtend": "classification", "peft": "video", "pytorch_optimizer": "text-to-image", "sklearn": "classification",
-    "tokenizers": "language", "torch_fidelity": "diffusion", "transformers": "language",
+    "mlxtend": "classification", "peft": "video", "pyarrow": "language", "pytorch_optimizer": "text-to-image",
+    "sklearn": "classification", "tokenizers": "language", "torch_fidelity": "diffusion", "transformers": "language",
 }  # fmt: skip
 """Extras that install packages, by the packages' import names."""
-
-
-@contextmanager
-def short_errors() -> Iterator[None]:
-    """End a command with the message of an error that a check raised, and status 1; all of it if the user asks."""
-    try:
-        yield
-    except (OSError, ValueError, ModuleNotFoundError) as error:  # a broken sample is a ValueError
-        text = name_the_extra(str(error))
-        unknown = isinstance(error, ModuleNotFoundError) and text == str(error)
-        if unknown or os.environ.get("LIGHTNING_MHLA_TRACEBACK"):
-            raise
-        sys.exit(f"error: {text}")
 
 
 def name_the_extra(message: str) -> str:
@@ -54,17 +38,6 @@ def name_the_extra(message: str) -> str:
     if found is None or found[1] not in EXTRAS:
         return message
     return f"{message}: pip install 'lightning-mhla[{EXTRAS[found[1]]}]'"
-
-
-def log_handler() -> logging.Handler:
-    """The handler of log messages: coloured in a terminal, one line for each message elsewhere."""
-    if sys.stdout.isatty():
-        from rich.logging import RichHandler
-
-        return RichHandler(show_path=False)
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-    return handler
 
 
 class UnknownModuleError(ValueError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jsonargparse import Namespace
 from lightning_mhla.checkpoints.io import RECOVERY, find_checkpoints, read_header, resolve_checkpoint
 from lightning_mhla.checkpoints.runs import RunFolder
 from lightning_mhla.checkpoints.sharded import is_sharded
+from lightning_mhla.data.labelled import LabelledShards, contradiction
 from mhla_tasks.shipped import PREFIX, names
 from mhla_tasks.sources import Source, mapping, read_sources
 from mhla_tasks.trust import refusal
@@ -42,7 +44,7 @@ def with_folder_of_logger(words: list[str]) -> list[str]:
 
 
 def settle(options: Any, subcommand: str) -> RunFolder | None:
-    """Point a command at the folder of a run: its files go there, and it resumes from the furthest checkpoint in it.
+    """Point a command at the folder of a run: its files go there.
 
     Args:
         options: options of the command, changed in place.
@@ -50,8 +52,6 @@ def settle(options: Any, subcommand: str) -> RunFolder | None:
     """
     path = Path(options.run_dir)
     if subcommand != "fit":
-        if options.ckpt_path is None:
-            options.ckpt_path = str(path)
         return None
     folder = RunFolder(path)
     options.trainer.default_root_dir = str(path)
@@ -68,8 +68,6 @@ def settle(options: Any, subcommand: str) -> RunFolder | None:
                 folder.keep("metrics.csv")  # Lightning deletes the table of an earlier start
         elif logger.init_args.get("save_dir", path) in (None, "", "."):  # W&B and others write into the working folder
             logger.init_args["save_dir"] = str(path)
-    if folder.has_checkpoints():
-        options.ckpt_path = str(path)
     return folder
 
 
@@ -111,10 +109,15 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
         ValueError: when one source says two things.
     """
     parts = {part: options.get(part, {}).get("init_args", {}) for part in ("model", "data")}
+    _count_classes(options, parts, sources)
     files = [source for source in sources if not source.origin.startswith("-")]
     for name in AGREE:
         values = {part: given[name] for part, given in parts.items() if name in given}
         if len(values) < 2 or values["model"] == values["data"]:
+            continue
+        if None in values.values():  # one of them says it
+            for given in parts.values():
+                given[name] = next(value for value in values.values() if value is not None)
             continue
         rank = {}
         for part in parts:
@@ -137,6 +140,27 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
         stronger, weaker = sorted(rank, key=lambda part: rank[part], reverse=True)
         parts[weaker][name] = values[stronger]
         log.info("%s.init_args.%s=%s is taken for the %s too", stronger, name, values[stronger], weaker)
+
+
+def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Source]) -> None:
+    """Take the number of classes from data that names them, where no option of the data says it.
+
+    Raises:
+        ValueError: when an option of the model says another.
+    """
+    data = parts["data"]
+    if data.get("num_classes", 0) is not None or "num_classes" not in parts["model"]:
+        return
+    module, _, name = str(options.data.class_path).rpartition(".")
+    kind = getattr(import_module(module), name)
+    names = kind.count_classes(data) if issubclass(kind, LabelledShards) else None
+    if names is None:
+        return
+    said = [source for source in sources if _arguments(source.values.get("model")).get("num_classes") is not None]
+    number = parts["model"]["num_classes"]
+    if said and number != len(names):
+        raise ValueError(contradiction(data["train"], names, f"model num_classes={number} ({said[-1].origin})"))
+    data["num_classes"] = parts["model"]["num_classes"] = len(names)
 
 
 def _arguments(value: Any) -> dict[str, Any]:
@@ -168,6 +192,18 @@ def find_missing(words: Sequence[str], subcommand: str) -> str:
     return ""
 
 
+def check_trainer(trainer: Any) -> None:
+    """Reject numbers that Lightning would divide by.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
+        value = trainer.get(name)
+        if value is not None and value < 1:
+            raise ValueError(f"--trainer.{name}={value} must be at least 1")
+
+
 def leave_out_monitors(trainer: Any, subcommand: str) -> None:
     """Without a logger there is nothing that a LearningRateMonitor could write to; Lightning would stop."""
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else []
@@ -181,7 +217,22 @@ def leave_out_monitors(trainer: Any, subcommand: str) -> None:
 def inside(source: Source, subcommand: str) -> Source:
     """The options of a subcommand, where a file keeps them under its name."""
     own = source.values.get(subcommand)
-    return Source(source.origin, own) if set(source.values) == {subcommand} and isinstance(own, dict) else source
+    if set(source.values) != {subcommand} or not isinstance(own, dict):
+        return source
+    lines = {path[1:]: line for path, line in source.lines.items() if len(path) > 1}
+    return Source(source.origin, own, lines, source.problem)
+
+
+def of_another_command(sources: Sequence[Source], subcommand: str, commands: Collection[str]) -> str:
+    """An error message for the first file that holds the options of another command; empty if there is none."""
+    for source in sources:
+        others = [name for name in commands if name != subcommand and isinstance(source.values.get(name), dict)]
+        if others and not source.origin.startswith("-"):
+            return (
+                f"{source.origin} holds options of `lightning {others[0]}`, and this is `lightning {subcommand}`; run that "
+                f"command, or take the options out from under `{others[0]}:`"
+            )
+    return ""
 
 
 def network_of(checkpoint: str) -> dict[str, Any] | None:

@@ -1,16 +1,13 @@
-"""Names that a configuration or a checkpoint may use: classes of known packages, and files that are configurations."""
+"""Names that a configuration or a checkpoint may use: classes of known packages."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
 
-import yaml
 from jsonargparse import set_parsing_settings
 
-from lightning_mhla.system.untrusted import YAML_CHARACTERS, check_yaml, reason
 from mhla_tasks.own_modules import allowed, find_in_working_folder, import_own
 from mhla_tasks.sources import Source
 
@@ -89,22 +86,3 @@ def refusal(class_path: str) -> str | None:
     if close := get_close_matches(package, PACKAGES, 1, 0.8):
         return f"cannot import {class_path.rpartition('.')[0]}; did you mean {close[0]}?"
     return f"{package} is no package that configurations may import; if you trust it: --allow={package}"
-
-
-def check_config(path: Path) -> str | None:
-    """Why a file is no configuration that can be read; None if it can, or is not there."""
-    if not path.exists():
-        return None
-    if not path.is_file():
-        return f"{path} is no file"
-    if path.stat().st_size > YAML_CHARACTERS:
-        return f"{path} is no configuration: {path.stat().st_size} bytes"
-    try:
-        check_yaml(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        return f"{path} is not text in UTF-8 ({error.reason} at byte {error.start})"
-    except yaml.YAMLError:
-        return None  # the parser says where
-    except (ValueError, RecursionError) as error:
-        return f"{path}: {reason(error)}"
-    return None

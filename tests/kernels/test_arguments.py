@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mhla_kernels import ExponentialMixing, blocks, extend_mixing, limit_memory, mhla_attention, resize_mixing
+from mhla_kernels import (
+    ExponentialMixing,
+    attention_matrix,
+    blocks,
+    extend_mixing,
+    limit_memory,
+    mhla_attention,
+    mhla_prefill,
+    mhla_step,
+    mhla_window_attention,
+    resize_mixing,
+)
 from mhla_kernels.forms import cost
 from mhla_kernels.forms.cost import cheapest_form
 
@@ -311,3 +322,49 @@ def test_extend_mixing_continues_what_depends_on_distance() -> None:
 def test_extend_mixing_refuses(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         extend_mixing(**{"mixing": torch.ones(2, 2), "blocks": 4, **change})
+
+
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_negative_features_under_a_normaliser_are_rejected_everywhere(which: str) -> None:
+    """They give sums near zero, and outputs of a million, without a word."""
+    inputs = {name: torch.rand(1, 12, 2, 4) for name in "qkv"}
+    mixing = torch.rand(3, 3)
+    inputs[which] = torch.randn(1, 12, 2, 4)
+    call: dict[str, Any] = {**inputs, "mixing": mixing, "block_size": 4}
+    token = {name: x[:, 0] for name, x in inputs.items()}
+    state = mhla_prefill(*(torch.rand(1, 1, 2, 4) for _ in "qkv"), mixing, block_size=4)[1]
+    message = rf"{which} holds negative features, -\d.* for example: .*feature_map='relu'.*normalize=False"
+    for attend in (
+        lambda: mhla_attention(**call),
+        lambda: mhla_attention(**call, causal=True, form="reference"),
+        lambda: attention_matrix(call["q"], call["k"], mixing, block_size=4),
+        lambda: mhla_prefill(**call),
+        lambda: mhla_step(**token, mixing=mixing, state=state, block_size=4),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attend()
+    far = {"q_features": inputs["q"], "k_features": inputs["k"]}
+    with pytest.raises(ValueError, match=rf"{which}_features holds negative features"):
+        mhla_window_attention(**inputs, **far, mixing=mixing, block_size=4)
+
+
+def test_features_that_need_not_be_nonnegative_are_left_alone() -> None:
+    """Mapped by the operator, without a normaliser, hidden by a mask, rounding errors, and where no number can be read."""
+    q, k, v = torch.randn(3, 1, 12, 2, 4).unbind()
+    mixing = torch.rand(3, 3)
+    assert mhla_attention(q, k, v, mixing, block_size=4, feature_map="relu").isfinite().all()
+    assert mhla_attention(q, k, v, mixing, block_size=4, normalize=False).isfinite().all()
+    mask = torch.ones(1, 12, dtype=torch.bool)
+    mask[:, 8:] = False
+    a, b = q.abs(), k.abs()
+    a[:, 8:], b[:, 8:] = -5, torch.nan
+    assert mhla_attention(a, b, v, mixing, block_size=4, key_mask=mask).isfinite().all()
+    assert mhla_prefill(a, b, v, mixing, block_size=4, lengths=[8])[0][:, :8].isfinite().all()
+    rounded = q.abs()
+    rounded[0, 0, 0, 0] = -1e-8
+    mhla_attention(rounded, k.abs(), v, mixing, block_size=4)
+    attend = lambda q, k, v: mhla_attention(q[None], k[None], v[None], mixing, block_size=4)[0]  # noqa: E731
+    torch.testing.assert_close(
+        torch.vmap(attend)(*(x.abs().repeat(2, 1, 1, 1) for x in (q, k, v)))[0],
+        attend(*(x.abs()[0] for x in (q, k, v))),
+    )

@@ -269,3 +269,101 @@ def test_far_tokens_that_weigh_next_to_nothing_have_gradients() -> None:
         out = mhla_window_attention(*leaves[:5], torch.ones(6, 6), block_size=SIZE)
         for gradient in torch.autograd.grad(out.square().sum(), leaves[:5]):
             assert gradient.isfinite().all()
+
+
+def by_weights(
+    q: Tensor, k: Tensor, v: Tensor, f: Tensor, g: Tensor, far: Tensor, matrix: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """The definition without logarithms, for weights of zero."""
+    tokens = q.shape[1]
+    position = torch.arange(tokens)
+    block = position // SIZE
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    near = (torch.einsum("bthd,bjhd->bhtj", q, k) * q.shape[-1] ** -0.5).exp()
+    m = matrix[..., (block - 1).clamp(min=0)[:, None], block[None]]
+    distant = far.transpose(1, 2)[..., None].exp() * m * torch.einsum("bthd,bjhd->bhtj", f, g)
+    weights = torch.where(block[None] >= block[:, None] - 1, near, distant).tril()
+    if mask is not None:
+        weights = weights * mask[:, None, None]
+    total = weights.sum(-1, keepdim=True)
+    out = torch.einsum("bhtj,bjhv->bthv", weights / total.masked_fill(total == 0, 1), v)
+    return out if mask is None else out * mask[..., None, None]
+
+
+def derivatives(function: Any, leaves: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """First derivatives of a sum of squares, and those of the sum of the first ones."""
+    first = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(x.sum() for x in first), leaves, allow_unused=True)
+    return [x.detach() for x in first], [
+        torch.zeros_like(leaf) if x is None else x for leaf, x in zip(leaves, second, strict=True)
+    ]
+
+
+ZEROS: dict[str, Any] = {
+    "all": lambda m: torch.zeros_like(m),
+    "one": lambda m: torch.where(torch.arange(32)[:, None] * 32 + torch.arange(32) == 64, 0, m),
+    "a row": lambda m: torch.where(torch.arange(32)[:, None] == 3, 0, m),
+    "a column": lambda m: torch.where(torch.arange(32) == 1, 0, m),
+    "none": lambda m: m,
+}
+
+
+@pytest.mark.parametrize("zeros", ZEROS)
+@pytest.mark.parametrize("far", [-3.0, 0.0, 5.0])
+def test_coefficients_of_zero_have_gradients(zeros: str, far: float) -> None:
+    inputs, matrix = tensors(23), ZEROS[zeros](mixings()["dense"])
+    inputs[5] = inputs[5] + far
+    leaves = [x.requires_grad_() for x in (*inputs, matrix)]
+    own = derivatives(lambda *x: mhla_window_attention(*x[:5], x[6], block_size=SIZE, far=x[5]), leaves)
+    wanted = derivatives(by_weights, leaves)
+    for mine, theirs in zip(own, wanted, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
+    assert own[0][6][2, 1] != 0
+
+
+def test_exponentials_of_amplitude_zero_and_features_of_zero_have_gradients() -> None:
+    inputs = tensors(23)
+    for feature in inputs[3:5]:
+        feature[:, ::3] = 0
+    amplitude, decay = torch.zeros(2, dtype=torch.float64), torch.rand(2, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (*inputs, amplitude, decay)]
+    own = derivatives(
+        lambda *x: mhla_window_attention(*x[:5], ExponentialMixing(*x[6:]), block_size=SIZE, far=x[5]), leaves
+    )
+    wanted = derivatives(lambda *x: by_weights(*x[:6], ExponentialMixing(*x[6:]).matrix(32)), leaves)
+    for mine, theirs in zip(own, wanted, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
+    assert own[0][6].all()
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["near tokens", "no near tokens"])
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e-9, 1e-11, 1e-13])
+def test_second_derivatives_of_small_features(size: float, hidden: bool) -> None:
+    """In float32 against float64; where near tokens are hidden far ones are all there is, whatever they weigh."""
+    inputs = tensors(24)
+    inputs[3:5] = [x * size for x in inputs[3:5]]
+    mask = torch.arange(24).expand(2, -1) // SIZE % 3 == 0 if hidden else None
+    matrix = mixings()["dense"]
+    leaves = [x.requires_grad_() for x in (*inputs, matrix)]
+    narrow = [x.detach().float().requires_grad_() for x in leaves]
+    own = derivatives(lambda *x: mhla_window_attention(*x[:5], x[6], block_size=SIZE, far=x[5], key_mask=mask), narrow)
+    wanted = derivatives(lambda *x: by_weights(*x, mask), leaves)
+    for index, (mine, theirs) in enumerate(zip(own, wanted, strict=True)):
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.isfinite().all()
+            if index == 0 or not hidden:
+                torch.testing.assert_close(a.double(), b, rtol=2e-3, atol=2e-4 * float(b.abs().max()) + 1e-12)
+
+
+def test_far_weights_that_overflow_beside_coefficients_of_zero() -> None:
+    leaves = [x.float() for x in tensors(24)]
+    leaves[5] = leaves[5] + 800
+    leaves = [x.requires_grad_() for x in leaves]
+    matrix = torch.zeros(6, 6, requires_grad=True)
+    out = mhla_window_attention(*leaves[:5], matrix, block_size=SIZE, far=leaves[5])
+    near = by_weights(*(x.double() for x in leaves[:5]), torch.zeros_like(leaves[5]), torch.zeros(6, 6))
+    torch.testing.assert_close(out.double(), near, rtol=1e-4, atol=1e-4)
+    for gradient in torch.autograd.grad(out.square().sum(), [*leaves, matrix]):
+        assert gradient.isfinite().all()

@@ -471,3 +471,43 @@ def test_a_window_as_long_as_the_sequence_is_softmax() -> None:
     )
     x = torch.randn(2, 20, 16)
     torch.testing.assert_close(window(x), softmax(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "linear", "mhla_window", "gla"])
+def test_a_layer_rejects_the_configuration_of_another_kind(kind: str) -> None:
+    layout = BlockLayout((16,), block_size=4)
+    with pytest.raises(ValueError, match=f"MHLA computes attention kind 'mhla', but .* '{kind}'; build_attention"):
+        MHLA(16, 2, layout, AttentionConfig(kind=kind), causal=True)
+    layer = build_attention(AttentionConfig(kind=kind), 16, 2, layout, causal=True)
+    with pytest.raises(ValueError, match=f"{type(layer).__name__} computes attention kind '{kind}', but .* 'mhla'"):
+        type(layer)(16, 2, layout, AttentionConfig(), causal=True)
+
+
+def test_a_kind_derived_from_mhla_is_configured_by_its_own_name() -> None:
+    class Doubled(MHLA, kind="doubled"):
+        def attend(self, inputs: AttentionInputs) -> torch.Tensor:
+            return 2 * super().attend(inputs)
+
+    layout = BlockLayout((16,), block_size=4)
+    try:
+        assert Doubled(16, 2, layout).config.kind == "doubled"
+        with pytest.raises(ValueError, match="Doubled computes attention kind 'doubled'"):
+            Doubled(16, 2, layout, AttentionConfig())
+        with pytest.raises(ValueError, match=r"MHLA computes attention kind 'mhla', but .* 'doubled'"):
+            MHLA(16, 2, layout, AttentionConfig(kind="doubled"))
+    finally:
+        del Attention.kinds["doubled"]
+
+
+@pytest.mark.parametrize(
+    ("options", "shapes"),
+    [
+        ({}, "DenseCoefficients(weight=[5, 5])"),
+        ({"mixing_per_head": True}, "DenseCoefficients(weight=[2, 5, 5])"),
+        ({"mixing": "exponential", "mixing_terms": 3}, "ExponentialCoefficients(amplitude=[3], decay=[3])"),
+    ],
+)
+def test_a_printed_layer_shows_its_coefficients(options: dict[str, Any], shapes: str) -> None:
+    text = str(MHLA(16, 2, BlockLayout((20,), block_size=4), AttentionConfig(**options), causal=True))
+    assert shapes in text
+    assert "heads=2, causal=True, layout=BlockLayout(grid=(20,)" in text

@@ -59,7 +59,7 @@ def test_another_resolution_and_other_classes(tmp_path: Path, caplog: pytest.Log
     assert report.anew == ["head.bias", "head.weight"]
     assert torch.equal(new.head.weight, head)
     assert sorted(report.resized) == [*(f"backbone.blocks.{i}.attn.mixing.weight" for i in (0, 1)), "position"]
-    want = resize_mixing(old.backbone.blocks[1].attn.mixing.weight, (2, 2), (4, 4))
+    want = resize_mixing(old.backbone.blocks[1].attn.mixing(), (2, 2), (4, 4))
     assert torch.equal(new.backbone.blocks[1].attn.mixing.weight, want)
     grid = old.position.view(1, 4, 4, 16).permute(0, 3, 1, 2)
     want = F.interpolate(grid, (8, 8), mode="bicubic", align_corners=False).flatten(2).transpose(1, 2)

@@ -308,8 +308,11 @@ def test_models_of_one_configuration_are_swapped_each_for_itself(tmp_path: Path)
     swap_attention(second, AttentionConfig(kind="linear"), layers=[0])
     assert first.config.swapped_attention != second.config.swapped_attention
     assert not hasattr(third.config, "swapped_attention")
-    first.save_pretrained(tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path)  # transformers knows nothing of the swap
+    first.save_pretrained(tmp_path / "swapped")
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "swapped", trust_remote_code=False)
+    third.save_pretrained(tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert len(swap_attention(plain, BLOCKS)) == 4
 
 

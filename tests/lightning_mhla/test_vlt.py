@@ -455,3 +455,27 @@ def test_timm_learning_rates_by_layer() -> None:
         scales = [group["lr_scale"] for group in groups]
         assert min(scales) < 0.01
         assert max(scales) == 1
+
+
+@pytest.mark.parametrize("name", ["mhla_vlt_t", "ravlt_t", "mhla_deit_t"])
+def test_timm_builds_on_a_device_and_in_a_dtype(name: str) -> None:
+
+    model = timm.create_model(name, device="meta", dtype=torch.bfloat16)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert all(x.is_meta for x in tensors.values())
+    assert {x.dtype for key, x in tensors.items() if x.is_floating_point() and "mixing" not in key} == {torch.bfloat16}
+    assert model.in_chans == 3
+    torch.manual_seed(0)
+    wanted = timm.create_model(name).eval()
+    model = timm.create_model(name, device="meta").to_empty(device="cpu").eval()
+    model.load_state_dict(wanted.state_dict())
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), wanted(images))
+
+
+def test_a_new_head_is_in_the_mode_of_its_model() -> None:
+    model = timm.create_model("mhla_deit_t").eval()
+    for classes in (0, 7):
+        model.reset_classifier(classes)
+        assert not any(module.training for module in model.modules())

@@ -25,6 +25,7 @@ from processes import fork_server
 from lightning_mhla import AttentionConfig
 from lightning_mhla.callbacks import LearningCurves
 from lightning_mhla.data import ShardReader
+from lightning_mhla.data.pack import Packing
 from lightning_mhla.training.optim import OptimizerConfig, parameter_groups
 
 CONSTANT = OptimizerConfig(schedule="constant")
@@ -101,7 +102,7 @@ def test_the_command_leaves_out_what_is_no_whole_image(
 
 
 def test_a_model_learns_from_shards(tmp_path: Path) -> None:
-    images_to_shards(photo_folder(tmp_path / "photos"), tmp_path, "train", per_shard=5, seed=0)
+    images_to_shards(photo_folder(tmp_path / "photos"), Packing(tmp_path, per_shard=5))
     data = ImageNetShards(
         str(tmp_path),
         str(tmp_path),
@@ -130,11 +131,11 @@ def test_skipped_images_are_counted_in_the_log(tmp_path: Path) -> None:
     data = ImageNetShards(str(photos), str(good), batch_size=4, num_workers=0, image_size=32, num_classes=2)
     trainer = Trainer(max_epochs=2, **QUIET)
     trainer.fit(classifier(num_classes=2, image_size=32, channels=3, patch_size=8), datamodule=data)
-    assert trainer.callback_metrics["data/skipped"] == 2
+    assert trainer.callback_metrics["data/skipped"] == 1, "one image, in two epochs"
 
 
 def test_a_run_on_shards_from_python_can_be_resumed(tmp_path: Path) -> None:
-    images_to_shards(photo_folder(tmp_path / "photos"), tmp_path, "train", per_shard=5, seed=0)
+    images_to_shards(photo_folder(tmp_path / "photos"), Packing(tmp_path, per_shard=5))
 
     def fit(epochs: int, resume: Path | None = None) -> dict[str, torch.Tensor]:
         data = ImageNetShards(str(tmp_path), str(tmp_path), batch_size=4, num_workers=0, image_size=32, num_classes=2)
@@ -306,10 +307,10 @@ def test_options_at_their_edge(options: dict[str, Any]) -> None:
 def test_mixing_stays_within_its_bounds_while_training() -> None:
     model = classifier()
     Trainer(max_epochs=1, **QUIET).fit(model, datamodule=Digits(batch_size=128))
-    weight = model.network.backbone.blocks[0].attn.mixing.weight
-    assert weight.min() >= 1e-5
-    assert weight.max() <= 1.0
-    assert not torch.equal(weight, classifier().network.backbone.blocks[0].attn.mixing.weight), "nothing was learned"
+    coefficients = model.network.backbone.blocks[0].attn.mixing()
+    assert coefficients.min() >= 1e-5
+    assert coefficients.max() <= 1.0
+    assert not torch.equal(coefficients, classifier().network.backbone.blocks[0].attn.mixing()), "nothing was learned"
 
 
 def test_padding_the_image_keeps_it_in_the_middle() -> None:
@@ -427,7 +428,8 @@ def test_the_average_follows_the_size_of_the_batch() -> None:
     trainer = Trainer(max_steps=1, limit_val_batches=0, accumulate_grad_batches=2, **QUIET)
     trainer.fit(classifier(ema_decay=0.9, ema_batch=60), datamodule=Digits(batch_size=60))
     (average,) = [each for each in trainer.callbacks if isinstance(each, ExponentialMovingAverage)]
-    assert average.decay == pytest.approx(0.81)
+    assert callable(average.decay)
+    assert average.decay() == pytest.approx(0.81)
 
 
 def test_every_step_draws_numbers_of_its_own() -> None:

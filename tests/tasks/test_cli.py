@@ -176,9 +176,13 @@ def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, pat
     blocks = (
         ["--model.init_args.attention.block_size=14"] if path.stem == "mnist_dig" else []
     )  # of the kind gla, without blocks
+    classes = (
+        ["--model.init_args.num_classes=3"] if path.parent.name == "classification" and path.stem == "folder" else []
+    )  # else of the user's data
     with torch.device("meta"):
         for kind in ("mhla", "linear", "softmax"):
-            cli = parse(monkeypatch, "fit", "--config", str(path), f"--model.init_args.attention.kind={kind}", *blocks)
+            arguments = [f"--model.init_args.attention.kind={kind}", *blocks, *classes]
+            cli = parse(monkeypatch, "fit", "--config", str(path), *arguments)
             model = cli.parser.instantiate_classes(cli.config).fit.model
             kinds = {module.config.kind for module in model.modules() if isinstance(module, Attention)}
             own = {

@@ -342,7 +342,10 @@ def test_class_folders_grey_pictures_and_their_names(
     Image.new("L", (20, 20)).save(tmp_path / "train/eel/0.png")
     with pytest.raises(SystemExit):
         main(["fit", "--config", "classification.yaml", "--run_dir=few"])
-    assert "train holds 3 classes, more than num_classes=2" in capsys.readouterr().err
+    assert (
+        "train holds 3 classes (cat, dog, eel), but model num_classes=2 (classification.yaml) is given"
+        in capsys.readouterr().err
+    )
 
 
 def test_options_that_a_kind_does_not_use_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

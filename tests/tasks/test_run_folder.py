@@ -18,7 +18,7 @@ from processes import fork_server
 
 from benchmarks.kills import differences
 from lightning_mhla.callbacks import Recovery
-from lightning_mhla.callbacks.recovery import GO_ON, RunStopped
+from lightning_mhla.callbacks.recovery import TEMPORARY_FAILURE, RunStopped
 from lightning_mhla.checkpoints.runs import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def test_a_signal_loses_nothing(
         with pytest.raises(RunStopped) as stopped:
             main(["fit", "--config", str(write_config(tmp_path)), f"--run_dir={run}"])
     signal.signal(number, before)
-    assert stopped.value.code == GO_ON == 75
+    assert stopped.value.code == TEMPORARY_FAILURE == 75
     main(["fit", f"--run_dir={run}"])  # with the configuration that it was started with
     assert sorted(losses(run)) == sorted(losses(whole)), "a loss is missing, differs, or came twice"
     keys = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "global_step")
@@ -182,7 +182,7 @@ def test_a_signal_to_the_whole_group_loses_nothing(tmp_path: Path, number: signa
             assert time.monotonic() < until, said.read_text()[-3000:]
             time.sleep(0.02)
         os.killpg(process.pid, number)
-        assert process.wait() == GO_ON, said.read_text()[-3000:]
+        assert process.wait() == TEMPORARY_FAILURE, said.read_text()[-3000:]
     finally:
         process.kill()
     text = said.read_text()
@@ -245,7 +245,7 @@ def test_a_requeued_job_waits_for_the_lock(tmp_path: Path, monkeypatch: pytest.M
     [
         ({"keep": 0}, "keep=0"),
         ({"every_minutes": -1.0}, "every_minutes=-1.0"),
-        ({"signals": ("USR1",)}, "no signal here"),
+        ({"signals": ("USR1",)}, "is not a signal here"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

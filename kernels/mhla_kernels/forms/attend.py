@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mhla_kernels.backend import ChosenForm, Form
-from mhla_kernels.blocks import is_dynamic, make_partition, most_blocks, token_blocks
+from mhla_kernels.blocks import divide_up, is_dynamic, make_partition, most_blocks, token_blocks
 from mhla_kernels.forms import reference
 from mhla_kernels.forms.chunked import chunked, make_mixer
 from mhla_kernels.forms.cost import numbers_held
@@ -59,7 +59,7 @@ def attend(
     if form == "spanning":
         assert block_size is not None
         chunk = chunk_tokens(tokens, block_size)
-        span = mixing.span(-(-chunk // block_size), causal)
+        span = mixing.span(divide_up(chunk, block_size), causal)
         return attend_span(q, k, v, span, block_size, chunk, cu_seqlens, **options)
     blocks = make_partition(tokens, device, block_size, block_offsets, cu_seqlens)
     if form == "parallel":

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mhla_kernels.blocks import BlockPartition, is_dynamic
+from mhla_kernels.blocks import BlockPartition, divide_up, is_dynamic
 from mhla_kernels.finite import finite_
 from mhla_kernels.mixing import DenseMixing, Mixing
 from mhla_kernels.normalizer import divide
@@ -105,8 +105,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> t
 
 def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
     slots = v.shape[-2]
-    tiles = -(-slots // TILE)
-    tile = -(-slots // tiles)
+    tiles = divide_up(slots, TILE)
+    tile = divide_up(slots, tiles)
     pad = (0, 0, 0, tiles * tile - slots)
     q, k, v = (F.pad(x, pad).unflatten(3, (tiles, tile)) for x in (q, k, v))
     own = mixer.own[..., None, None, None]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mhla_kernels.blocks import BlockPartition
+from mhla_kernels.blocks import BlockPartition, at_most
 from mhla_kernels.finite import finite_
 from mhla_kernels.mixing.exponential import earlier
 from mhla_kernels.mixing.span import Span
@@ -31,7 +31,7 @@ pairs; on a CPU see ``benchmarks.short_blocks``."""
 
 def chunk_tokens(tokens: int, block_size: int, backend: Literal["torch", "triton"] = "torch") -> int:
     """Tokens of a chunk: whole blocks, up to ``CHUNK`` tokens or one block, or all there are."""
-    return min(tokens, max(1, CHUNK[backend] // block_size) * block_size)
+    return at_most(tokens, max(1, CHUNK[backend] // block_size) * block_size)
 
 
 def spanning(

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from mhla_kernels.mixing.base import BlockShares, Mixing, Rows, as_it_is
+from mhla_kernels.mixing.base import BlockShares, Mixing, Rows
 from mhla_kernels.mixing.dense import DenseMixing
 from mhla_kernels.mixing.exponential import ExponentialMixing
 from mhla_kernels.mixing.resizing import extend_mixing, resize_mixing
@@ -31,7 +31,6 @@ __all__ = [
     "Mixing",
     "MixingLike",
     "Rows",
-    "as_it_is",
     "as_mixing",
     "extend_mixing",
     "resize_mixing",

@@ -162,18 +162,33 @@ class Mixing(ABC):
         return None
 
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """Finished summaries that may be written to, with room for ``blocks`` of them.
+        """Finished summaries with room for ``blocks`` of them: the same tensor where it has that room, else a new one.
 
-        Where they are owned, a block is appended in place: states that share them have fewer blocks, and do not see it.
+        Those that are ``owned`` grow by more than they need, since blocks are then appended to them one by one.
         """
         if finished.shape[2] >= blocks:
-            return finished if owned else finished.clone()
+            return finished
         room = max(blocks, 2 * finished.shape[2]) if owned else blocks
         return F.pad(finished, (0, 0, 0, room - finished.shape[2]))
 
-    def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor) -> None:
-        """Add finished blocks ``[B, H, M, W]``, ``first`` and those after it, to the ones of ``rows``, in place."""
-        finished[rows, :, first : first + summary.shape[2]] = summary
+    def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor, in_place: bool) -> Tensor:
+        """Finished summaries with blocks ``[B, H, M, W]``, ``first`` and those after it, added to the ones of ``rows``.
+
+        Args:
+            finished: finished summaries, with room for the new ones.
+            rows: rows that ``summary`` is of.
+            first: index of the first new block.
+            summary: summaries of the new blocks.
+            in_place: whether ``finished`` may be written to and returned. States that share it have fewer blocks, and do not
+                see the new ones.
+        """
+        end = first + summary.shape[2]
+        if in_place:
+            finished[rows, :, first:end] = summary
+            return finished
+        before = finished[rows]
+        grown = torch.cat([before[:, :, :first], summary, before[:, :, end:]], 2)
+        return grown if isinstance(rows, slice) else finished.index_copy(0, rows, grown)
 
     def read(self, finished: Tensor, block: int) -> Tensor:
         """``[B, H, W]``: the mixture of the finished blocks that block ``block``, now open, sees."""
@@ -230,11 +245,6 @@ class Mixing(ABC):
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
         """Summaries that are added up for each of ``blocks`` blocks, for the choice of the cheaper form."""
         return blocks
-
-
-def as_it_is(x: Tensor) -> Tensor:
-    """``x``, or a copy where a backward pass may want it as it is now."""
-    return x.clone() if torch.is_grad_enabled() else x
 
 
 def _flatten(mixing: Mixing) -> tuple[list[Tensor], tuple[tuple[str, Any], ...]]:

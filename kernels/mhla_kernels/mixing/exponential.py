@@ -11,6 +11,7 @@ that separates over the axes of a grid.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Self
@@ -20,11 +21,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
+from mhla_kernels.blocks import at_most, divide_up
 from mhla_kernels.finite import finite_
-from mhla_kernels.mixing.base import BlockShares, Mixing, Rows, as_it_is
+from mhla_kernels.mixing.base import BlockShares, Mixing, Rows
 from mhla_kernels.mixing.fitting import fit_exponentials
 from mhla_kernels.mixing.span import Span, make_span
-from mhla_kernels.torch_private import assert_async
+from mhla_kernels.torch_private import assert_async, has_values, unwrapped
 
 GROUP = 32
 """Blocks that are mixed by a small matrix at once, between the steps of a running sum."""
@@ -159,15 +161,17 @@ class ExponentialMixing(Mixing):
 
     @override
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """Return the state as it is: running sums are always copied."""
-        return finished.clone()
+        """Return the state as it is: there are as many running sums for any number of blocks."""
+        return finished
 
     @override
-    def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor) -> None:
+    def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor, in_place: bool) -> Tensor:
+        """Let the running sums fade and add the new blocks to them; they are always copied."""
         count = summary.shape[2]
         decay = self.decay.reshape(1, -1, self.terms, 1)
         age = torch.arange(count - 1, -1, -1, device=finished.device, dtype=finished.dtype)
-        finished[rows] = (-decay * count).exp() * as_it_is(finished[rows]) + (-decay * age).exp() @ summary
+        sums = (-decay * count).exp() * finished[rows] + (-decay * age).exp() @ summary
+        return sums if isinstance(rows, slice) else finished.index_copy(0, rows, sums)
 
     @override
     def read(self, finished: Tensor, block: int) -> Tensor:
@@ -224,7 +228,7 @@ class ExponentialMixing(Mixing):
         if fused and not causal:
             return blocks
         both_ways = 1 if causal or self.grid is not None else 3  # two passes, and one for turning and adding them
-        return both_ways * min(blocks, GROUP + 2 * self.terms)
+        return both_ways * at_most(blocks, GROUP + 2 * self.terms)
 
     @classmethod
     def fit(
@@ -264,8 +268,15 @@ def _check_decay(decay: Tensor) -> None:
     message = "the decays of ExponentialMixing must be finite and not negative"
     if decay.is_meta:
         return
+    if not torch.compiler.is_compiling():
+        decay = unwrapped(decay)  # those of all rows that torch.vmap maps
     sound = ((decay >= 0) & (decay < torch.inf)).all()
-    if decay.device.type != "cpu" or torch.compiler.is_compiling() or type(sound) is not Tensor:
+    if torch.compiler.is_compiling():
+        with suppress(RuntimeError):  # torch.vmap inside a graph has no rule for it; what it asserts is raised later
+            assert_async(sound, message)
+        return
+    sound = unwrapped(sound)
+    if decay.device.type != "cpu" or not has_values(sound):
         assert_async(sound, message)
     elif not sound:
         raise ValueError(f"{message}, got {decay.flatten()[:8].tolist()}")
@@ -306,8 +317,8 @@ def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
     ``summary`` ``[B, H, M, W]``; ``amplitude`` and ``decay`` ``[H or 1, R]``.
     """
     batch, heads, blocks, width = summary.shape
-    group = min(GROUP, blocks)
-    groups = -(-blocks // group)
+    group = at_most(blocks, GROUP)
+    groups = divide_up(blocks, group)
     whole = groups * group == blocks
     x = summary if whole else F.pad(summary, (0, 0, 0, groups * group - blocks))
     x = x.reshape(-1, group, width)

@@ -21,6 +21,7 @@ from torch_fidelity.metric_prc import KEY_METRIC_PRECISION, KEY_METRIC_RECALL, p
 
 from lightning_mhla.data.images import decode_image, image_files
 from lightning_mhla.generative.fidelity.features import FeatureNetwork, Features
+from lightning_mhla.system.listing import shown
 
 PUBLISHED_COUNT = 50_000
 """Samples behind a published FID."""
@@ -129,9 +130,8 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
     local = Path(path)
     if local.is_dir():
         files = image_files(local)
-        chunks = [files[start : start + batch_size] for start in range(0, len(files), batch_size)]
-        batches = (_stack([_open(file) for file in chunk], path) for chunk in chunks)
-        return image_set(path, _shown(batches, local, len(chunks)), features, device)
+        batches = _read_batches(files, batch_size)
+        return image_set(path, _shown(batches, local, -(-len(files) // batch_size)), features, device)
     if not local.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a folder of images, or an .npz of images or statistics")
     try:
@@ -180,16 +180,26 @@ def _shown(batches: Iterable[Tensor], path: Path, count: int) -> Iterable[Tensor
     return track(batches, f"features of {path.name}", total=count, console=Console(stderr=True))
 
 
-def _open(path: Path) -> Tensor:
-    image = decode_image(path.read_bytes(), str(path))
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
+    """Images ``[b, 3, H, W]`` uint8 of files.
 
-
-def _stack(images: list[Tensor], path: str) -> Tensor:
-    sizes = {tuple(image.shape[1:]) for image in images}
-    if len(sizes) > 1:
-        raise ValueError(f"{path} holds images of different sizes: {sorted(sizes)[:3]}")
-    return torch.stack(images)
+    Raises:
+        ValueError: when they are not all of one size, in whatever batches they come.
+    """
+    first: tuple[Path, Sequence[int]] | None = None
+    for start in range(0, len(files), batch_size):
+        batch = []
+        for path in files[start : start + batch_size]:
+            image = torch.from_numpy(np.array(decode_image(path.read_bytes(), shown(path)))).permute(2, 0, 1)
+            first = first or (path, image.shape)
+            if image.shape != first[1]:
+                pairs = (first, (path, image.shape))
+                sizes = " and ".join(f"{shown(file.name)} of {size[2]} x {size[1]}" for file, size in pairs)
+                raise ValueError(
+                    f"{path.parent} holds images of different sizes, {sizes}; bring them to one size first"
+                )
+            batch.append(image)
+        yield torch.stack(batch)
 
 
 @dataclass

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from PIL import ImageOps
 from torch import Tensor
 from torchvision.transforms import v2
@@ -14,9 +12,11 @@ from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples, Name
-from lightning_mhla.data.images import FolderImages, class_names, labelled_images
+from lightning_mhla.data.images import FolderImages, labelled_images
+from lightning_mhla.data.labelled import LabelledShards
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.vision.preprocessing import Preprocessing
 
 
 class Digits(ResumableDataModule):
@@ -48,9 +48,14 @@ class Digits(ResumableDataModule):
     @override
     def source(self, stage: str) -> SampleSource:
         if stage == "predict":
-            return FolderImages(_predict_folder(self.predict_dir), partial(_shrink_digit, side=self.side), mode="L")
+            return FolderImages(_predict_folder(self.predict_dir), self.preprocessing, mode="L")
         shift = v2.RandomAffine(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1))
         return DigitSamples(stage == "train", shift if self.augment and stage == "train" else None, self.digits)
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """Preprocessing of prediction: an image squeezed to a square of grey pixels in [0, 1]."""
+        return Preprocessing(self.side, channels=1, crop_share=None, mean=(0.0,), std=(1.0,))
 
 
 class Mnist(Digits):
@@ -66,11 +71,6 @@ class Mnist(Digits):
 
     side = 28
     digits = "mnist"
-
-
-def _shrink_digit(image: Any, side: int) -> Tensor:
-    resize = v2.Resize((side, side), interpolation=v2.InterpolationMode.BOX, antialias=True)
-    return v2.functional.to_dtype(v2.functional.pil_to_tensor(resize(image)), torch.float32, scale=True)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class AugmentConfig:
             raise ValueError(f"repeats={self.repeats} must be at least 1")
 
 
-class ImageNetShards(ResumableDataModule):
+class ImageNetShards(LabelledShards, ResumableDataModule):
     """Labelled images in WebDataset tar shards, NNN.jpg and NNN.cls, the layout of timm/imagenet-1k-wds.
 
     Args:
@@ -111,7 +111,8 @@ class ImageNetShards(ResumableDataModule):
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
         image_size: side of the square image that the model takes.
-        num_classes: labels must lie below it.
+        num_classes: number of classes; null for those of the training data, which class folders and shards with a
+            PREFIX-classes.txt name. Labels are matched by these names, in validation too.
         channels: 3, or 1 for grey images; augmentation works on colours.
         crop_share: share of the resized image's side that the central crop of validation shows.
         augment: augmentation of training images.
@@ -131,7 +132,7 @@ class ImageNetShards(ResumableDataModule):
         batch_size: int = 1024,
         num_workers: int = 8,
         image_size: int = 224,
-        num_classes: int = 1000,
+        num_classes: int | None = None,
         channels: int = 3,
         crop_share: float = 0.9,
         augment: AugmentConfig = AugmentConfig(),
@@ -143,13 +144,14 @@ class ImageNetShards(ResumableDataModule):
         predict_dir: str | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, max_skipped, shuffle_window)
+        self.num_classes = num_classes
         self.save_hyperparameters(ignore=["predict_dir"])
         keep_plain(self)
         if channels not in (1, 3):
             raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
         self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
         self.channels = channels
-        self.image_size, self.num_classes, self.crop_share = image_size, num_classes, crop_share
+        self.image_size, self.crop_share = image_size, crop_share
         self.augment = as_dataclass(AugmentConfig, augment)
         self.repeats = self.augment.repeats
         self.predict_dir = predict_dir
@@ -158,23 +160,28 @@ class ImageNetShards(ResumableDataModule):
     def source(self, stage: str) -> SampleSource:
         if stage == "predict":
             return FolderImages(_predict_folder(self.predict_dir), self._transform(train=False))
-        return labelled_images(self.shards, stage, self._transform(train=stage == "train"), self.num_classes)
+        transform, classes = self._transform(train=stage == "train"), self.stage_classes(stage)
+        return labelled_images(self.shards, stage, transform, self.num_classes, classes)
+
+    def setup(self, stage: str) -> None:
+        """Check that the number of classes is that of the data."""
+        self.check_classes(stage)
 
     @property
-    def class_names(self) -> list[str] | None:
-        """Names of the classes, where the data has them."""
-        return class_names(self.shards)
+    def preprocessing(self) -> Preprocessing:
+        """Preprocessing of validation and prediction."""
+        return Preprocessing(self.image_size, channels=self.channels, crop_share=self.crop_share)
 
     def _transform(self, train: bool) -> Any:
-        transform = self._coloured(train)
+        if not train:
+            return self.preprocessing
+        transform = self._augmented()
         return transform if self.channels == 3 else v2.Compose([transform, _to_grey])
 
-    def _coloured(self, train: bool) -> Any:
+    def _augmented(self) -> Any:
         from timm import data as timm_data  # brings all of timm's models
 
         create_transform = timm_data.create_transform
-        if not train:
-            return create_transform(self.image_size, crop_pct=self.crop_share, interpolation="bicubic")
         transform = create_transform(
             self.image_size,
             is_training=True,

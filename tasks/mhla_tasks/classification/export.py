@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from lightning_mhla.data.classes import write_classes
 from lightning_mhla.swap import save_swapped
 from lightning_mhla.swap.adapters import merge_adapters
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.classification.module import ImageClassifier
 from mhla_tasks.classification.timm import TimmClassifier
 
@@ -14,7 +20,8 @@ OPTIONS: tuple[str, ...] = ()
 LOADING = """\
 from mhla_tasks.classification import NETWORK
 
-model = NETWORK.from_pretrained("FOLDER")"""
+model = NETWORK.from_pretrained("FOLDER")
+# model.predict("photo.jpg", top=3): names of classes with their probabilities"""
 """Python that loads an export, FOLDER being its path and NETWORK the class of the network."""
 
 LOADING_TIMM = """\
@@ -37,15 +44,33 @@ def loading(module: ImageClassifier) -> str:
     return LOADING_SWAPPED if module.hparams["attention"] else LOADING_TIMM
 
 
+def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The preprocessing as timm names it; None where it is not timm's."""
+    if preprocessing is None or preprocessing["crop_share"] is None:
+        return None
+    crop = {"crop_pct": preprocessing["crop_share"], "interpolation": "bicubic"}
+    return {**crop, "mean": tuple(preprocessing["mean"]), "std": tuple(preprocessing["std"])}
+
+
 def write(module: ImageClassifier, folder: Path) -> None:
     """Write what ``from_pretrained`` of the network's class, timm or ``load_swapped`` loads, and the names of the classes."""
+    preprocessing = None if module.preprocessing is None else module.preprocessing.as_dict()
     if not isinstance(module, TimmClassifier):
         module.network.save_pretrained(folder)
+        config = {
+            **read_json(folder / "config.json"),
+            "class_names": module.class_names,
+            "preprocessing": preprocessing,
+        }
+        write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
     elif module.hparams["attention"]:
         merge_adapters(module.network)
-        save_swapped(module.network, folder)
+        save_swapped(module.network, folder, label_names=module.class_names, data_config=_data_config(preprocessing))
     else:
         from timm.models import save_for_hf  # brings all of timm's models
 
-        save_for_hf(module.network, str(folder), safe_serialization=True)
-    (folder / "classes.txt").write_text("".join(f"{name}\n" for name in module.class_names))
+        names = {"label_names": module.class_names}
+        save_for_hf(
+            module.network, str(folder), names, safe_serialization=True, data_config=_data_config(preprocessing)
+        )
+    write_classes(folder / "classes.txt", module.class_names)

@@ -18,10 +18,12 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.classes import NamesClasses, known_classes
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
 from lightning_mhla.vision import VLT, StageConfig, VisionTransformer
+from lightning_mhla.vision.preprocessing import Preprocessing
 from lightning_mhla.vision.ravlt import read_ravlt
 from lightning_mhla.vision.vit import Size
 from mhla_tasks.classification.predict import PredictionTable
@@ -46,12 +48,12 @@ class MixupConfig:
     switch_prob: float = 0.5
 
 
-class ImageClassifier(TrainingModule):
+class ImageClassifier(NamesClasses, TrainingModule):
     """A vision transformer, or a hierarchical one (VLT), trained on images and labels.
 
     Args:
         attention: the attention layer.
-        num_classes: number of classes.
+        num_classes: number of classes; on the command line it follows from the data where that names its classes.
         image_size: side of the square image, in pixels.
         vlt: stages of a hierarchical VLT; null for a vision transformer of the sizes that follow. A VLT takes none of size,
             dim, depth, heads, patch_size, stem, pad_to and mlp_ratio.
@@ -93,7 +95,7 @@ class ImageClassifier(TrainingModule):
     def __init__(
         self,
         attention: AttentionConfig,
-        num_classes: int,
+        num_classes: int | None = None,
         image_size: int = 224,
         vlt: StageConfig | None = None,
         size: Size | None = None,
@@ -117,6 +119,7 @@ class ImageClassifier(TrainingModule):
         class_names: list[str] | None = None,
         pretrained: str | None = None,
     ) -> None:
+        num_classes = known_classes(num_classes)
         attention = as_dataclass(AttentionConfig, attention)
         mixup = as_dataclass(MixupConfig, mixup)
         optimizer = as_dataclass(OptimizerConfig, optimizer)
@@ -163,7 +166,8 @@ class ImageClassifier(TrainingModule):
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
         self.num_classes, self.label_smoothing, self.ema_batch = num_classes, label_smoothing, ema_batch
-        self.class_names = class_names or [str(number) for number in range(num_classes)]
+        self._shown_names = class_names
+        self.preprocessing: Preprocessing | None = None
         self.mixup: Any = None
         if mixup.mixup or mixup.cutmix:
             from timm import data as timm_data  # brings all of timm's models
@@ -204,25 +208,35 @@ class ImageClassifier(TrainingModule):
     def prediction_callbacks(self) -> list[Callback]:
         return [PredictionTable()]
 
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes for predictions: those given, those of the data, or numbers."""
+        return self._shown_names or self.label_names or [str(number) for number in range(self.num_classes)]
+
     @override
     def setup(self, stage: str) -> None:
-        """Take the names of the classes from the data, unless they are given."""
+        """Take the names of the classes and the preprocessing from the data."""
         super().setup(stage)
-        names = getattr(self.trainer.datamodule, "class_names", None)  # type: ignore[attr-defined]
-        if stage == "fit" and self.hparams["class_names"] is None and names and len(names) == self.num_classes:
-            self.class_names = list(names)
+        preprocessing = getattr(self.trainer.datamodule, "preprocessing", None)  # type: ignore[attr-defined]
+        if stage == "fit" and isinstance(preprocessing, Preprocessing):
+            self.preprocessing = preprocessing
 
+    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the names of the classes."""
+        """Keep the names of the classes, and what images go through."""
+        super().on_save_checkpoint(checkpoint)
         checkpoint["class_names"] = self.class_names
+        checkpoint["preprocessing"] = None if self.preprocessing is None else self.preprocessing.as_dict()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the names of the classes, too."""
+        """Restore them."""
         super().on_load_checkpoint(checkpoint)
-        names = checkpoint.get("class_names")
+        names, options = checkpoint.get("class_names"), checkpoint.get("preprocessing")
         if self.hparams["class_names"] is None and isinstance(names, list) and len(names) == self.num_classes:
-            self.class_names = [str(name) for name in names]
+            self._shown_names = [str(name) for name in names]
+        if isinstance(options, dict):
+            self.preprocessing = as_dataclass(Preprocessing, options)
 
     def forward(self, images: Tensor) -> Tensor:
         """Class scores ``[B, num_classes]`` of images ``[B, channels, image_size, image_size]``."""

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import csv
 import logging
+from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_mhla.system.folders import gather_rows, run_folder
+from lightning_mhla.system.listing import shown
 
 log = logging.getLogger(__name__)
 
 
 class PredictionTable(Callback):
-    """Writes ``predictions.csv`` into the log folder: path (or index), predicted class, and the probability of every class.
+    r"""Writes ``predictions.csv`` into the log folder: path (or index), predicted class, and the probability of every class.
 
-    Rows are in the order of the images, each image once, on any number of processes. Images that cannot be decoded have a row
-    without a class.
+    Rows are in the order of the files, each once, on any number of processes. Files that are not images have a row without a
+    class. The table is UTF-8; bytes of a path that are not are written as ``\xe9``.
     """
 
     def __init__(self) -> None:
@@ -43,10 +45,11 @@ class PredictionTable(Callback):
         images: dict[int, Any] = dict(enumerate(getattr(source, "paths", ()))) or {i: i for i in sorted(probabilities)}
         names: list[str] = pl_module.class_names  # type: ignore[assignment]
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="") as stream:
+        with path.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.writer(stream)
             writer.writerow(["path", "predicted", *names])
-            for index, image in images.items():
+            for index, file in images.items():
+                image = shown(file) if isinstance(file, Path) else file
                 probability = probabilities.get(index)
                 if probability is None:
                     writer.writerow([image, "", *("" for _ in names)])
@@ -55,4 +58,6 @@ class PredictionTable(Callback):
                 writer.writerow([image, best, *(f"{p:.6f}" for p in probability)])
         log.info("%d predictions written to %s", len(rows), path)
         if len(rows) < len(images):
-            log.warning("%d images could not be decoded, see above; their rows are empty", len(images) - len(rows))
+            log.warning(
+                "%d files are not images that can be decoded, see above; their rows are empty", len(images) - len(rows)
+            )

@@ -15,11 +15,12 @@ from typing_extensions import override
 
 from lightning_mhla import AttentionConfig, swap_attention
 from lightning_mhla.checkpoints.pretrained import read_trained
-from lightning_mhla.swap import transfer_loss
+from lightning_mhla.swap import is_swapped, load_swapped, transfer_loss
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
 from lightning_mhla.swap.loading import give_weights
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.classes import known_classes
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
@@ -35,7 +36,7 @@ class TimmClassifier(ImageClassifier):
 
     Args:
         model: name of the architecture, such as vit_small_patch16_224.
-        num_classes: number of classes.
+        num_classes: number of classes; on the command line it follows from the data where that names its classes.
         image_size: side of the square image, in pixels.
         channels: channels of the image.
         model_args: further options of timm.create_model, such as {patch_size: 2, embed_dim: 64, depth: 4, num_heads: 4}.
@@ -67,7 +68,7 @@ class TimmClassifier(ImageClassifier):
     def __init__(
         self,
         model: str,
-        num_classes: int,
+        num_classes: int | None = None,
         image_size: int = 224,
         channels: int = 3,
         model_args: dict[str, Any] | None = None,
@@ -87,6 +88,7 @@ class TimmClassifier(ImageClassifier):
         class_names: list[str] | None = None,
         pretrained: str | None = None,
     ) -> None:
+        num_classes = known_classes(num_classes)
         optimizer = as_dataclass(OptimizerConfig, optimizer)
         compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
         super(ImageClassifier, self).__init__(optimizer, ema_decay, compile_options)
@@ -143,12 +145,14 @@ class TimmClassifier(ImageClassifier):
             return self.build(published=True).state_dict()
         if (trained := read_trained(path)) is not None:
             return trained.weights
-        files = sorted(Path(path).glob("*.safetensors"))
-        if not files:
+        if is_swapped(path):
+            return dict(load_swapped(path).state_dict())
+        file = Path(path) / "model.safetensors"
+        if not file.is_file():
             raise FileNotFoundError(
                 f"pretrained {path} is no checkpoint, no run and no folder with safetensors; or write timm"
             )
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+        return load_file(file)
 
     def on_fit_start(self) -> None:
         """Load the teacher, if there is one.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -16,7 +15,8 @@ from typing import NoReturn
 
 from typing_extensions import override
 
-from mhla_tasks.own_modules import log_handler, short_errors
+from mhla_tasks.console import ignore_noise, set_levels, show_log
+from mhla_tasks.errors import reported
 
 Run = Callable[[argparse.Namespace], int | None]
 
@@ -44,6 +44,7 @@ TOOLS: dict[str, dict[str, str]] = {
         "import": "models:import_published",
         "consolidate": "models:consolidate",
         "generate": "models:generate",
+        "chat": "models:chat",
         "timm": "models:timm_script",
     },
     "measuring": {
@@ -129,13 +130,15 @@ def run(name: str, words: Sequence[str]) -> int | None:
         words: after its name.
     """
     function = function_of(name)
+    ignore_noise()
     if getattr(function, "passes_on", False):
-        with short_errors():
+        set_levels()  # its own parser's program says where messages go
+        with reported():
             return function(words)  # type: ignore[return-value]
     parser, do = parser_of(name)
     asked = parser.parse_args(words)
-    logging.basicConfig(level=logging.WARNING, handlers=[log_handler()])
-    with short_errors():
+    show_log(sys.stderr)  # results alone go to standard output
+    with reported():
         return do(asked)
 
 

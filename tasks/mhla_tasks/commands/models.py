@@ -73,10 +73,12 @@ def import_published(parser: ArgumentParser) -> Run:
     def run(args: Namespace) -> None:
         from rich.console import Console
 
+        from lightning_mhla.system.files import rebuilt_folder
         from mhla_tasks.video.pretrained import load_published
 
         model = load_published(args.source, tuple(args.block_grid))
-        model.save_pretrained(args.folder)
+        with rebuilt_folder(args.folder) as aside:
+            model.save_pretrained(aside)
         count = sum(parameter.numel() for parameter in model.parameters())
         Console(soft_wrap=True).print(f"{count:,} parameters written to {args.folder}")
 
@@ -134,6 +136,12 @@ def generate(parser: ArgumentParser) -> Run:
         default=1.0,
         help="sample from the likeliest tokens with this total probability (default: 1)",
     )
+    parser.add_argument(
+        "--control_tokens",
+        action="store_true",
+        help="read the letters of a control token in the prompt, such as <|im_start|>, as that token, for prompts made by a "
+        "chat template; otherwise they stay text",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
     add_allow(parser)
@@ -141,8 +149,50 @@ def generate(parser: ArgumentParser) -> Run:
     def run(args: Namespace) -> None:
         from mhla_tasks.language.generate import continue_prompts
 
-        sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+        sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "control_tokens")}
         continue_prompts(args.model, args.prompt, args.max_new_tokens, sampling, args.seed, args.device)
+
+    return run
+
+
+def chat(parser: ArgumentParser) -> Run:
+    """Chat with a language model; replies appear as they are written.
+
+        lightning chat exported --system "Answer in one sentence."
+
+    The model is a checkpoint of training, the folder of a run, an exported folder or a name on the hub. Messages go through
+    the chat template of its tokenizer, and a model without one continues what you write. The model reads each turn once: it
+    keeps its state, whose size is printed after each reply and does not grow with mhla and the other linear kinds. Messages
+    may also come from a file or a pipe, one on each line; replies alone go to standard output.
+    """
+    parser.add_argument("model", help="checkpoint, folder of a run, exported folder, or name on the hub")
+    parser.add_argument("--system", metavar="TEXT", help="system message, where the chat template has a place for it")
+    parser.add_argument("--max_new_tokens", type=int, help="maximum number of tokens of a reply (default: 512)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="sampling temperature; 0 takes the likeliest token (default: the one saved with the model, or 0.8)",
+    )
+    parser.add_argument(
+        "--top_k",
+        type=int,
+        help="sample from the k likeliest tokens; 0 for all (default: the one saved with the model, or 50)",
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        help="sample from the likeliest tokens with this total probability (default: the one saved with the model, or 1)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    add_allow(parser)
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.language.chat import chat as talk
+
+        sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+        asked = {name: value for name, value in sampling.items() if value is not None}
+        talk(args.model, args.system, args.max_new_tokens, asked, args.seed, args.device)
 
     return run
 

@@ -6,14 +6,28 @@ Longer than other modules: every command of ``lightning prepare``, a function wi
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mhla_tasks.commands import Run
+
+if TYPE_CHECKING:
+    from lightning_mhla.data.pack import Packing
 
 
 def _shards(parser: ArgumentParser, what: str, per_shard: int) -> None:
     parser.add_argument("--prefix", default="train", help="prefix of the shards' names (default: train)")
     parser.add_argument("--per_shard", type=int, default=per_shard, help=f"{what} in a shard (default: {per_shard})")
+    _forced(parser)
+
+
+def _forced(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="delete shards of this prefix and make them again, where the source or an option has changed",
+    )
 
 
 def _shuffled(parser: ArgumentParser, what: str) -> None:
@@ -35,6 +49,23 @@ def _caption_key(parser: ArgumentParser) -> None:
     )
 
 
+def _packing(args: Namespace) -> Packing:
+    from lightning_mhla.data.pack import Packing
+
+    return Packing(args.target, args.prefix, args.per_shard, args.seed, args.max_skipped, args.force)
+
+
+def _report(paths: Sequence[Path], what: str, skipped: int, share: tuple[int, int] = (0, 1)) -> None:
+    """Say what lies in the shards, of which this process of several has written its share."""
+    from lightning_mhla.data import ShardReader
+
+    rank, world = share
+    here = [path for path in paths if path.exists()]
+    part = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
+    left_out = f"; {skipped} {what} skipped (to add them once repaired: --force)" if skipped else ""
+    _say(f"{len(ShardReader(here))} {what} in {len(paths)} shards{part}: {paths[0]} ..{left_out}")
+
+
 def _say(text: str) -> None:
     from rich.console import Console
 
@@ -46,24 +77,29 @@ def images(parser: ArgumentParser) -> Run:
 
         lightning prepare images photos/train shards --prefix train
 
-    The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. Every
-    image is decoded to check it, and copied byte for byte, in an order shuffled by the seed. Images that cannot be decoded,
-    truncated ones for instance, are skipped with a warning each, up to a limit. The command resumes after a stop.
+    The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. Shards
+    of a second prefix in the same folder get the labels of the first, by name. Every image is decoded to check it, and copied
+    byte for byte, in an order shuffled by the seed. Images that cannot be decoded, truncated ones for instance, are skipped
+    with a warning each, up to a limit. The command resumes after a stop, and says what has changed since.
     """
     parser.add_argument("source", type=Path, help="folder that holds one folder of images for each class")
     parser.add_argument("target", type=Path, help="folder for the shards")
     _shards(parser, "images", 1000)
+    parser.add_argument(
+        "--classes",
+        type=Path,
+        metavar="FILE",
+        help="file with the name of a class on each line, in the order of their labels; without it, the classes are those of "
+        "the shards of another prefix in the target, or else the folders in alphabetical order",
+    )
     _shuffled(parser, "images")
 
     def run(args: Namespace) -> None:
-        from lightning_mhla.data import ShardReader
-        from mhla_tasks.classification.prepare import images_to_shards
+        from mhla_tasks.classification.prepare import class_list, images_to_shards
 
-        paths, skipped = images_to_shards(
-            args.source, args.target, args.prefix, args.per_shard, args.seed, args.max_skipped
-        )
-        left_out = f"; {skipped} images skipped (to add them once repaired, delete the shards)" if skipped else ""
-        _say(f"{len(ShardReader(paths))} images in {len(paths)} shards: {paths[0]} ..{left_out}")
+        classes = class_list(args.classes) if args.classes else None
+        paths, skipped = images_to_shards(args.source, _packing(args), classes)
+        _report(paths, "images", skipped)
 
     return run
 
@@ -75,9 +111,10 @@ def latents(parser: ArgumentParser) -> Run:
         torchrun --nproc-per-node 8 -m mhla_tasks prepare latents 'shards/train-{0000..1023}.tar' latents --vae VAE
 
     The source is a folder that holds one folder of images for each class, or WebDataset shards of NNN.jpg and NNN.cls. Every
-    sample keeps means and standard deviations of its latent and of its mirror image's, in float16. A shard gets its name
-    when it is complete, so calling again after a stop resumes, with any number of processes: those of torchrun or srun share
-    the shards, and each takes the GPU of its local rank.
+    sample keeps means and standard deviations of its latent and of its mirror image's, in float16. Images that cannot be read
+    are skipped, with a warning each, up to a limit. A shard gets its name when it is complete, so calling again after a stop
+    resumes, with any number of processes: those of torchrun or srun share the shards, and each takes the GPU of its local
+    rank.
     """
     parser.add_argument("source", help="folder of class folders, or shards of images")
     parser.add_argument("target", type=Path, help="folder for the latent shards")
@@ -85,7 +122,12 @@ def latents(parser: ArgumentParser) -> Run:
     parser.add_argument("--image_size", type=int, default=256, help="side of the square that is encoded (default: 256)")
     _shards(parser, "latents", 1000)
     parser.add_argument("--batch_size", type=int, default=32, help="images encoded at once (default: 32)")
-    parser.add_argument("--num_classes", type=int, default=1000, help="labels of shards lie below it (default: 1000)")
+    parser.add_argument(
+        "--num_classes",
+        type=int,
+        help="labels of shards lie below it (default: the number of classes that PREFIX-classes.txt beside them names)",
+    )
+    _skipping(parser, "images")
     parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
 
     def run(args: Namespace) -> None:
@@ -94,13 +136,12 @@ def latents(parser: ArgumentParser) -> Run:
         from mhla_tasks.diffusion.prepare_latents import encode_images, open_source
 
         (rank, world, _), device = process_ranks(), process_device(args.device)
-        source, identity = open_source(args.source, args.image_size, args.num_classes)
-        paths = encode_images(
-            source, identity, args.target, LatentCodec(args.vae), args.prefix, args.per_shard, args.batch_size, device,
-            args.image_size, (rank, world),
+        source = open_source(args.source, args.target, args.prefix, args.image_size, args.num_classes)
+        paths, skipped = encode_images(
+            source, args.target, LatentCodec(args.vae), args.prefix, args.per_shard, args.batch_size, device,
+            args.image_size, args.max_skipped, (rank, world), args.force,
         )  # fmt: skip
-        share = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
-        _say(f"{len(source)} latents in {len(paths)} shards{share}: {paths[0]} ..")
+        _report(paths, "images", skipped, (rank, world))
 
     return run
 
@@ -115,17 +156,21 @@ def tokenizer(parser: ArgumentParser) -> Run:
     """
     parser.add_argument("target", type=Path, help="folder for the tokenizer")
     parser.add_argument(
-        "sources", nargs="+", help="text, .jsonl and .parquet files, folders, hub:NAME[:CONFIG[:SPLIT]]"
+        "sources",
+        nargs="+",
+        help="text files, tables (.jsonl, .json, .csv, .tsv, .parquet), folders, hub:NAME[:CONFIG[:SPLIT]]",
     )
     parser.add_argument("--vocab_size", type=int, default=4096, help="number of tokens (default: 4096)")
     parser.add_argument("--column", default="text", help="column of tables that holds the text (default: text)")
 
     def run(args: Namespace) -> None:
-        from mhla_tasks.language.prepare import read_documents
-        from mhla_tasks.language.tokenizer import train_tokenizer
+        from lightning_mhla.system.files import rebuilt_folder
+        from mhla_tasks.language.corpus import read_documents
+        from mhla_tasks.language.tokenizer import save_tokenizer, train_tokenizer
 
         trained = train_tokenizer(read_documents(args.sources, args.column), args.vocab_size)
-        trained.save_pretrained(args.target)
+        with rebuilt_folder(args.target) as aside:
+            save_tokenizer(trained, aside)
         _say(f"{len(trained):,} tokens in {args.target}")
 
     return run
@@ -137,14 +182,18 @@ def text(parser: ArgumentParser) -> Run:
         lightning prepare text shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
         lightning prepare text shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
 
-    Sources are text files in UTF-8 (one document each), folders (other files in them are left out), .jsonl and .parquet
-    files (one document for each row of --column; rows without a text are left out), or hub:NAME[:CONFIG[:SPLIT]], which is
-    streamed. All cores tokenise. A shard gets its name when it is complete: calling again after a stop resumes. The tokenizer
-    is kept in the folder's tokenizer/.
+    Sources are text files (one document each), tables (.jsonl, .json, .csv, .tsv, .parquet: one document for each row of
+    --column; other columns may hold anything), all of these compressed (.gz, .bz2, .xz, .zst), folders of them, or
+    hub:NAME[:CONFIG[:SPLIT]], which is streamed. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. One line says
+    what is left out: rows without a text; of folders, hidden and binary files, tables without the column, files in another
+    encoding. All cores tokenise. A shard gets its name when it is complete: calling again after a stop resumes. The
+    tokenizer is kept in the folder's tokenizer/.
     """
     parser.add_argument("target", type=Path, help="folder for the shards")
     parser.add_argument(
-        "sources", nargs="+", help="text, .jsonl and .parquet files, folders, hub:NAME[:CONFIG[:SPLIT]]"
+        "sources",
+        nargs="+",
+        help="text files, tables (.jsonl, .json, .csv, .tsv, .parquet), folders, hub:NAME[:CONFIG[:SPLIT]]",
     )
     parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer, or a model on the hub")
     parser.add_argument("--prefix", default="train", help="prefix of the shards' names (default: train)")
@@ -157,6 +206,12 @@ def text(parser: ArgumentParser) -> Run:
         "--run_characters", type=int, default=4_000_000, help="characters of a sample (default: 4000000)"
     )
     parser.add_argument("--runs_per_shard", type=int, default=16, help="samples in a shard (default: 16)")
+    _forced(parser)
+    parser.add_argument(
+        "--control_tokens",
+        action="store_true",
+        help="read the letters of a control token in a document, such as <|endoftext|>, as that token (default: as text)",
+    )
 
     def run(args: Namespace) -> None:
         from lightning_mhla.data import ShardReader
@@ -166,7 +221,7 @@ def text(parser: ArgumentParser) -> Run:
 
         paths = write_token_shards(
             args.target, args.sources, load_tokenizer(args.tokenizer), args.prefix, args.column, args.run_characters,
-            args.runs_per_shard, args.skip, args.limit,
+            args.runs_per_shard, args.skip, args.limit, args.control_tokens, args.force,
         )  # fmt: skip
         runs = ShardRuns(ShardReader(paths))
         _say(f"{sum(runs.lengths):,} tokens in {len(paths)} shards: {paths[0]} ..")
@@ -191,14 +246,11 @@ def captions(parser: ArgumentParser) -> Run:
     _shuffled(parser, "images")
 
     def run(args: Namespace) -> None:
-        from lightning_mhla.data import ShardReader
-        from mhla_tasks.text_to_image.prepare import images_to_shards
+        from lightning_mhla.data.images import EXTENSIONS, decode_image
+        from lightning_mhla.data.pack import pack_captioned
 
-        paths, skipped = images_to_shards(
-            args.source, args.target, args.prefix, args.per_shard, args.seed, args.caption_key, args.max_skipped
-        )
-        left_out = f"; {skipped} images skipped (to add them once repaired, delete the shards)" if skipped else ""
-        _say(f"{len(ShardReader(paths))} images in {len(paths)} shards: {paths[0]} ..{left_out}")
+        paths, skipped = pack_captioned(args.source, EXTENSIONS, decode_image, args.caption_key, _packing(args))
+        _report(paths, "images", skipped)
 
     return run
 
@@ -256,18 +308,15 @@ def caption_latents(parser: ArgumentParser) -> Run:
         codec = ImageCodec(args.model)
         for size in sizes:
             codec.latent_size(*size)
-        source, digest = open_source(args.source, sizes, args.caption_key)
+        source = open_source(args.source, sizes, args.caption_key)
         encoder = make_encoder(TextConfig(args.model, args.text_length, args.instruction or None), None)
         options = ("height", "width", "model", "caption_key", "text_length", "instruction")
-        identity = {"images": digest, **{name: getattr(args, name) for name in options}}
-        identity |= {"buckets": args.buckets} if args.buckets else {}
+        made_with = {name: getattr(args, name) for name in (*options, "buckets")}
         paths, skipped = encode_samples(
-            source, "image", identity, args.target,
-            codec.encode, encoder, args.prefix, args.per_shard, device, args.max_skipped, (rank, world),
+            source, made_with, args.target, codec.encode, encoder, args.prefix, args.per_shard, device, args.max_skipped,
+            (rank, world), args.force,
         )  # fmt: skip
-        share = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
-        left_out = f"; {skipped} images skipped" if skipped else ""
-        _say(f"{len(source)} images in {len(paths)} shards{share}: {paths[0]} ..{left_out}")
+        _report(paths, "images", skipped, (rank, world))
 
     return run
 
@@ -288,14 +337,12 @@ def clips(parser: ArgumentParser) -> Run:
     _shuffled(parser, "videos")
 
     def run(args: Namespace) -> None:
-        from lightning_mhla.data import ShardReader
-        from mhla_tasks.video.prepare import clips_to_shards
+        from lightning_mhla.data.pack import pack_captioned
+        from mhla_tasks.video.clips import check_video
+        from mhla_tasks.video.sources import VIDEO
 
-        paths, skipped = clips_to_shards(
-            args.source, args.target, args.prefix, args.per_shard, args.seed, args.caption_key, args.max_skipped
-        )
-        left_out = f"; {skipped} videos skipped (to add them once repaired, delete the shards)" if skipped else ""
-        _say(f"{len(ShardReader(paths))} videos in {len(paths)} shards: {paths[0]} ..{left_out}")
+        paths, skipped = pack_captioned(args.source, (VIDEO,), check_video, args.caption_key, _packing(args))
+        _report(paths, "videos", skipped)
 
     return run
 
@@ -341,18 +388,16 @@ def clip_latents(parser: ArgumentParser) -> Run:
 
         (rank, world, _), device = process_ranks(), process_device(args.device)
         size = {"frames": args.frames, "height": args.height, "width": args.width}
-        source, digest = open_source(args.source, **size, fps=args.fps, caption_key=args.caption_key)
+        source = open_source(args.source, args.caption_key, **size, fps=args.fps)
         codec = ClipCodec(args.model)
         codec.latent_size(*size.values())
         codec.check_size(tuple(size.values()))
         captions = make_encoder(TextConfig(args.model, args.text_length), args.text_width)
         kept = {"fps": args.fps, "model": args.model, "caption_key": args.caption_key, "text_length": args.text_length}
         paths, skipped = encode_samples(
-            source, "video", {"clips": digest, **size, **kept}, args.target, codec.encode, captions, args.prefix,
-            args.per_shard, device, args.max_skipped, (rank, world),
+            source, {**size, **kept}, args.target, codec.encode, captions, args.prefix, args.per_shard, device,
+            args.max_skipped, (rank, world), args.force,
         )  # fmt: skip
-        share = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
-        left_out = f"; {skipped} videos skipped" if skipped else ""
-        _say(f"{len(source)} videos in {len(paths)} shards{share}: {paths[0]} ..{left_out}")
+        _report(paths, "videos", skipped, (rank, world))
 
     return run

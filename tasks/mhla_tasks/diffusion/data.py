@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples, Name
 from lightning_mhla.data.images import labelled_images
+from lightning_mhla.data.labelled import LabelledShards
 from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.diffusion.sources import LatentSamples, SignedImage
 
@@ -70,7 +71,7 @@ class ClassImages(ResumableDataModule):
 
     Args:
         batch_size: samples of a batch over all processes together.
-        num_classes: labels lie below it.
+        num_classes: labels lie below it; None where the data says it.
         samples: samples that predict draws.
         num_workers: see :class:`ResumableDataModule`, as are all that follow.
         seed: see there.
@@ -78,10 +79,12 @@ class ClassImages(ResumableDataModule):
         shuffle_window: see there.
     """
 
+    num_classes: Any
+
     def __init__(
         self,
         batch_size: int,
-        num_classes: int,
+        num_classes: int | None,
         samples: SampleRequest,
         num_workers: int = 0,
         seed: int | None = None,
@@ -156,7 +159,7 @@ def _to_signed(image: Tensor) -> Tensor:
     return image * 2 - 1
 
 
-class ImageShards(ClassImages):
+class ImageShards(LabelledShards, ClassImages):
     """Labelled images in WebDataset tar shards, NNN.jpg and NNN.cls; a model with a vae encodes them on the fly.
 
     Args:
@@ -166,7 +169,8 @@ class ImageShards(ClassImages):
         image_size: side of the square that is cut from the middle, after shrinking.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
-        num_classes: labels must lie below it.
+        num_classes: number of classes; null for those of the training data, which class folders and shards with a
+            PREFIX-classes.txt name. Labels are matched by these names, in validation too.
         channels: 3, or 1 for grey images.
         flip: probability that a training image is mirrored.
         samples: samples that predict draws.
@@ -185,7 +189,7 @@ class ImageShards(ClassImages):
         image_size: int = 256,
         batch_size: int = 256,
         num_workers: int = 8,
-        num_classes: int = 1000,
+        num_classes: int | None = None,
         channels: int = 3,
         flip: float = 0.5,
         samples: SampleRequest = SampleRequest(),
@@ -215,10 +219,14 @@ class ImageShards(ClassImages):
 
     def _images(self, stage: str, flip: float) -> SampleSource:
         transform = SignedImage(self.image_size, flip, self.channels)
-        return labelled_images(self.shards, stage, transform, self.num_classes)
+        return labelled_images(self.shards, stage, transform, self.num_classes, self.stage_classes(stage))
+
+    def setup(self, stage: str) -> None:
+        """Check that the number of classes is that of the data."""
+        self.check_classes(stage)
 
 
-class LatentShards(ClassImages):
+class LatentShards(LabelledShards, ClassImages):
     """Latents in WebDataset tar shards, as ``lightning prepare latents`` writes them.
 
     No VAE is needed in training: a latent is drawn from the stored posterior of the image, or of its mirror image.
@@ -229,7 +237,8 @@ class LatentShards(ClassImages):
         sample_size: side of the latents.
         batch_size: samples of a batch over all processes together.
         num_workers: worker processes for each training process.
-        num_classes: labels must lie below it.
+        num_classes: number of classes; null for those of the training data, which class folders and shards with a
+            PREFIX-classes.txt name. Labels are matched by these names, in validation too.
         flip: probability that the latent of the mirror image is taken in training.
         samples: samples that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
@@ -247,7 +256,7 @@ class LatentShards(ClassImages):
         sample_size: int = 32,
         batch_size: int = 256,
         num_workers: int = 4,
-        num_classes: int = 1000,
+        num_classes: int | None = None,
         flip: float = 0.5,
         samples: SampleRequest = SampleRequest(),
         seed: int | None = None,
@@ -266,4 +275,9 @@ class LatentShards(ClassImages):
         if stage == "predict":
             return self.requested()
         flip = self.flip if stage == "train" else 0.0
-        return LatentSamples(self.shards.reader(stage), self.sample_size, self.num_classes, flip)
+        labels = self.stage_labels(stage)
+        return LatentSamples(self.shards.reader(stage), self.sample_size, self.num_classes, flip, labels)
+
+    def setup(self, stage: str) -> None:
+        """Check that the number of classes is that of the data."""
+        self.check_classes(stage)

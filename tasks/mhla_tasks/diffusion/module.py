@@ -15,6 +15,7 @@ from lightning_mhla.generative.images import OutputFormat, SampleWriter, to_pixe
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.classes import NamesClasses, known_classes
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.diffusion.dig import DiGConfig
@@ -24,12 +25,12 @@ from mhla_tasks.diffusion.process import ProcessConfig, make_process
 from mhla_tasks.diffusion.sampling import SamplingConfig, check_labels, check_sampling, draw_samples
 
 
-class ClassToImage(GenerativeModule):
+class ClassToImage(NamesClasses, GenerativeModule):
     """A DiT trained on labelled images or latents, and sampled by class.
 
     Args:
         attention: the attention layer.
-        num_classes: number of classes.
+        num_classes: number of classes; null for those of the data, on the command line.
         sample_size: side of what is denoised, or height and width: of the image in pixels, or of its latent.
         channels: number of channels of what is denoised: 4 for latents of Stable Diffusion's VAE.
         layer_kinds: kinds of the layers where they differ, repeated to the depth: [mhla, mhla, softmax] gives every third
@@ -66,7 +67,7 @@ class ClassToImage(GenerativeModule):
     def __init__(
         self,
         attention: AttentionConfig,
-        num_classes: int,
+        num_classes: int | None,
         sample_size: int | list[int],
         channels: int,
         layer_kinds: list[str] | None = None,
@@ -90,6 +91,7 @@ class ClassToImage(GenerativeModule):
         optimizer: OptimizerConfig = OptimizerConfig(),
         ema_decay: float | None = None,
     ) -> None:
+        num_classes = known_classes(num_classes)
         attention = as_dataclass(AttentionConfig, attention)
         process = as_dataclass(ProcessConfig, process)
         sampling = as_dataclass(SamplingConfig, sampling)

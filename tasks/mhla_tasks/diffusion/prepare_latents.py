@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,40 @@ import numpy as np
 import torch
 
 from lightning_mhla.data import SampleSource, ShardReader, find_shards
-from lightning_mhla.data.images import LabelledFolder, ShardImages
-from lightning_mhla.data.write import array_bytes, check_manifest, files_digest, fill_shards, shard_ranges
+from lightning_mhla.data.classes import data_set_classes, write_classes
+from lightning_mhla.data.images import CLASSES, LabelledFolder, ShardImages, shard_classes
+from lightning_mhla.data.origins import Origin, sample_key, shard_origins
+from lightning_mhla.data.shards import holds_shards
+from lightning_mhla.data.write import Preparation, array_bytes, grouped, readable
 from lightning_mhla.generative.codecs import LatentCodec
 from mhla_tasks.diffusion.sources import FLIPPED, LATENT, SignedImage
 
 SHUFFLE_SEED = 0
-"""Of the order in which images of a folder are encoded."""
+"""Seed of the order in which images of a folder are encoded."""
+
+MOST_CLASSES = 1 << 30
+"""Bound of the labels of shards that do not name their classes."""
+
+
+@dataclass(frozen=True)
+class LabelledSource:
+    """Images to encode, and what they are made from.
+
+    Attributes:
+        samples: give ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``.
+        origins: of each image, or of the shards that hold them.
+        per_sample: whether each image has an origin of its own.
+        classes: names of the classes; None where they are not known.
+    """
+
+    samples: SampleSource
+    origins: Sequence[Origin]
+    per_sample: bool
+    classes: list[str] | None
 
 
 def encode_images(
-    source: SampleSource,
-    identity: str,
+    source: LabelledSource,
     target: Path,
     vae: LatentCodec,
     prefix: str,
@@ -29,70 +52,67 @@ def encode_images(
     batch_size: int,
     device: torch.device,
     image_size: int,
+    max_skipped: int = 0,
     share: tuple[int, int] = (0, 1),
-) -> list[Path]:
+    force: bool = False,
+) -> tuple[list[Path], int]:
     """Write ``target/prefix-00000.tar`` and so on; the shards of this process of ``share``, rank and number.
 
     Args:
-        source: gives ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``; broken images are an error.
-        identity: description of the images, so that shards of others are not mixed with these.
+        source: the images.
         target: made if missing.
         vae: encodes.
         prefix: prefix of the file names.
-        per_shard: latents in a shard.
+        per_shard: latents in a shard; it holds fewer where some images are broken.
         batch_size: images encoded at once.
-        device: where.
+        device: device of the encoder.
         image_size: S.
+        max_skipped: broken images that this process skips before it stops.
         share: index and number of the parts that the shards are divided into.
+        force: delete the shards of an earlier call first.
 
     Returns:
-        Paths of all shards, of every process.
+        Paths of all shards, of every process, and how many images this one skipped.
 
     Raises:
-        ValueError: when the folder holds shards of other images, or made otherwise.
-        BrokenSampleError: for an image that cannot be read.
+        ValueError: when the folder holds shards of images that have changed since, or made with other options.
+        BrokenSampleError: when more images are broken than ``max_skipped``.
     """
-    manifest = {
-        "samples": len(source),
-        "per_shard": per_shard,
-        "images": identity,
-        "image_size": image_size,
-        "vae": vae.path,
-        "scale": vae.scale(device),
-    }
-    check_manifest(target / f"{prefix}-manifest.json", manifest)
-    shards = shard_ranges(target, prefix, len(source), per_shard)
-    mine = shards[share[0] :: share[1]]
-    fill_shards(
-        ((path, len(here), _encoded(source, here, vae, batch_size, device)) for path, here in mine),
-        f"encoding {prefix} shards",
-        sum(len(here) for _, here in mine),
-        quiet=share[0] > 0,
-    )
-    return [path for path, _ in shards]
+    options = {"per_shard": per_shard, "image_size": image_size, "vae": vae.path, "scale": vae.scale(device)}
+    with Preparation(
+        target, prefix, options, source.origins, per_shard if source.per_sample else None, max_skipped, force, share
+    ) as call:
+        order = call.order if source.per_sample else range(len(source.samples))
+        if source.classes is not None and share[0] == 0:
+            write_classes(target / f"{prefix}-{CLASSES}", source.classes)
+
+        def encoded(here: range) -> Iterator[dict[str, Any]]:
+            for few in grouped(readable(source.samples, order, here, call.skipped), batch_size):
+                images = torch.stack([sample["image"] for _, sample in few]).to(device)
+                both = [vae.moments(pictures).half().cpu() for pictures in (images, images.flip(-1))]
+                for (number, sample), latent, flipped in zip(few, *both, strict=True):
+                    members = {LATENT: array_bytes(latent), FLIPPED: array_bytes(flipped)}
+                    yield {"__key__": sample_key(number), **members, "cls": str(sample["label"]).encode()}
+
+        paths = call.fill(len(order), per_shard, encoded, f"encoding {prefix} shards")
+    return paths, call.skipped.count
 
 
-def _encoded(
-    source: SampleSource, indices: range, vae: LatentCodec, batch_size: int, device: torch.device
-) -> Iterator[dict[str, Any]]:
-    for start in range(0, len(indices), batch_size):
-        rows = indices[start : start + batch_size]
-        samples = [source[index] for index in rows]
-        images = torch.stack([sample["image"] for sample in samples]).to(device)
-        both = [vae.moments(pictures).half().cpu() for pictures in (images, images.flip(-1))]
-        for index, sample, latent, flipped in zip(rows, samples, *both, strict=True):
-            members = {LATENT: array_bytes(latent), FLIPPED: array_bytes(flipped), "cls": str(sample["label"]).encode()}
-            yield {"__key__": f"{index:08d}", **members}
+def open_source(name: str, target: Path, prefix: str, image_size: int, num_classes: int | None) -> LabelledSource:
+    """The images of a folder, labelled like the shards of other prefixes in ``target``, or those of shards.
 
-
-def open_source(name: str, image_size: int, num_classes: int) -> tuple[SampleSource, str]:
-    """The images of a folder or of shards, and what identifies them."""
+    Raises:
+        FileNotFoundError: when there are none.
+        ValueError: when a folder has a class that those shards do not have.
+    """
     transform = SignedImage(image_size)
-    if Path(name).is_dir() and not list(Path(name).glob("*.tar")):
-        folder = LabelledFolder(name, transform)
+    if Path(name).is_dir() and not holds_shards(Path(name)):
+        folder = LabelledFolder(name, transform, data_set_classes(target, prefix))
         order = np.random.default_rng(SHUFFLE_SEED).permutation(len(folder))  # or a shard would hold one class
         folder.labelled = [folder.labelled[index] for index in order]
-        return folder, files_digest((path, str(path.relative_to(name))) for path, _ in folder.labelled)
+        return LabelledSource(folder, folder.origins(), True, folder.classes)
     shards = find_shards(name)
-    source = ShardImages(ShardReader(shards), transform, num_classes)
-    return source, files_digest((path, path.name) for path in shards)
+    classes = shard_classes(shards)
+    bound = num_classes if num_classes is not None else len(classes) if classes is not None else MOST_CLASSES
+    images = ShardImages(ShardReader(shards), transform, bound)
+    return LabelledSource(images, shard_origins(shards), False, classes)

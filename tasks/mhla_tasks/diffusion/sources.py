@@ -59,14 +59,18 @@ class LatentSamples:
     Args:
         reader: the shards.
         sample_size: side that the latents must have.
-        num_classes: labels must lie below it.
+        num_classes: labels of the data set must lie below it.
         flip: probability of the mirror image's latent.
+        labels: label in the data set of each label in the shards; None where those are the same.
 
     Raises:
         ValueError: when the shards hold latents of another size, or none.
     """
 
-    def __init__(self, reader: ShardReader, sample_size: int, num_classes: int, flip: float) -> None:
+    def __init__(
+        self, reader: ShardReader, sample_size: int, num_classes: int, flip: float, labels: Sequence[int] | None = None
+    ) -> None:
+        self.labels = labels
         self.reader, self.sample_size, self.num_classes, self.flip = reader, sample_size, num_classes, flip
         self.shard_sizes: Sequence[int] = reader.shard_sizes
         self.scale = latent_scale(reader)
@@ -95,7 +99,7 @@ class LatentSamples:
             )
         return {
             "latent": draw_latents(moments, self.scale),
-            "label": self.reader.label(index, self.num_classes),
+            "label": self.reader.label(index, self.num_classes, self.labels),
             "index": index,
         }
 
@@ -128,16 +132,17 @@ def latent_scale(reader: ShardReader) -> float:
                 f"{manifest} is not of latents: encode the shards first (lightning prepare latents), or "
                 "train on images with ImageShards and --model.init_args.vae"
             )
-        scale, samples = content["scale"], content.get("samples")
-        if not isinstance(scale, int | float) or not math.isfinite(scale) or scale <= 0 or not isinstance(samples, int):
-            raise ValueError(
-                f"{manifest} gives scale {str(scale)[:40]} and samples {str(samples)[:40]}, no such numbers"
-            )
+        scale, samples, per_shard = content["scale"], content.get("samples"), content.get("per_shard")
+        if not isinstance(scale, int | float) or not math.isfinite(scale) or scale <= 0:
+            raise ValueError(f"{manifest} gives scale {str(scale)[:40]}, which is not a positive number")
         scales.add(float(scale))
-        shards = zip(reader.shards, reader.shard_sizes, strict=True)
-        here = sum(size for path, size in shards if beside_shard(path, "manifest.json") == manifest)
-        if here != samples:
-            log.warning("%s: %d of %d latents are here", str(manifest).removesuffix("-manifest.json"), here, samples)
+        if isinstance(samples, int) and isinstance(per_shard, int) and per_shard > 0:
+            here, wanted = (
+                sum(beside_shard(path, "manifest.json") == manifest for path in reader.shards),
+                -(-samples // per_shard),
+            )
+            if here != wanted:
+                log.warning("%s: %d of %d shards are here", str(manifest).removesuffix("-manifest.json"), here, wanted)
     if len(scales) > 1:
         raise ValueError(f"the shards hold latents of different scales, {sorted(scales)}: they are of different VAEs")
     return scales.pop() if scales else 1.0

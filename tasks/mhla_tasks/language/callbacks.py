@@ -19,6 +19,7 @@ from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.module import process_share
 from lightning_mhla.data.sampling import kept_random_state, seed_step
 from lightning_mhla.system.folders import run_folder
+from lightning_mhla.system.lightning_private import accumulates_gradients, logger_connector
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +59,9 @@ class TokenThroughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count, and log every ``log_every_n_steps`` batches."""
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set when the trainer is made
+        """Count, and log at the batches whose row the loggers get: every ``log_every_n_steps`` optimiser steps."""
         self._tokens += batch["tokens"][:, 1:].numel()
-        if not every or (batch_idx + 1) % every:
+        if accumulates_gradients(trainer) or not logger_connector(trainer).should_update_logs:
             return
         tokens, start = self._tokens, self._start
         self.restart(trainer)

@@ -13,11 +13,22 @@ from typing_extensions import override
 from lightning_mhla import AttentionConfig
 
 REMOTE = "modeling_mhla"
-MODULE = '''"""The classes of this model come with the package lightning-mhla."""
+CLASSES = {
+    "AutoConfig": "MHLAConfig",
+    "AutoModel": "MHLAModel",
+    "AutoModelForCausalLM": "MHLAForCausalLM",
+    "AutoModelForSequenceClassification": "MHLAForSequenceClassification",
+    "AutoModelForTokenClassification": "MHLAForTokenClassification",
+    "AutoModelForQuestionAnswering": "MHLAForQuestionAnswering",
+}
+"""The model's classes, by the auto classes of transformers that load them."""
 
-from mhla_tasks.language import MHLAConfig, MHLAForCausalLM
+MODULE = f'''"""The classes of this model come with the package lightning-mhla."""
 
-__all__ = ["MHLAConfig", "MHLAForCausalLM"]
+from mhla_tasks.language import (
+{"".join(f"    {name},{chr(10)}" for name in sorted(CLASSES.values()))})
+
+__all__ = {sorted(CLASSES.values())}
 '''
 
 
@@ -25,7 +36,8 @@ class MHLAConfig(PreTrainedConfig):
     """A causal language model with mhla, linear or softmax attention, or several of them.
 
     Names that transformers' tools look for (``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``,
-    ``num_key_value_heads``, ``intermediate_size``, ``max_position_embeddings``) are read and written too.
+    ``num_key_value_heads``, ``head_dim``, ``intermediate_size``, ``max_position_embeddings``) are read, set and listed by
+    :meth:`to_dict` too. ``config.json`` holds each size once, under the names below.
 
     Attributes:
         vocab_size: tokens of the vocabulary.
@@ -40,6 +52,7 @@ class MHLAConfig(PreTrainedConfig):
         attention: options of :class:`lightning_mhla.AttentionConfig`, as a dict; a list of them for each layer.
         tie_word_embeddings: whether input and output embeddings are one matrix.
         initializer_range: standard deviation of the weights at the start.
+        use_cache: whether a model that does not train returns its state, unless a call says otherwise.
         bos_token_id: token before a text, or None.
         eos_token_id: token after a text.
         pad_token_id: token that fills up rows, never attended to.
@@ -50,10 +63,10 @@ class MHLAConfig(PreTrainedConfig):
         "hidden_size": "dim",
         "num_hidden_layers": "depth",
         "num_attention_heads": "heads",
-        "num_key_value_heads": "key_value_heads",
         "intermediate_size": "mlp_width",
         "max_position_embeddings": "context",
     }
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     vocab_size: int = 32_000
     dim: int = 1024
@@ -74,7 +87,50 @@ class MHLAConfig(PreTrainedConfig):
 
     def __post_init__(self, **options: Any) -> None:
         self.attention = plain_attention(self.attention or default_attention())
+        aliases = {**self.attribute_map, "num_key_value_heads": "key_value_heads", "head_dim": "key_width"}
+        for alias, name in aliases.items():
+            if alias in options:
+                self._take_alias(alias, name, options.pop(alias))
         super().__post_init__(**options)
+
+    def _take_alias(self, alias: str, name: str, value: int | None) -> None:
+        value_by_name = getattr(self, name)
+        if value is None or value in (value_by_name, getattr(self, alias)):
+            return  # a derived size that to_dict() lists stays derived
+        if value_by_name != getattr(type(self), name):
+            raise ValueError(f"{name}={value_by_name} and {alias}={value} are the same size; give one of the two")
+        setattr(self, name, value)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.key_value_heads or self.heads
+
+    @num_key_value_heads.setter
+    def num_key_value_heads(self, value: int | None) -> None:
+        self.key_value_heads = value
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a key."""
+        return self.key_width or self.dim // self.heads
+
+    @head_dim.setter
+    def head_dim(self, value: int | None) -> None:
+        self.key_width = value
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        """All options as plain data, sizes also under transformers' names."""
+        return {**super().to_dict(), **{alias: getattr(self, alias) for alias in self._aliases()}}
+
+    @override
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Contents of ``config.json``: each size under one name, so that edits by hand cannot contradict each other."""
+        return {name: value for name, value in super().to_diff_dict().items() if name not in self._aliases()}
+
+    def _aliases(self) -> tuple[str, ...]:
+        return *self.attribute_map, "num_key_value_heads", "head_dim"
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -83,7 +139,7 @@ class MHLAConfig(PreTrainedConfig):
     @override
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **options: Any) -> None:
         """Also write a module that names the model's classes, which transformers' auto classes look for."""
-        self.auto_map = {"AutoConfig": f"{REMOTE}.MHLAConfig", "AutoModelForCausalLM": f"{REMOTE}.MHLAForCausalLM"}
+        self.auto_map = {auto_class: f"{REMOTE}.{name}" for auto_class, name in CLASSES.items()}
         folder = Path(save_directory)
         if not folder.is_file():  # else transformers raises
             folder.mkdir(parents=True, exist_ok=True)

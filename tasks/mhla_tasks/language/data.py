@@ -9,18 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
-from lightning_mhla.data.loader import samples_each
-from lightning_mhla.data.module import process_share
-from mhla_tasks.language.documents import check_text, encode_document, encode_documents
+from lightning_mhla.data import (
+    BrokenSampleError,
+    ResumableDataModule,
+    SampleSource,
+    ShardSets,
+    ShardUnavailableError,
+)
+from lightning_mhla.data.loader import samples_each, with_short_errors
+from lightning_mhla.data.module import TRAINED, batches_trained, process_share
+from mhla_tasks.language.columns import MissingColumnError
+from mhla_tasks.language.corpus import Remarks, documents_of
+from mhla_tasks.language.documents import encode_documents
+from mhla_tasks.language.hub import StreamedDataSet
 from mhla_tasks.language.prompts import PromptFile
+from mhla_tasks.language.shuffle import shuffled
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
 from mhla_tasks.language.stdlib import load_stdlib
 from mhla_tasks.language.stream import PackedRows, RowPosition, StreamLoader
-from mhla_tasks.language.token_shards import ShardRuns
+from mhla_tasks.language.text_bytes import MissingBytes, counts_exactly
+from mhla_tasks.language.token_shards import MISSING, ShardRuns
 from mhla_tasks.language.tokenizer import load_tokenizer, token_bytes
 
 
@@ -30,7 +42,7 @@ class TextData(ResumableDataModule):
     Args:
         context: tokens of a sample, which the model sees at once.
         separate_documents: whether tokens see their own document only (packed with cu_seqlens).
-        prompts: file for predict: one prompt a line, or .jsonl with a "prompt" in each.
+        prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
         options: options of :class:`lightning_mhla.data.ResumableDataModule`.
     """
 
@@ -77,7 +89,7 @@ class PythonSource(TextData):
         num_workers: worker processes for each training process; 0 is fastest for text in memory.
         seed: order of the samples; null takes seed_everything.
         cache_dir: folder for the tokenizer and the tokens; null for the user's cache.
-        prompts: file for predict: one prompt a line, or .jsonl with a "prompt" in each.
+        prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(
@@ -113,18 +125,29 @@ class PythonSource(TextData):
         return TokenWindows(runs, self.context, token_bytes(text.tokenizer), self.separate_documents)
 
 
+class DocumentLoader(StreamLoader):
+    """Packed batches; an error of the worker process names the file and the row, without a traceback."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The rest of the epoch that the run stands in."""
+        return with_short_errors(super().__iter__())
+
+
 class HubText(TextData):
     """Text of a data set on the hub, or of local files, tokenised while it streams in.
 
     Nothing is stored; to train for more than a trial, or again, make token shards of it. A run resumes with the very next
-    token after a stop, once the documents before it are read past.
+    token after a stop, once the documents before it are read past. Only the column is read: the others may hold anything.
+    Rows with a null or without a character other than space are not documents; the log mentions the first.
 
     Args:
         tokenizer: a model on the hub, or a folder.
-        path: name of the data set, or json, parquet or text with data_files.
+        path: name of the data set; or json (JSON lines, or an array of objects), csv, parquet, or text (each line is a
+            document) with data_files.
         name: configuration of the data set.
         split: split of the data set.
-        data_files: local files or URLs, for json, parquet and text.
+        data_files: local files, patterns of such, or URLs, for json, csv, parquet and text; .gz, .bz2, .xz and .zst are
+            decompressed.
         column: that holds the text.
         batch_size: samples of a batch over all processes together.
         context: tokens of a sample.
@@ -134,7 +157,9 @@ class HubText(TextData):
         val_documents: documents at the start that are kept for validation.
         num_workers: 1 reads and tokenises in a process of its own.
         seed: seed of the shuffle; null takes seed_everything.
-        prompts: file for predict: one prompt a line, or .jsonl with a "prompt" in each.
+        control_tokens: read the letters of a control token in a text, such as <|endoftext|>, as that token; false leaves
+            them text.
+        prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(
@@ -154,12 +179,13 @@ class HubText(TextData):
         num_workers: int = 1,
         seed: int | None = None,
         prompts: str | None = None,
+        control_tokens: bool = False,
     ) -> None:
         super().__init__(
             context, separate_documents, prompts, batch_size=batch_size, num_workers=num_workers, seed=seed
         )
         self.save_hyperparameters(ignore=["prompts"])
-        self.tokenizer_name, self.column = tokenizer, column
+        self.tokenizer_name, self.column, self.control_tokens = tokenizer, column, control_tokens
         self.data_set = {"path": path, "name": name, "split": split, "data_files": data_files}
         self.steps_per_epoch, self.shuffle_buffer, self.val_documents = steps_per_epoch, shuffle_buffer, val_documents
         self._stream: StreamLoader | None = None
@@ -172,11 +198,14 @@ class HubText(TextData):
     @override
     def windows(self, stage: str) -> TokenWindows:
         """Return windows of the documents at the start."""
-        rows = self._open().take(self.val_documents)
-        texts = [check_text(row[self.column], "the data set") for row in rows if row[self.column] is not None]
+        remarks = Remarks()
+        texts = list(itertools.islice(self._texts(remarks), self.val_documents))
+        remarks.report()
         if not texts:
             raise ValueError(f"the data set gave none of val_documents={self.val_documents} documents to validate on")
-        runs = ArrayRuns(*encode_documents(texts, self.tokenizer), "the first documents of the data set")
+        tokens, starts = encode_documents(texts, self.tokenizer, self.control_tokens)
+        missing = MissingBytes(self.tokenizer)(texts, tokens, starts)
+        runs = ArrayRuns(tokens, starts, "the first documents of the data set", missing)
         return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
 
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
@@ -184,61 +213,72 @@ class HubText(TextData):
         rank, world = process_share(self.trainer)
         each = samples_each(self.batch_size, world)
         rows = range(rank * each, (rank + 1) * each)
-        table = token_bytes(self.tokenizer)
+        table, count = token_bytes(self.tokenizer), MissingBytes(self.tokenizer)
+
+        def missing(text: str, document: np.ndarray) -> int:
+            return int(count([text], document, np.zeros(1, dtype=np.int64))[0])
 
         def make(positions: Sequence[RowPosition]) -> PackedRows:
             return PackedRows(
-                self._documents, self._encode, positions, rows, self.context, table, self.separate_documents
-            )
+                self._documents, self._encode, positions, rows, self.context, table, self.separate_documents,
+                missing,
+            )  # fmt: skip
 
-        self._stream = StreamLoader(make, self.batch_size, rows, self.steps_per_epoch, self.num_workers, self.trainer)
+        next(self._texts(Remarks()), None)  # a missing file or column is an error here, not in the worker process
+        self._stream = DocumentLoader(make, self.batch_size, rows, self.steps_per_epoch, self.num_workers, self.trainer)
         if self._trained_with is not None:
-            self._stream.load_state_dict(self._trained_with)
+            self._stream.start_at(self._trained_with)
         return self._stream
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a checkpoint; some strategies make the loader before they read it."""
+        if not state_dict.get("rows") or state_dict.get(TRAINED) == 0:
+            return
         self._trained_with = state_dict
         if self._stream is not None:
-            self._stream.load_state_dict(state_dict)
+            self._stream.start_at(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Where every row stands, for the checkpoint."""
-        return {} if self._stream is None else self._stream.state_dict()
+        if self._stream is None or self.trainer is None:
+            return {}
+        return {**self._stream.state_dict(), TRAINED: batches_trained(self.trainer)}
 
-    def _open(self) -> Any:
-        from datasets import load_dataset
+    @cached_property
+    def _data(self) -> StreamedDataSet:
+        return StreamedDataSet(self.data_set, self.column)
 
-        given = {key: value for key, value in self.data_set.items() if value is not None}
+    def _texts(self, remarks: Remarks) -> Iterator[str]:
+        """All documents once, in the order of the data set.
+
+        Raises:
+            BrokenSampleError: naming the file and the row.
+            ShardUnavailableError: when a file cannot be read now.
+        """
+        rows = self._data.rows()
         try:
-            data = load_dataset(**given, streaming=True)
-        except Exception as error:
-            raise FileNotFoundError(
-                f"the data set {given} could not be loaded ({type(error).__name__}: {str(error).splitlines()[0]}); check its "
-                "name and the network, or give local files: path: json and data_files"
-            ) from error
-        features: dict[str, Any] = next(iter(data), {})
-        if self.column not in features:
-            raise ValueError(f"the data set has no column {self.column!r}, only {sorted(features)}; set column")
-        return data
+            yield from documents_of(rows, remarks)
+        except MissingColumnError as error:
+            raise BrokenSampleError(f"{error}; set column") from error
+        except ValueError as error:
+            raise BrokenSampleError(str(error)) from error
+        except OSError as error:
+            raise ShardUnavailableError(str(error)) from error
 
     def _documents(self) -> Iterator[str]:
         """All documents over and over, each time in another order; the same whenever it is called."""
-        data = self._open().skip(self.val_documents)
+        remarks = Remarks(at_once=True)
         for epoch in itertools.count():
-            shuffled = (
-                data.shuffle(seed=self.seed + epoch, buffer_size=self.shuffle_buffer) if self.shuffle_buffer else data
-            )
+            trained = itertools.islice(self._texts(remarks), self.val_documents, None)
             none = True
-            for row in shuffled:
+            for text in shuffled(trained, self.shuffle_buffer, self.seed + epoch):
                 none = False
-                text = row[self.column]
-                yield "" if text is None else check_text(text, "the data set")
+                yield text
             if none:
                 raise ValueError(f"the data set has no more than val_documents={self.val_documents} documents")
 
     def _encode(self, text: str) -> np.ndarray:
-        return encode_document(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer)
+        return encode_documents([text], self.tokenizer, self.control_tokens)[0]
 
 
 class TokenShards(TextData):
@@ -258,7 +298,7 @@ class TokenShards(TextData):
         cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
         cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
             removed when done. null downloads all and keeps them.
-        prompts: file for predict: one prompt a line, or .jsonl with a "prompt" in each.
+        prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
     def __init__(
@@ -307,5 +347,12 @@ class TokenShards(TextData):
 
     @override
     def windows(self, stage: str) -> TokenWindows:
-        table = token_bytes(self.tokenizer)
-        return TokenWindows(ShardRuns(self.shards.reader(stage)), self.context, table, self.separate_documents)
+        runs = ShardRuns(self.shards.reader(stage))
+        uncounted = [run for run in range(len(runs.lengths)) if not runs.has_missing(run)]
+        if stage == "validate" and uncounted and not counts_exactly(self.tokenizer):
+            raise ValueError(
+                f"{runs.describe(uncounted[0])} has no .{MISSING}: its tokenizer changes text before it cuts it, so that the "
+                "bytes of the text (for bits per byte) cannot be counted from the tokens; prepare the validation shards again "
+                "with lightning prepare text"
+            )
+        return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from mhla_tasks.language.encoding import encode_texts
+
 
 def check_text(value: Any, source: str) -> str:
     """The value, if it is a text.
@@ -19,9 +21,17 @@ def check_text(value: Any, source: str) -> str:
     return value
 
 
-def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens ``[n]`` of documents one after the other, and the first token ``[documents]`` of each, both int64."""
-    encoded = [encode_document(ids, tokenizer) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+def encode_documents(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, read_control_tokens: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens ``[n]`` of documents one after the other, and the first token ``[documents]`` of each, both int64.
+
+    Args:
+        texts: the documents.
+        tokenizer: the tokenizer.
+        read_control_tokens: whether the letters of a control token in a text become that token.
+    """
+    encoded = [encode_document(ids, tokenizer) for ids in encode_texts(tokenizer, texts, read_control_tokens)]
     return np.concatenate(encoded), np.cumsum([0, *map(len, encoded[:-1])], dtype=np.int64)
 
 

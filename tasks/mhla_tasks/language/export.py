@@ -6,7 +6,6 @@ class: ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` 
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,15 @@ from lightning_mhla.training.loading import accepts, load_module
 from mhla_tasks.language.linearized import LinearizedModel
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.module import LanguageModel
-from mhla_tasks.language.tokenizer import load_tokenizer
+from mhla_tasks.language.tokenizer import load_tokenizer, save_tokenizer
 
 OPTIONS = ("tokenizer", "context")
+
+REPLACED = (
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates", "tokenizer.json", "tokenizer_config.json",
+    "added_tokens.json", "special_tokens_map.json", "modeling_mhla.py", "modeling_swapped.py",
+)  # fmt: skip
+"""Files and folders of an earlier export, which transformers would read as parts of this one."""
 
 LOADING = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,18 +35,10 @@ model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 """Python that loads an export, FOLDER being its path."""
 
-LOADING_SWAPPED = """\
-from lightning_mhla import load_swapped
-from transformers import AutoTokenizer
-
-model = load_swapped("FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
-"""The same for a linearised model."""
-
 
 def loading(model: LanguageModel) -> str:
-    """Python that loads the export of ``model``."""
-    return LOADING_SWAPPED if isinstance(model, LinearizedModel) else LOADING
+    """Python that loads the export of ``model``: the same for a linearised one."""
+    return LOADING
 
 
 def load_checkpoint(path: str | Path, live: bool = False) -> LanguageModel:
@@ -97,14 +94,9 @@ def export(model: LanguageModel, folder: Path) -> None:
     """
     if model.tokenizer is None:
         raise ValueError("the checkpoint keeps no tokenizer, and a model without one cannot be scored; name it")
-    folder.mkdir(parents=True, exist_ok=True)
     merge_adapters(model.network)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.part-") as name:
-        aside = Path(name)
-        model.network.save_pretrained(aside)
-        model.tokenizer.save_pretrained(aside)
-        for path in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):  # what makes it a model last
-            path.replace(folder / path.name)
+    model.network.save_pretrained(folder)
+    save_tokenizer(model.tokenizer, folder)
 
 
 def write(model: LanguageModel, folder: Path, tokenizer: str | None = None, context: int | None = None) -> None:

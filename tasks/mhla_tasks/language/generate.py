@@ -11,6 +11,7 @@ from lightning_mhla.system.processes import process_device
 from mhla_tasks.language.export import load_model
 from mhla_tasks.language.networks import longest
 from mhla_tasks.language.prompts import GenerationOptions
+from mhla_tasks.language.tokenizer import left_padded
 
 LONGEST = 256
 """New tokens where nothing else is asked for."""
@@ -34,13 +35,14 @@ def continue_prompts(
     where = process_device(device)
     model = model.to(where)
     for given in _prompts(prompt):
-        tokens = tokenizer(given, return_tensors="pt", return_token_type_ids=False).to(where)
+        ids, mask = (x.to(where) for x in left_padded(tokenizer, [given], bool(sampling.get("control_tokens"))))
         new = count
         if new is None:
             limit = longest(model)
-            new = LONGEST if limit is None else max(1, min(LONGEST, limit - tokens["input_ids"].shape[1]))
-        options = GenerationOptions(new, **sampling)
-        model.generate(**tokens, **options.for_generate(), streamer=TextStreamer(tokenizer, skip_special_tokens=True))
+            new = LONGEST if limit is None else max(1, min(LONGEST, limit - ids.shape[1]))
+        options = GenerationOptions(new, **sampling).for_generate()
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+        model.generate(input_ids=ids, attention_mask=mask, streamer=streamer, **options)
 
 
 def _prompts(given: str | None) -> Iterator[str]:

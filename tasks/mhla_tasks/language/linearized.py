@@ -11,34 +11,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from lightning_mhla import AttentionConfig, swap_attention
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.checkpoints.pretrained import read_trained
-from lightning_mhla.swap import SAVED, is_swapped, transfer_loss
+from lightning_mhla.swap import SAVED, is_swapped, load_swapped, transfer_loss
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
 from lightning_mhla.swap.loading import give_weights
+from lightning_mhla.swap.saved import restored
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.untrusted import read_json, reason
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.optim import OptimizerConfig
 from lightning_mhla.training.transfer import Teacher, TransferOptions, check_transfer
 from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.module import LanguageModel, inputs_and_targets
-from mhla_tasks.language.networks import build_network
+from mhla_tasks.language.networks import build_network, known_options
 from mhla_tasks.language.prompts import GenerationOptions
 
 WINDOW = AttentionConfig(kind="mhla_window", block_size=64, mixing="exponential", feature_map="learned")
 """Attention that takes the place of softmax where nothing else is asked for."""
 
-OWN = ("transformers_version", "architectures", "model_type", "dtype", "_name_or_path", SAVED)
-"""Entries of a saved configuration that are no options of its class."""
+OWN = (
+    "transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "auto_map", "quantization_config", SAVED
+)  # fmt: skip
+"""Entries of a saved configuration that say how it was saved, beside those that begin with an underscore."""
+
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class LinearizedModel(LanguageModel):
@@ -101,6 +106,22 @@ class LinearizedModel(LanguageModel):
         choose_trained(model, train, as_dataclass(LoraOptions, lora))
 
     @override
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """The tokenizer that belongs to the model. Tokens that the original's own settings name stay what they are."""
+        network = dict(self.hparams["network"])
+        named = (network.get("init_args") or {}, network.get("generation_config") or {})
+        settings = (self.network.config, self.network.generation_config)
+        own = [
+            (setting, name, getattr(setting, name))
+            for setting, names in zip(settings, named, strict=True)
+            for name in TOKENS
+            if names.get(name) is not None
+        ]
+        super().use_tokenizer(tokenizer)
+        for setting, name, token in own:
+            setattr(setting, name, token)
+
+    @override
     def configure_model(self) -> None:
         if self._pretrained is not None:
             load_source(self.network, self._pretrained)
@@ -146,6 +167,9 @@ def _scores(network: Any, inputs: Tensor) -> Tensor:
 
 def read_source(path: str) -> PreTrainedModel:
     """The model at a path or name, as :func:`source_network` and :func:`load_source` have it."""
+    if is_swapped(path):
+        swapped: PreTrainedModel = load_swapped(path, torch.float32)
+        return swapped
     network = source_network(path)
     model = build_network(network, dict(network["init_args"])["vocab_size"])
     load_source(model, path)
@@ -169,16 +193,67 @@ def source_network(pretrained: str) -> dict[str, Any]:
                 "--model.init_args.attention.kind and pretrained of LanguageModel"
             )
         options = {"vocab_size": memory.get("vocab_size"), **(found.get("init_args") or {})}
-        return {"class_path": found["class_path"], "init_args": options}
+        return {**found, "init_args": options}
+    config = read_configuration(pretrained)
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        raise ValueError(
+            f"{pretrained} is quantised ({method}), and its attention cannot be trained; name the model it was made from"
+        )
+    saved, known = config.to_diff_dict(), known_options(type(config))
+    plain = {name: value for name, value in saved.items() if name not in OWN and not name.startswith("_")}
+    network: dict[str, Any] = {
+        "class_path": f"transformers.{type(config).__name__}",
+        "init_args": {
+            "vocab_size": config.vocab_size, **{name: value for name, value in plain.items() if name in known}
+        },
+    }  # fmt: skip
+    if extra := {name: value for name, value in plain.items() if name not in known}:
+        network["extra"] = extra
+    if generation := read_generation(pretrained):
+        network["generation_config"] = generation
+    return network
+
+
+def read_configuration(pretrained: str) -> PreTrainedConfig:
+    """The configuration of a folder or a name on the hub, as a class of transformers; no code beside it is run.
+
+    Raises:
+        FileNotFoundError: when there is none.
+        ValueError: when only code beside it could read it.
+    """
+    if is_swapped(pretrained):
+        options = restored(read_json(Path(pretrained) / "config.json"))
+        return AutoConfig.for_model(options.pop("model_type"), **options)
     try:
-        config = AutoConfig.from_pretrained(pretrained)
+        return AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
     except OSError as error:
         raise FileNotFoundError(f"{pretrained} is no checkpoint, no folder and no model on the hub") from error
-    options = {name: value for name, value in config.to_diff_dict().items() if name not in OWN}
-    return {
-        "class_path": f"transformers.{type(config).__name__}",
-        "init_args": {"vocab_size": config.vocab_size, **options},
-    }
+
+
+def read_generation(pretrained: str) -> dict[str, Any]:
+    """Settings of generation that lie beside a model: further end tokens, sampling; empty where there are none.
+
+    Published settings often sample without saying so (``temperature`` without ``do_sample``). transformers samples with
+    them once ``do_sample`` is set, and saves nothing before that.
+
+    Raises:
+        ValueError: for settings that contradict each other, or a file that is not JSON.
+    """
+    file = Path(pretrained) / "generation_config.json"
+    try:
+        settings = GenerationConfig.from_pretrained(pretrained)
+        try:
+            settings.validate(strict=True)
+        except ValueError:
+            settings.do_sample = True
+            settings.validate(strict=True)
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and not file.exists():
+            return {}
+        raise ValueError(f"{file}: {reason(error)}; correct it, or remove the file") from error
+    kept = settings.to_diff_dict()
+    return {name: value for name, value in kept.items() if name != "transformers_version" and not name.startswith("_")}
 
 
 def load_source(network: PreTrainedModel, pretrained: str) -> None:
@@ -193,10 +268,10 @@ def load_source(network: PreTrainedModel, pretrained: str) -> None:
     if trained is not None:
         state = trained.weights
     elif is_swapped(local):
-        state = {
-            name: tensor for file in sorted(local.glob("*.safetensors")) for name, tensor in load_file(file).items()
-        }
+        state = load_swapped(local, torch.float32).state_dict()
     else:
-        state = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32).state_dict()
+        state = AutoModelForCausalLM.from_pretrained(
+            pretrained, dtype=torch.float32, trust_remote_code=False
+        ).state_dict()
     give_weights(network, state, pretrained, tuple(network.all_tied_weights_keys or ()))
     network.tie_weights()

@@ -31,7 +31,14 @@ from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.networks import build_network, examine, network_loss, repeated_layers, training_flops
 from mhla_tasks.language.prompts import ContinuationFile, GenerationOptions
 from mhla_tasks.language.sums import MOST, TextSums
-from mhla_tasks.language.tokenizer import fingerprint, left_padded, pack_tokenizer, pad_token, unpack_tokenizer
+from mhla_tasks.language.tokenizer import (
+    PackedFiles,
+    fingerprint,
+    left_padded,
+    pack_tokenizer,
+    pad_token,
+    unpack_tokenizer,
+)
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +159,7 @@ class LanguageModel(TrainingModule):
             if checkpointing:
                 network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.tokenizer: Any = None
-        self._tokenizer_files: dict[str, str] = {}
+        self._tokenizer_files: PackedFiles = {}
         self.sums = nn.ModuleDict({"val": TextSums(), "test": TextSums()})
 
     @override
@@ -249,8 +256,11 @@ class LanguageModel(TrainingModule):
             )
         self.tokenizer, self._tokenizer_files = tokenizer, pack_tokenizer(tokenizer)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(config, name, getattr(tokenizer, name))
-            setattr(self.network.generation_config, name, getattr(tokenizer, name))
+            token = getattr(tokenizer, name)
+            for settings in (config, self.network.generation_config):
+                present = getattr(settings, name, None)
+                if not (isinstance(present, list) and token in present):  # a model may end texts in several ways
+                    setattr(settings, name, token)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits ``[B, N, vocab_size]`` of tokens ``[B, N]``."""
@@ -296,7 +306,7 @@ class LanguageModel(TrainingModule):
         """
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer; name the data it was trained on (--data), or train it again")
-        ids, mask = (x.to(self.device) for x in left_padded(self.tokenizer, prompts))
+        ids, mask = (x.to(self.device) for x in left_padded(self.tokenizer, prompts, self.generation.control_tokens))
         options = {"pad_token_id": pad_token(self.tokenizer), **self.generation.for_generate()}
         tokens = self.network.generate(ids, attention_mask=mask, **options)
         return self.tokenizer.batch_decode(tokens[:, ids.shape[1] :], skip_special_tokens=True)
@@ -316,7 +326,7 @@ class LanguageModel(TrainingModule):
         return 3 * (2.0 * matrices + attention)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the tokenizer, as text."""
+        """Keep the files of the tokenizer."""
         if self._tokenizer_files:
             checkpoint["tokenizer"] = self._tokenizer_files
 

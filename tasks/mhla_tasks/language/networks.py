@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from lightning_mhla.system.sharding import is_sharded_module
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
@@ -18,7 +18,9 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
     """A causal language model with random weights from a configuration of transformers.
 
     Args:
-        network: ``class_path``, a configuration such as ``transformers.LlamaConfig``, and ``init_args``, its options.
+        network: ``class_path``, a configuration such as ``transformers.LlamaConfig``, and ``init_args``, its options. What
+            a published model has beside them may follow: ``extra``, entries of its ``config.json`` that the class does not
+            have, which are kept as they are, and ``generation_config``, options of ``transformers.GenerationConfig``.
         vocab_size: tokens of the vocabulary.
 
     Raises:
@@ -27,7 +29,7 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
     """
     import transformers
 
-    unknown = set(network) - {"class_path", "init_args"}
+    unknown = set(network) - {"class_path", "init_args", "extra", "generation_config"}
     path = str(network.get("class_path", ""))
     if unknown or not path:
         raise ValueError(f"network takes class_path and init_args, not {dict(network)}")
@@ -38,13 +40,22 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
     options = dict(network.get("init_args") or {})
     if options.setdefault("vocab_size", vocab_size) != vocab_size:
         raise ValueError(f"network: vocab_size={options['vocab_size']} and the model's vocab_size={vocab_size} differ")
-    known = {*kind().to_dict(), *getattr(kind, "attribute_map", ())}
+    known = known_options(kind)
     if wrong := sorted(set(options) - known):
         raise ValueError(f"network: {name} has no option {wrong[0]!r}; it has {', '.join(sorted(known))}")
     try:
-        return AutoModelForCausalLM.from_config(kind(**options))
+        config = kind(**{**(network.get("extra") or {}), **options})
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
         raise ValueError(f"network: {name} builds no causal language model ({str(error).splitlines()[0]})") from error
+    if network.get("generation_config"):
+        model.generation_config = GenerationConfig.from_dict(dict(network["generation_config"]))
+    return model
+
+
+def known_options(kind: type[PreTrainedConfig]) -> set[str]:
+    """Names of the options that a configuration class has."""
+    return {*kind().to_dict(), *getattr(kind, "attribute_map", ())}
 
 
 def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mhla import GenerationCache
+from lightning_mhla.attention.rows import changed_bounds, packed_bounds
 from mhla_tasks.language.loss import IGNORED
+
+
+def in_graph() -> bool:
+    """Whether a graph is being recorded, by ``torch.compile`` or ``torch.export``: values are not known then."""
+    return torch.compiler.is_compiling() or torch.compiler.is_exporting()
 
 
 def check_tokens(tokens: Tensor, vocabulary: int) -> None:
@@ -34,6 +42,53 @@ def check_counts(cache: GenerationCache | None, counts: Sequence[int]) -> None:
         raise ValueError(f"the prompt of row {empty[0]} is empty: its attention_mask is 0 everywhere")
 
 
+def check_length(cache: GenerationCache, counts: Sequence[int], limit: int | None) -> None:
+    """Raise ValueError for rows that ``counts`` more tokens make longer than ``limit``."""
+    lengths = cache.lengths or (0,) * len(counts)
+    longest = max((length + count for length, count in zip(lengths, counts, strict=True)), default=0)
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"{longest} tokens are more than the {limit} of the layer's mixing coefficients; extend the model "
+            f"(its method extend), or train with mixing: exponential, which takes any length"
+        )
+
+
+def document_bounds(
+    options: Mapping[str, Any], cu_seqlens: Sequence[int] | Tensor | None, position_ids: Tensor | None, x: Tensor
+) -> Sequence[int] | Tensor | None:
+    """First token of each packed document, by whichever of their marks is there.
+
+    Args:
+        options: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``seq_idx``, as ``DataCollatorWithFlattening`` gives them.
+        cu_seqlens: the bounds themselves.
+        position_ids: positions of the tokens; a document begins where they start again. A graph that is exported cannot
+            depend on their values: there they are positions alone.
+        x: tokens ``[B, N, ...]``.
+
+    Returns:
+        Bounds of the rows laid end to end; None where every row is one document.
+
+    Raises:
+        ValueError: for marks that contradict each other.
+    """
+    queries, keys, documents = (options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"))
+    if (queries is None) != (keys is None):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k come together; give both, or cu_seqlens")
+    if queries is not None and keys is not None:
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens and cu_seq_lens_q are the same bounds; give one of the two")
+        if queries.shape != keys.shape or not (in_graph() or torch.equal(queries, keys)):
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: tokens attend to those of their own document")
+        cu_seqlens = queries.flatten()
+    if cu_seqlens is not None:
+        return cu_seqlens
+    if documents is not None:
+        return changed_bounds(documents, x)
+    if position_ids is None or torch.compiler.is_exporting():
+        return None
+    return packed_bounds(position_ids, x)
+
+
 def row_positions(position_ids: Tensor | None, x: Tensor, order: Tensor | None) -> Tensor | None:
     """Positions of the tokens at hand, ``[N]`` or ``[B, N]``, each row's real tokens first."""
     if position_ids is None:
@@ -41,10 +96,13 @@ def row_positions(position_ids: Tensor | None, x: Tensor, order: Tensor | None) 
     position_ids = position_ids[..., -x.shape[1] :]
     if order is not None:
         return position_ids.expand(x.shape[:2]).gather(1, order)
-    return position_ids.flatten() if position_ids.numel() == x.shape[1] else position_ids
+    return position_ids.flatten() if position_ids.dim() == 1 or position_ids.shape[0] == 1 else position_ids
 
 
-def following_tokens(labels: Tensor, real: Tensor) -> Tensor:
+def following_tokens(labels: Tensor, real: Tensor | None) -> Tensor:
     """The token after each, where both are real."""
-    following, counts = labels[:, 1:], real[:, 1:] & real[:, :-1]
-    return F.pad(following.masked_fill(~counts, IGNORED), (0, 1), value=IGNORED)
+    following = labels[:, 1:]
+    if real is not None:
+        following, counts = labels[:, 1:], real[:, 1:] & real[:, :-1]
+        following = following.masked_fill(~counts, IGNORED)
+    return F.pad(following, (0, 1), value=IGNORED)

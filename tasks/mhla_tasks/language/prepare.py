@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import logging
+import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,60 +12,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lightning_mhla.data.write import array_bytes, check_manifest, fill_shards
-from mhla_tasks.language.documents import check_text, encode_documents
-from mhla_tasks.language.token_shards import STARTS, TOKENS
-from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer
-
-log = logging.getLogger(__name__)
-
-ROWS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-
-
-def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
-    """Every document of all sources, in order.
-
-    Raises:
-        FileNotFoundError: when a source is not there.
-        ValueError: when a table has no such column, or a file that is named is not text in UTF-8.
-    """
-    left_out: list[Path] = []
-    for source in sources:
-        if source.startswith("hub:"):
-            name, config, split = [*source[4:].split(":"), "", ""][:3]
-            yield from _rows(source, column, path=name, name=config or None, split=split or "train")
-            continue
-        for path in _files(Path(source)):
-            if path.suffix in ROWS:
-                yield from _rows(str(path), column, path=ROWS[path.suffix], data_files=str(path), split="train")
-                continue
-            try:
-                yield path.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                if path == Path(source):
-                    raise ValueError(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start})") from error
-                left_out.append(path)
-    if left_out:
-        log.warning("%d files are not text in UTF-8 and were left out: %s ..", len(left_out), left_out[0])
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    found = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-    if not found:
-        raise FileNotFoundError(f"{path} is no file, and no folder that holds files")
-    return found
-
-
-def _rows(source: str, column: str, **options: Any) -> Iterator[str]:
-    from datasets import load_dataset
-
-    for row in load_dataset(streaming=True, **options):
-        if column not in row:
-            raise ValueError(f"{source} has no column {column!r}, only {sorted(row)}; choose one with --column")
-        if row[column] is not None:
-            yield check_text(row[column], source)
+from lightning_mhla.data.origins import Origin, sample_key
+from lightning_mhla.data.write import Preparation, array_bytes, fill_shards
+from mhla_tasks.language.corpus import Remarks, read_documents, source_files
+from mhla_tasks.language.documents import encode_documents
+from mhla_tasks.language.text_bytes import MissingBytes, counts_exactly
+from mhla_tasks.language.token_shards import MISSING, STARTS, TOKENS
+from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_tokenizer
 
 
 def text_runs(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
@@ -91,56 +45,96 @@ def write_token_shards(
     runs_per_shard: int = 16,
     skip: int = 0,
     limit: int | None = None,
+    control_tokens: bool = False,
+    force: bool = False,
 ) -> list[Path]:
     """Write ``target/prefix-00000.tar`` and so on: samples of many documents, ``KEY.tokens.npy`` and ``KEY.starts.npy``.
 
+    ``KEY.missing.npy`` is there too where the bytes of tokens do not add up to those of the text.
+
     Args:
         target: made if missing.
-        sources: see :func:`read_documents`.
+        sources: see :func:`mhla_tasks.language.corpus.read_documents`.
         tokenizer: at most 2^32 tokens.
         prefix: prefix of the file names.
         column: column of tables.
         run_characters: characters of a sample.
         runs_per_shard: samples in a shard.
         skip: leave out so many documents at the start.
-        limit: take so many documents at most.
+        limit: maximum number of documents.
+        control_tokens: whether the letters of a control token in a document become that token.
+        force: delete the shards of an earlier call first.
 
     Returns:
         Paths of all shards.
 
     Raises:
-        ValueError: when the folder holds shards of this prefix made from something else, or there is no text.
+        ValueError: when the folder holds shards of this prefix that were made from something else or from files that have
+            changed since, or there is no text.
     """
     digest = fingerprint(tokenizer)
-    beside = target / "tokenizer"
-    if beside.is_dir() and fingerprint(load_tokenizer(beside)) != digest:
-        raise ValueError(f"{target} holds shards of another tokenizer (in {beside}); choose another folder")
-    options = {"sources": list(sources), "column": column, "skip": skip, "limit": limit}
-    sizes = {"run_characters": run_characters, "runs_per_shard": runs_per_shard}
-    check_manifest(target / f"{prefix}-manifest.json", {**options, **sizes, "tokenizer": digest})
-    if not beside.is_dir():
-        aside = target / "tokenizer.part"
-        tokenizer.save_pretrained(aside)
-        aside.rename(beside)
+    options = {"sources": list(sources), "column": column, "skip": skip, "limit": limit, "tokenizer": digest}
+    options |= {"run_characters": run_characters, "runs_per_shard": runs_per_shard, "control_tokens": control_tokens}
     dtype = np.uint16 if len(tokenizer) <= 65_536 else np.uint32
-    documents = itertools.islice(read_documents(sources, column), skip, None if limit is None else skip + limit)
-    runs = text_runs(documents, run_characters)
+    with Preparation(target, prefix, options, _origins(sources), force=force):
+        _keep_tokenizer(target, tokenizer)
+        documents = itertools.islice(read_documents(sources, column), skip, None if limit is None else skip + limit)
+        runs = text_runs(documents, run_characters)
 
-    def shards() -> Iterator[tuple[Path, int, Iterator[dict[str, Any]]]]:
-        for number in itertools.count():
-            shard = list(itertools.islice(runs, runs_per_shard))
-            if not shard:
-                return
-            keyed = zip(itertools.count(number * runs_per_shard), shard, strict=False)
-            samples = ({"__key__": f"{key:08d}", **_encode(texts, tokenizer, dtype)} for key, texts in keyed)
-            yield target / f"{prefix}-{number:05d}.tar", len(shard), samples
+        def shards() -> Iterator[tuple[Path, int, Iterator[dict[str, Any]]]]:
+            for number in itertools.count():
+                shard = list(itertools.islice(runs, runs_per_shard))
+                if not shard:
+                    return
+                keyed = zip(itertools.count(number * runs_per_shard), shard, strict=False)
+                samples = (
+                    {"__key__": sample_key(key), **_encode(texts, tokenizer, dtype, control_tokens)}
+                    for key, texts in keyed
+                )
+                yield target / f"{prefix}-{number:05d}.tar", len(shard), samples
 
-    paths = fill_shards(shards(), f"writing runs to {prefix} shards", None)
+        paths = fill_shards(shards(), f"writing runs to {prefix} shards", None)
     if not paths:
         raise ValueError(f"{', '.join(sources)} gave no document")
     return paths
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, dtype: Any) -> dict[str, bytes]:
-    tokens, starts = encode_documents(texts, tokenizer)
-    return {TOKENS: array_bytes(tokens.astype(dtype)), STARTS: array_bytes(starts)}
+def _origins(sources: Sequence[str]) -> list[Origin]:
+    """Every file of the sources; a hub data set is known by its name alone."""
+    found: list[tuple[str, tuple[Path, ...]]] = []
+    for source in sources:
+        paths = [] if source.startswith("hub:") else source_files(Path(source), Remarks())
+        found += [(str(path), (path,)) for path in paths] or [(source, ())]
+    times = Counter[str]()  # a source may be named twice
+    origins = []
+    for name, files in found:
+        times[name] += 1
+        origins.append(Origin(f"{name} ({times[name]})" if times[name] > 1 else name, files))
+    return origins
+
+
+def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Keep the tokenizer beside its shards.
+
+    Raises:
+        ValueError: when the folder holds shards of another tokenizer.
+    """
+    beside = target / "tokenizer"
+    if beside.is_dir() and fingerprint(load_tokenizer(beside)) != fingerprint(tokenizer):
+        if any(target.glob("*.tar")):
+            raise ValueError(f"{target} holds shards of another tokenizer (in {beside}); choose another folder")
+        shutil.rmtree(beside)
+    if not beside.is_dir():
+        aside = target / "tokenizer.part"
+        shutil.rmtree(aside, ignore_errors=True)
+        save_tokenizer(tokenizer, aside)
+        aside.rename(beside)
+
+
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, dtype: Any, control_tokens: bool) -> dict[str, bytes]:
+    tokens, starts = encode_documents(texts, tokenizer, control_tokens)
+    members = {TOKENS: array_bytes(tokens.astype(dtype)), STARTS: array_bytes(starts)}
+    missing = MissingBytes(tokenizer)(texts, tokens, starts)
+    if missing.any() or not counts_exactly(tokenizer):
+        members[MISSING] = array_bytes(missing)
+    return members

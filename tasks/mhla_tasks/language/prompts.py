@@ -11,8 +11,10 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
+from lightning_mhla.data.lines import has_surrogates
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import gather_rows, run_folder
+from mhla_tasks.language.columns import read_column, table_kind
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ class GenerationOptions:
         top_k: sample among so many likeliest tokens; 0 for all.
         top_p: sample among the likeliest tokens of so much probability together.
         beams: follow so many continuations at once, temperature 0 only.
+        control_tokens: read the letters of a control token in a prompt, such as <|im_start|>, as that token, as prompts
+            made by a chat template need it; false leaves them text.
     """
 
     max_new_tokens: int = 128
@@ -34,6 +38,7 @@ class GenerationOptions:
     top_k: int = 50
     top_p: float = 1.0
     beams: int = 1
+    control_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or self.max_new_tokens < 1 or self.beams < 1:
@@ -51,19 +56,22 @@ class GenerationOptions:
 
 
 class PromptFile:
-    """Prompts as a source: one a line, or ``.jsonl`` with a ``prompt`` in each row; empty lines are left out.
+    """Prompts as a source: one on each line of a text file, or the column ``prompt`` of a table; blank lines are skipped.
+
+    Args:
+        path: text file, or ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet``, compressed or not.
 
     Raises:
         FileNotFoundError: when there is no such file.
-        ValueError: when it holds no prompt, or a row that is none.
+        ValueError: naming the file and the line, when a row has no prompt, or the file is not text or holds no prompt.
     """
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is no file; give one with a prompt in each line")
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-        self.prompts = [_prompt(path, line) for line in lines] if path.suffix == ".jsonl" else lines
+            raise FileNotFoundError(f"{path} is not a file; give one with a prompt on each line")
+        rows = read_column(path, "prompt", table_kind(path) or "lines")
+        self.prompts = [_checked_prompt(prompt, place) for place, prompt in rows]
         if not self.prompts:
             raise ValueError(f"{path} holds no prompt")
         self.shard_sizes: Sequence[int] = [len(self.prompts)]
@@ -77,13 +85,13 @@ class PromptFile:
         return {"prompt": self.prompts[index], "index": index}
 
 
-def _prompt(path: Path, line: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f'{path}: {line[:60]!r} is no {{"prompt": "..."}}') from error
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError(f"{path}: {line[:60]!r} has an empty prompt")
+def _checked_prompt(prompt: str | None, place: str) -> str:
+    if not prompt:
+        raise ValueError(f"{place} has an empty prompt")
+    if has_surrogates(prompt):
+        raise ValueError(
+            f"{place}: the prompt has half of a surrogate pair: {prompt[:60]!r}; write the character itself"
+        )
     return prompt
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lightning_mhla.data import BrokenSampleError
+from mhla_tasks.language.text_bytes import missing_between
 
 
 class TokenRuns(Protocol):
@@ -27,6 +28,10 @@ class TokenRuns(Protocol):
         """``count`` tokens of a run from ``start`` on, and which of them begin a document (bool)."""
         ...
 
+    def missing_bytes(self, run: int, first: int, stop: int) -> int:
+        """Bytes of text beyond those of the tokens from ``first`` to before ``stop``; see ``text_bytes.MissingBytes``."""
+        ...
+
     def describe(self, run: int) -> str:
         """Where a run lies, for messages."""
         ...
@@ -39,10 +44,12 @@ class ArrayRuns:
         tokens: ``[n]`` integers.
         starts: first token of each document.
         name: for messages.
+        missing: ``[documents]`` bytes of each beyond those of its tokens (``text_bytes.MissingBytes``); None where the
+            bytes of tokens add up to those of the text, as with :func:`train_tokenizer`'s.
     """
 
-    def __init__(self, tokens: np.ndarray, starts: np.ndarray, name: str) -> None:
-        self.tokens, self.name = tokens, name
+    def __init__(self, tokens: np.ndarray, starts: np.ndarray, name: str, missing: np.ndarray | None = None) -> None:
+        self.tokens, self.starts, self.name, self.missing = tokens, starts, name, missing
         self.first = np.zeros(len(tokens), dtype=bool)
         self.first[starts] = True
         self.lengths: Sequence[int] = [len(tokens)]
@@ -51,6 +58,10 @@ class ArrayRuns:
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """See :class:`TokenRuns`."""
         return self.tokens[start : start + count], self.first[start : start + count]
+
+    def missing_bytes(self, run: int, first: int, stop: int) -> int:
+        """See :class:`TokenRuns`."""
+        return 0 if self.missing is None else missing_between(first, stop, self.starts, self.missing, len(self.tokens))
 
     def describe(self, run: int) -> str:
         """See :class:`TokenRuns`."""
@@ -90,7 +101,8 @@ class TokenWindows:
                 f"{self.runs.describe(run)}: token {tokens.max()} is not in the tokenizer's vocabulary of "
                 f"{len(self.token_bytes)}"
             )
-        sample = {"tokens": torch.from_numpy(tokens), "bytes": int(self.token_bytes[tokens[1:]].sum())}
+        sample: dict[str, Any] = {"tokens": torch.from_numpy(tokens), "bytes": int(self.token_bytes[tokens[1:]].sum())}
+        sample["bytes"] += self.runs.missing_bytes(run, offset + 1, offset + len(tokens))
         if self.separate_documents:
             sample["starts"] = torch.from_numpy(np.array(first[:-1]))
         return sample

@@ -17,6 +17,7 @@ from lightning import Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mhla.data.module import batches_trained, process_share
+from mhla_tasks.language.text_bytes import spread
 
 Encode = Callable[[str], np.ndarray]
 
@@ -42,6 +43,7 @@ class PackedRows(IterableDataset):
         context: tokens of a row.
         token_bytes: bytes of each token of the vocabulary.
         separate_documents: whether samples say where documents begin.
+        missing: bytes of a document beyond those of its tokens (``text_bytes.MissingBytes``); None where they add up.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class PackedRows(IterableDataset):
         context: int,
         token_bytes: np.ndarray,
         separate_documents: bool,
+        missing: Callable[[str, np.ndarray], int] | None = None,
     ) -> None:
+        self.missing = missing
         self.documents, self.encode, self.positions, self.rows = documents, encode, list(positions), rows
         self.context, self.token_bytes, self.separate_documents = context, token_bytes, separate_documents
 
@@ -76,20 +80,45 @@ class PackedRows(IterableDataset):
         """Whether a row has tokens enough, once the documents that wait for it are read as far as needed."""
         while pack.size <= self.context and waiting:
             index, document = waiting.pop(0)
-            pack.add(index, self.encode(document))
+            tokens = self.encode(document)
+            pack.add(index, tokens, 0 if self.missing is None else self.missing(document, tokens))
         return pack.size > self.context
 
-    def _batch(self, parts: list[tuple[np.ndarray, np.ndarray, RowPosition]]) -> dict[str, torch.Tensor]:
-        tokens = np.stack([tokens for tokens, _, _ in parts])
+    def _batch(self, parts: list[_Window]) -> dict[str, torch.Tensor]:
+        tokens = np.stack([part.tokens for part in parts])
+        missing = np.array([part.missing for part in parts])
         batch = {
             "tokens": torch.from_numpy(tokens),
-            "bytes": torch.from_numpy(self.token_bytes[tokens[:, 1:]].sum(1)),
-            "position": torch.tensor([position for _, _, position in parts]),
+            "bytes": torch.from_numpy(self.token_bytes[tokens[:, 1:]].sum(1) + missing),
+            "position": torch.tensor([part.position for part in parts]),
             "valid": torch.ones(len(parts), dtype=torch.bool),
         }
         if self.separate_documents:
-            batch["starts"] = torch.from_numpy(np.stack([first[:-1] for _, first, _ in parts]))
+            batch["starts"] = torch.from_numpy(np.stack([part.first[:-1] for part in parts]))
         return batch
+
+
+class _Window(NamedTuple):
+    """Tokens of a sample, which of them begin a document, where the row stands after them, and their missing bytes."""
+
+    tokens: np.ndarray
+    first: np.ndarray
+    position: RowPosition
+    missing: int
+
+
+class _Part(NamedTuple):
+    """A document of a row: its number, how many of its tokens are used, all of them, and its missing bytes."""
+
+    document: int
+    used: int
+    tokens: np.ndarray
+    missing: int
+
+    @property
+    def left(self) -> int:
+        """Tokens that are not used."""
+        return len(self.tokens) - self.used
 
 
 class _Pack:
@@ -97,31 +126,37 @@ class _Pack:
 
     def __init__(self, used: int) -> None:
         self.skip = used
-        self.parts: list[tuple[int, int, np.ndarray]] = []  # document, tokens used of it, the others
+        self.parts: list[_Part] = []
         self.size = 0
 
-    def add(self, document: int, tokens: np.ndarray) -> None:
+    def add(self, document: int, tokens: np.ndarray, missing: int) -> None:
         """One more document of the row."""
         skip, self.skip = self.skip, 0
-        self.parts.append((document, skip, tokens[skip:]))
+        self.parts.append(_Part(document, skip, tokens, missing))
         self.size += len(tokens) - skip
 
-    def take(self, context: int) -> tuple[np.ndarray, np.ndarray, RowPosition]:
+    def take(self, context: int) -> _Window:
         """``context + 1`` tokens, of which the last stays for the next window."""
-        tokens = np.concatenate([part for _, _, part in self.parts])[: context + 1]
+        tokens = np.concatenate([part.tokens[part.used :] for part in self.parts])[: context + 1]
         first = np.zeros(context + 1, dtype=bool)
-        position = 0
-        for _, used, part in self.parts:
-            if used == 0 and len(part) and position <= context:
+        position = missing = 0
+        for part in self.parts:
+            if position > context:
+                break
+            if part.used == 0 and part.left:
                 first[position] = True
-            position += len(part)
+            low = part.used + (position == 0)  # the first token of a window is not predicted in it
+            high = min(len(part.tokens), part.used + context + 1 - position)
+            before, after = (spread(part.missing, len(part.tokens), at) for at in (low, high))
+            missing += after - before
+            position += part.left
         left = context
-        while left >= len(self.parts[0][2]):
-            left -= len(self.parts.pop(0)[2])
-        document, used, part = self.parts[0]
-        self.parts[0] = (document, used + left, part[left:])
+        while left >= self.parts[0].left:
+            left -= self.parts.pop(0).left
+        part = self.parts[0]
+        self.parts[0] = part._replace(used=part.used + left)
         self.size -= context
-        return tokens, first, RowPosition(document, used + left)
+        return _Window(tokens, first, RowPosition(part.document, part.used + left), missing)
 
 
 class StreamLoader:
@@ -181,7 +216,12 @@ class StreamLoader:
         return {"rows": [row for offset in sorted(parts) for row in parts[offset]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a checkpoint's positions.
+        """Resume from a checkpoint's positions; before the first batch there are none."""
+        if self.trainer is None or batches_trained(self.trainer):
+            self.start_at(state)
+
+    def start_at(self, state: dict[str, Any]) -> None:
+        """Resume from positions, as :meth:`state_dict` gives them.
 
         Raises:
             ValueError: for another batch size.

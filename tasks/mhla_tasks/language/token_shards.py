@@ -8,9 +8,11 @@ import numpy as np
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
 from lightning_mhla.system.untrusted import parse_array, parse_array_header
+from mhla_tasks.language.text_bytes import missing_between
 
-TOKENS, STARTS = "tokens.npy", "starts.npy"
-"""Members of a sample: its tokens, and the first token of each document."""
+TOKENS, STARTS, MISSING = "tokens.npy", "starts.npy", "missing.npy"
+"""Members of a sample: its tokens, the first token of each document, and the bytes of each document beyond those of its
+tokens, which is left out where the bytes of tokens add up to those of the text."""
 
 
 class ShardRuns:
@@ -28,6 +30,7 @@ class ShardRuns:
             (reader.size(run, TOKENS) - offset) // dtype.itemsize for run, (offset, dtype) in enumerate(self._heads)
         ]
         self._starts: dict[int, np.ndarray] = {}
+        self._missing: dict[int, np.ndarray] = {}
 
     def _head(self, run: int) -> tuple[int, np.dtype]:
         """Where the tokens of a run begin in its member, and their type."""
@@ -69,6 +72,32 @@ class ShardRuns:
                 )
             self._starts[run] = starts
         return self._starts[run]
+
+    def has_missing(self, run: int) -> bool:
+        """Whether a run keeps the bytes of its documents beyond those of their tokens."""
+        try:
+            return self.reader.extension(run, (MISSING,)) == MISSING
+        except BrokenSampleError:
+            return False
+
+    def missing_bytes(self, run: int, first: int, stop: int) -> int:
+        """See ``sources.TokenRuns``."""
+        if not self.has_missing(run):
+            return 0
+        starts = self._document_starts(run)
+        if run not in self._missing:
+            if len(self._missing) >= 64:
+                self._missing.clear()
+            try:
+                missing = parse_array(self.reader.read(run, MISSING))
+            except ValueError as error:
+                raise BrokenSampleError(f"{self.describe(run)}: .{MISSING} is no array of numpy ({error})") from error
+            if missing.dtype != np.int64 or missing.shape != starts.shape:
+                raise BrokenSampleError(
+                    f"{self.describe(run)}: .{MISSING} is {missing.dtype} {missing.shape}, not int64 [{len(starts)}]"
+                )
+            self._missing[run] = missing
+        return missing_between(first, stop, starts, self._missing[run], self.lengths[run])
 
     def describe(self, run: int) -> str:
         """See ``sources.TokenRuns``."""

@@ -1,23 +1,45 @@
-"""Tokenizers: trained on text, loaded from a folder or the hub, and kept inside checkpoints as plain text."""
+"""Tokenizers: trained on text, and what the rest needs to know of one: bytes of its tokens, padding, identity."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-import tempfile
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lightning_mhla.system.untrusted import reason
+from mhla_tasks.language.encoding import control_tokens, encode_prompts
+from mhla_tasks.language.tokenizer_files import (
+    PackedFiles,
+    load_tokenizer,
+    pack_tokenizer,
+    save_tokenizer,
+    unpack_tokenizer,
+)
+
+__all__ = [
+    "PackedFiles",
+    "fingerprint",
+    "left_padded",
+    "load_tokenizer",
+    "pack_tokenizer",
+    "pad_token",
+    "save_tokenizer",
+    "token_bytes",
+    "train_tokenizer",
+    "unpack_tokenizer",
+]
 
 END, PAD = "<|endoftext|>", "<|pad|>"
+
+SPACE_BYTES = ("<0X96>", "<0X81>")
+"""Last two of the three bytes of the sign for a space, ▁; the first one has the byte of the space."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -37,67 +59,65 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or of a model on the hub.
-
-    Raises:
-        FileNotFoundError: when there is none, naming the way out.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(str(where), trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises Exception itself
-        kind = "folder" if Path(where).exists() else "folder, and no model that the hub or its local cache gives"
-        raise FileNotFoundError(
-            f"{where} is no {kind} with a tokenizer (tokenizer.json); give the folder that holds it, or a model name with "
-            f"the network at hand ({reason(error)})"
-        ) from error
-
-
-def pack_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """The tokenizer's files, name to text."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return {path.name: path.read_text() for path in sorted(Path(folder).iterdir()) if path.is_file()}
-
-
-def unpack_tokenizer(files: dict[str, str]) -> PreTrainedTokenizerBase:
-    """The reverse of :func:`pack_tokenizer`.
-
-    Raises:
-        ValueError: when these are no files of a tokenizer.
-    """
-    named = isinstance(files, dict) and all(isinstance(text, str) for text in files.values())
-    if not named or any(not isinstance(name, str) or not Path(name).name.strip(".") for name in files):
-        raise ValueError("the checkpoint's tokenizer is no set of text files by name")
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in files.items():
-            (Path(folder) / Path(name).name).write_text(text)
-        return load_tokenizer(folder)
-
-
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Bytes of text that each token stands for, ``[V]`` int64; special tokens stand for none.
 
-    Exact for byte-level vocabularies (GPT-2, Llama 3) and for SentencePiece ones with byte fallback (Llama 2), where the
-    sign for a space counts as one byte.
+    They add up to the bytes of any text for byte-level vocabularies (GPT-2, Llama 3), for those with byte fallback whose
+    tokenizer puts no space in front (Gemma), and for vocabularies of bytes (ByT5). Other tokenizers change a text before they
+    cut it: a space in front (Llama 2), spaces and capitals lost (BERT), characters composed (NFKC) or unknown. Their tokens
+    have the bytes of their letters, and :func:`mhla_tasks.language.text_bytes.missing_bytes` says how many a text has beyond
+    those.
     """
-    special, added = set(tokenizer.all_special_ids), set(tokenizer.get_added_vocab().values())
-    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    tokens = dict(enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))))
-    plain = {index: token for index, token in tokens.items() if token is not None and index not in special | added}
-    byte_level = all(set(token) <= alphabet for token in plain.values())
+    special = {*tokenizer.all_special_ids, *control_tokens(tokenizer)}
+    added = set(tokenizer.get_added_vocab().values())
+    kind = _Letters(tokenizer)
+    size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+    table = np.zeros(size, dtype=np.int64)
+    for token, index in tokenizer.get_vocab().items():
+        if index not in special:
+            table[index] = len(token.encode()) if index in added else kind.count(token)
+    return table
 
-    def count(index: int) -> int:
-        token = tokens[index]
-        if index in special or token is None:
-            return 0
-        if index in added:
-            return len(token.encode())
-        if byte_level:
-            return len(token)
-        return 1 if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token) else len(token.replace("▁", " ").encode())
 
-    return np.array([count(index) for index in tokens], dtype=np.int64)
+class _Letters:
+    """How the letters of a vocabulary stand for bytes of text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        state: dict[str, Any] = {} if backend is None else json.loads(backend.to_str())
+        kinds = set(_types([state.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]))
+        model = state.get("model") or {}
+        self.alphabet = set(pre_tokenizers.ByteLevel.alphabet()) if "ByteLevel" in kinds else set()
+        # tokenizers of Python whose letters are bytes do not say so; two characters of several bytes show it
+        self.raw_bytes = backend is None and tokenizer.tokenize("é€") == [chr(byte) for byte in "é€".encode()]
+        # a space becomes ▁; a vocabulary with the bytes of that sign but not the sign spells it with three tokens
+        marks = json.dumps([state.get("normalizer"), state.get("pre_tokenizer")], ensure_ascii=False)
+        self.spelled_space = "▁" in marks and "▁" not in tokenizer.get_vocab()
+        self.inside = model.get("continuing_subword_prefix") or ""
+        self.ending = model.get("end_of_word_suffix") or ""
+
+    def count(self, token: str) -> int:
+        """Bytes of a token that is neither special nor added."""
+        if self.raw_bytes and len(token) == 1 and ord(token) < 256:
+            return 1
+        if self.ending and token.endswith(self.ending):  # the end of a word is a space
+            token = f"{token.removesuffix(self.ending)} "
+        if self.alphabet:
+            return len(token) if set(token) <= self.alphabet | {" "} else len(token.encode())
+        if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+            return 0 if self.spelled_space and token.upper() in SPACE_BYTES else 1
+        if self.inside and len(token) > len(self.inside):
+            token = token.removeprefix(self.inside)
+        return len(token.replace("▁", " ").encode())
+
+
+def _types(part: Any) -> Iterable[str]:
+    """Names of the kinds of steps inside a part of a tokenizer."""
+    if isinstance(part, dict):
+        yield str(part.get("type"))
+    if isinstance(part, dict | list):
+        for inner in part.values() if isinstance(part, dict) else part:
+            yield from _types(inner)
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -106,13 +126,20 @@ def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return next(index for index in known if index is not None)
 
 
-def left_padded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Tokens ``[B, N]`` int64 and their mask, padded at the left, with any tokenizer.
+def left_padded(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], read_control_tokens: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Tokens ``[B, N]`` int64 of prompts and their mask, padded at the left, with any tokenizer.
+
+    Args:
+        tokenizer: any tokenizer.
+        texts: the prompts.
+        read_control_tokens: whether the letters of a control token in a prompt become that token.
 
     Raises:
         ValueError: for a text without a token.
     """
-    rows = [tokenizer(text)["input_ids"] for text in texts]
+    rows = encode_prompts(tokenizer, texts, read_control_tokens)
     for text, row in zip(texts, rows, strict=True):
         if not row:
             raise ValueError(f"the prompt {text!r} is empty: it has no tokens")

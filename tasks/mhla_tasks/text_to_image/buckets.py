@@ -15,7 +15,7 @@ from rich.progress import track
 
 from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.data.captioned import CaptionedFiles
-from lightning_mhla.data.images import EXTENSIONS, FORMATS
+from lightning_mhla.data.images import EXTENSIONS, FORMATS, upright_size
 from lightning_mhla.system.untrusted import BROKEN
 
 log = logging.getLogger(__name__)
@@ -81,14 +81,17 @@ def check_groups(groups: np.ndarray, names: Sequence[str], batch_size: int, what
 
 
 def _image_size(files: CaptionedFiles, index: int) -> Size:
+    size = None
     try:
         for data in (files.head(index, EXTENSIONS, HEAD), files.member(index, EXTENSIONS)[1]):
             try:
-                width, height = Image.open(io.BytesIO(data), formats=FORMATS).size
-                if width and height:
-                    return height, width
+                image = Image.open(io.BytesIO(data), formats=FORMATS)
+                size = (image.height, image.width)
+                return upright_size(image)
             except (OSError, Image.DecompressionBombError, *BROKEN):
-                continue
+                continue  # the orientation may stand behind the pixels
     except OSError as error:
         raise BrokenSampleError(f"{files.describe(index)}: {error}") from error
-    raise BrokenSampleError(f"{files.describe(index)}: no image")
+    if size is None:
+        raise BrokenSampleError(f"{files.describe(index)} is not an image")
+    return size

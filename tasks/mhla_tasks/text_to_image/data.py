@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles
 from lightning_mhla.data.images import EXTENSIONS
+from lightning_mhla.data.shards import holds_shards
 from lightning_mhla.generative.encoded import EncodedSamples, encoded_length, read_empty_caption, read_manifest
 from lightning_mhla.generative.requests import PromptRequest, RequestedSamples
 from lightning_mhla.system.options import as_dataclass
@@ -247,4 +248,4 @@ class _ShardsOrFolders(ShardSets):
 def image_folder(location: str | list[str]) -> Path | None:
     """The folder of images that a location names; None where it names shards."""
     folder = Path(location) if isinstance(location, str) else None
-    return folder if folder is not None and folder.is_dir() and not any(folder.glob("*.tar")) else None
+    return folder if folder is not None and folder.is_dir() and not holds_shards(folder) else None

@@ -7,6 +7,7 @@ from pathlib import Path
 from diffusers import SanaPipeline
 
 from lightning_mhla.swap.adapters import merge_adapters, save_adapters
+from lightning_mhla.system.files import rebuilt_folder
 from mhla_tasks.text_to_image.module import TextToImage
 
 OPTIONS = ("adapters",)
@@ -32,5 +33,6 @@ def write(module: TextToImage, folder: Path, adapters: Path | None = None) -> No
     if adapters is None:
         merge_adapters(module.network)
     else:
-        save_adapters(module.network, adapters, SanaPipeline)
+        with rebuilt_folder(adapters) as aside:
+            save_adapters(module.network, aside, SanaPipeline)
     module.network.save_pretrained(folder)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,18 +13,16 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from lightning_mhla.data import BrokenSampleError
-
-LARGEST_FRAME, NARROWEST = 8192 * 4320, 16
-"""Pixels of a frame, and the ratio of its sides, beyond which a file is taken for a broken or a hostile one."""
+from mhla_tasks.video.decode import Video, open_video
 
 EARLY = 0.25
-"""Of a frame's duration, by which it may be shown before its time."""
+"""Share of a frame's duration by which it may be shown before its time."""
 
 
 def read_clip(
     data: bytes, name: str, frames: int, fps: float | None, position: float, size: tuple[int, int] | None = None
 ) -> Tensor:
-    """Consecutive frames of a video.
+    """Consecutive frames of a video, as :mod:`mhla_tasks.video.decode` shows them.
 
     Args:
         data: the mp4 file.
@@ -43,25 +39,23 @@ def read_clip(
     Raises:
         BrokenSampleError: when the file cannot be read, or is shorter than the clip.
     """
-    with _opened(data, name) as (container, stream, rate):
-        step = 1 / (fps or rate)
-        length, span = _seconds(container, stream, rate), (frames - 1) * step
-        if length is not None and span > length + step / 2:
+    with open_video(data, name) as video:
+        step = 1 / (fps or video.rate)
+        last, span = video.last, (frames - 1) * step
+        if last is not None and _too_short(video, frames, fps, span):
             raise BrokenSampleError(
-                f"{name}: {length + 1 / rate:.2f} s are too short for {frames} frames at {1 / step:g} a second"
+                f"{name}: {last + 1 / video.rate:.2f} s are too short for {frames} frames at {1 / step:g} a second"
             )
-        start = position * max(0.0, (length or span) - span)
-        if fps is None:
-            shown = _consecutive(container, stream, start, frames, rate)
-        else:
-            shown = _frames_at(container, stream, [start + number * step for number in range(frames)], rate)
-        chosen = [_pixels(frame, size) for frame in shown]
-        if (
-            len(chosen) < frames and start > 0
-        ):  # trimmed by an edit list, or its last frame stays: the file says too much
+        start = position * max(0.0, (span if last is None else last) - span)
+        shown = _consecutive(video, start, frames) if fps is None else _frames_at(video, start, step, frames)
+        chosen = [_fitted(video.pixels(frame), size) for frame in shown]
+        if len(chosen) < frames and start > 0:
+            # trimmed by an edit list, or its last frame stays: the file says too much
             return read_clip(data, name, frames, fps, 0.0, size)
         if len(chosen) < frames:
             raise BrokenSampleError(f"{name}: the video ends after {len(chosen)} of the {frames} frames asked")
+        if len({image.shape for image in chosen}) > 1:
+            raise BrokenSampleError(f"{name}: the size of the frames changes within the clip; give a size for all")
         return torch.stack(chosen)
 
 
@@ -75,107 +69,60 @@ def check_video(data: bytes, name: str) -> None:
     Raises:
         BrokenSampleError: when the file is cut off or cannot be decoded.
     """
-    position = 0  # of a box: a size of 4 bytes and a name, or a size of 8 bytes after that (ISO 14496-12)
-    while data[4:8] == b"ftyp" and position + 8 <= len(data):
-        size = int.from_bytes(data[position : position + 4], "big")
-        if size == 1:
-            size = int.from_bytes(data[position + 8 : position + 16], "big")
-        if size < 8:  # 0: to the end of the file; others are no box
-            break
-        position += size
-    if position > len(data):
-        raise BrokenSampleError(f"{name}: the video is cut off: {position - len(data)} bytes are missing")
-    with _opened(data, name) as (container, stream, _):
-        if next(container.decode(stream), None) is None:
+    with open_video(data, name) as video:
+        first = next(video.frames(), None)
+        if first is None:
             raise BrokenSampleError(f"{name}: the video has no frames")
-        if stream.duration:
-            container.seek((stream.start_time or 0) + stream.duration - 1, stream=stream)
-            for _ in container.decode(stream):
-                pass
+        video.pixels(first[2])
+        decodable = False  # frames shown before the key frame may need others before it
+        for frame in video.last_frames():
+            decodable = decodable or frame.key_frame
+            if decodable:
+                video.check_complete(frame)
 
 
-@contextmanager
-def _opened(data: bytes, name: str) -> Iterator[tuple[Any, Any, float]]:
-    """Container, video stream and frames a second of an mp4 file; what goes wrong inside is a BrokenSampleError."""
-    import av
-
-    try:
-        with av.open(io.BytesIO(data), format="mp4", metadata_errors="ignore") as container:
-            if not container.streams.video:
-                raise BrokenSampleError(f"{name}: no video stream in the file")
-            stream = container.streams.video[0]
-            if stream.codec_context is None:
-                raise BrokenSampleError(f"{name}: nothing here can decode the video")
-            sides = stream.width, stream.height
-            if sides[0] * sides[1] > LARGEST_FRAME or max(sides) > NARROWEST * min(sides):
-                raise BrokenSampleError(f"{name}: frames of {sides[0]} x {sides[1]} are too large or too narrow")
-            stream.thread_type = "AUTO"
-            rate = float(stream.average_rate or stream.guessed_rate or 0)
-            if not rate:
-                raise BrokenSampleError(f"{name}: the video does not say its frame rate")
-            yield container, stream, rate
-    except (av.FFmpegError, OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, BrokenSampleError):
-            raise
-        raise BrokenSampleError(f"{name}: the video cannot be decoded ({error})") from error
+def _too_short(video: Video, frames: int, fps: float | None, span: float) -> bool:
+    """Whether the file itself says that it has fewer frames, or ends before the last one that is asked for."""
+    if fps is None and video.count:
+        return frames > video.count
+    return video.last is not None and span > video.last + 1 / video.rate + 0.5 / (fps or video.rate)
 
 
-def _seconds(container: Any, stream: Any, rate: float) -> float | None:
-    """Time from the first frame to the last, where the file says it."""
-    if stream.frames:
-        return (stream.frames - 1) / rate
-    if stream.duration and stream.time_base:
-        return float(stream.duration * stream.time_base) - 1 / rate
-    return None if container.duration is None else container.duration / 1e6 - 1 / rate
-
-
-def _seek(container: Any, stream: Any, seconds: float) -> float:
-    """Go to the last key frame before ``seconds``; the time of the first frame, from which seconds count."""
-    offset = float((stream.start_time or 0) * stream.time_base)
-    if seconds > 0:
-        container.seek(int((seconds + offset) / stream.time_base), stream=stream)
-    return offset
-
-
-def _consecutive(container: Any, stream: Any, start: float, count: int, rate: float) -> Iterator[Any]:
+def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
     """``count`` frames one after another, from about ``start`` on; half a frame earlier, so that they do not run out."""
-    start -= 0.5 / rate
-    offset, taken = _seek(container, stream, start), 0
-    for frame in container.decode(stream):
-        if frame.pts is not None and float(frame.pts * stream.time_base) - offset >= start - EARLY / rate:
+    start -= 0.5 / video.rate
+    taken = 0
+    for at, _, frame in video.frames(start):
+        if start <= 0 or at >= start - EARLY / video.rate:
             yield frame
             taken += 1
         if taken == count:
             return
 
 
-def _frames_at(container: Any, stream: Any, times: list[float], rate: float) -> Iterator[Any]:
-    """The frame that is on screen at each of ``times``: it stays until the next one's time, and the last one a while.
+def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[Any]:
+    """The frames that are on screen at ``start`` and each ``step`` after it: each until the next, the last for its duration.
 
-    Times of frames are rounded to the file's time base, and cameras are not exact: a frame counts from a quarter of a
-    frame before its time.
+    Times of frames are rounded to the file's time base, and cameras are not exact: a frame counts from a little before its
+    time, a quarter of itself, of the one before it or of a step, whichever is shortest.
     """
-    offset, early = _seek(container, stream, times[0]), EARLY / rate
-    taken, shown, at = 0, None, 0.0
-    for frame in container.decode(stream):
-        if frame.pts is None:
-            continue
-        at = float(frame.pts * stream.time_base) - offset
-        while shown is not None and taken < len(times) and times[taken] < at - early:
+    taken, shown, at, end = 0, None, 0.0, 0.0
+    for time, duration, frame in video.frames(start):
+        early = EARLY * max(0.0, min(time - at, duration, step))
+        while shown is not None and taken < count and start + taken * step < time - early:
             yield shown
             taken += 1
-        if taken == len(times):
+        if taken == count:
             return
-        shown = frame
-    while shown is not None and taken < len(times) and times[taken] < at + 1 / rate + early:
+        shown, at, end = frame, time, time + duration
+    while shown is not None and taken < count and start + taken * step < end + EARLY * step:
         yield shown
         taken += 1
 
 
-def _pixels(frame: Any, size: tuple[int, int] | None) -> Tensor:
-    """``[3, H, W]`` uint8 of a decoded frame, upright, fitted to ``size``."""
-    image = np.rot90(frame.to_ndarray(format="rgb24"), round(getattr(frame, "rotation", 0) / 90))
-    pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
+def _fitted(image: np.ndarray, size: tuple[int, int] | None) -> Tensor:
+    """A frame ``[H, W, 3]`` as ``[3, H, W]``, made to cover ``size``."""
+    pixels = torch.from_numpy(image).permute(2, 0, 1)
     return pixels if size is None else cover(pixels, *size)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from diffusers import WanPipeline
 
 from lightning_mhla.swap.adapters import merge_adapters, save_adapters
+from lightning_mhla.system.files import rebuilt_folder
 from mhla_tasks.video.module import VideoDiffusion
 
 OPTIONS = ("adapters",)
@@ -32,5 +33,6 @@ def write(module: VideoDiffusion, folder: Path, adapters: Path | None = None) ->
     if adapters is None:
         merge_adapters(module.network)
     else:
-        save_adapters(module.network, adapters, WanPipeline)
+        with rebuilt_folder(adapters) as aside:
+            save_adapters(module.network, aside, WanPipeline)
     module.network.save_pretrained(folder)

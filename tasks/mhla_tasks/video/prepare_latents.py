@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_mhla.data import SampleSource, ShardReader, find_shards
-from lightning_mhla.data.write import files_digest
-from mhla_tasks.video.sources import ClipFolder, ShardClips
+from lightning_mhla.data import ShardReader, find_shards
+from lightning_mhla.data.captioned import FolderFiles, ShardFiles
+from lightning_mhla.data.origins import shard_origins
+from lightning_mhla.data.shards import holds_shards
+from lightning_mhla.generative.encoded import EncodedSource
+from mhla_tasks.video.sources import VIDEO, CaptionedClips
 
 
-def open_source(name: str, **options: Any) -> tuple[SampleSource, str]:
-    """The clips of a folder or of shards, and what identifies them; ``options`` as for :class:`ShardClips`."""
-    if Path(name).is_dir() and not list(Path(name).glob("*.tar")):
-        folder = ClipFolder(name, **options)
-        return folder, files_digest((path, str(path.relative_to(name))) for path in folder.paths)
+def open_source(name: str, caption_key: str, **options: Any) -> EncodedSource:
+    """The clips of a folder or of shards; ``options`` as for :class:`CaptionedClips`."""
+    if Path(name).is_dir() and not holds_shards(Path(name)):
+        files = FolderFiles(name, (VIDEO,), caption_key)
+        return EncodedSource(CaptionedClips(files, **options), "video", files, files.origins(), per_sample=True)
     shards = find_shards(name)
-    return ShardClips(ShardReader(shards), **options), files_digest((path, path.name) for path in shards)
+    members = ShardFiles(ShardReader(shards), caption_key)
+    return EncodedSource(CaptionedClips(members, **options), "video", members, shard_origins(shards), per_sample=False)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.data.pack import Packing
 from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.training.optim import OptimizerConfig
 
@@ -111,7 +112,7 @@ def test_encoding_goes_on_after_a_stop_and_is_shared_by_processes(place: Path, t
     encode(tmp_path)
     assert {path.name: path.read_bytes() for path in (tmp_path / "latents").glob("*.tar")} == whole
     assert (tmp_path / "latents/train-00001.tar").stat().st_mtime_ns == before, "written again"
-    with pytest.raises(SystemExit, match=r"made otherwise \(train-manifest\.json: image_size\)"):
+    with pytest.raises(SystemExit, match=r"made from something else \(image_size was 16 and is 32"):
         encode(tmp_path, "--image-size", "32")
 
 
@@ -200,7 +201,7 @@ def test_requests_of_samples() -> None:
 
 
 def test_image_shards_are_those_of_classification(place: Path, tmp_path: Path) -> None:
-    images_to_shards(place / "photos", tmp_path, "train", 4, 0)
+    images_to_shards(place / "photos", Packing(tmp_path, per_shard=4))
     shards = ImageShards(str(tmp_path), str(tmp_path), image_size=16, num_classes=2, batch_size=2, num_workers=0)
     sample = shards.source("train")[0]
     assert sample["image"].shape == (3, 16, 16)
@@ -219,7 +220,7 @@ def test_image_shards_are_those_of_classification(place: Path, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["latents", "images"])
 def test_models_train_validate_and_draw_with_a_vae(place: Path, tmp_path: Path, kind: str) -> None:
     """Validation of images encodes them with noise of each sample: the same loss each time."""
-    images_to_shards(place / "photos", tmp_path, "train", 4, 0)
+    images_to_shards(place / "photos", Packing(tmp_path, per_shard=4))
     both = data(place) if kind == "latents" else None
     module = both or ImageShards(
         str(tmp_path),

@@ -103,6 +103,36 @@ def test_three_ways_to_the_same_numbers(
                     assert float(found[0][0]) == pytest.approx(float(wanted[0][0]), rel=1e-4)
 
 
+@pytest.mark.parametrize("tool", ["evaluate", "generate"])
+def test_tools_say_which_checkpoint_they_use(
+    trained: SimpleNamespace, task_data: Path, tmp_path: Path, tool: str
+) -> None:
+    """On standard error: standard output is for results."""
+    words = {
+        "evaluate": [
+            "--model_args",
+            f"pretrained={trained.checkpoint}",
+            "--tasks",
+            TASKS[0],
+            "--data_dir",
+            str(task_data),
+        ],
+        "generate": [str(trained.checkpoint), "a", "--max_new_tokens", "2", "--device", "cpu"],
+    }[tool]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-m", "mhla_tasks", tool, *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"using checkpoint {trained.checkpoint}: epoch " in done.stderr
+    assert f"step {STEPS}" in done.stderr
+    assert "using checkpoint" not in done.stdout
+
+
 def test_callback_logs_every_metric_at_every_step(trained: SimpleNamespace) -> None:
     files = sorted(trained.folder.rglob("lm_eval/step*.json"))
     assert [path.name for path in files] == [f"step{STEPS // 2:07d}.json", f"step{STEPS:07d}.json"]

@@ -65,7 +65,7 @@ def test_dpg_and_mjhq(tmp_path: Path) -> None:
             [str(tmp_path / "images"), str(tmp_path / "x"), "--prompts", str(tmp_path / "prompts"), "--layout", "dpg"],
         )
     (tmp_path / "wrong.jsonl").write_text('{"text": 1}')
-    with pytest.raises(ValueError, match="an entry has no prompt"):
+    with pytest.raises(ValueError, match="line 1 has no 'prompt', only"):
         RequestedSamples(PromptRequest(str(tmp_path / "wrong.jsonl")), [], "png")
 
 

@@ -142,7 +142,7 @@ def test_what_is_wrong_with_captioned_images(tmp_path: Path, caplog: pytest.LogC
     assert commands.run("prepare captions", [str(folder), str(tmp_path / "out"), "--max_skipped", "3"]) is None
     assert caplog.text.count("skipped: ") >= 3
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"is no folder with \.jpg or"):
+    with pytest.raises(FileNotFoundError, match=r"is not a folder with \.jpg or"):
         CaptionedImageShards(str(tmp_path / "empty"), str(folder)).source("train")
 
 

@@ -234,7 +234,7 @@ def test_coefficients_go_to_other_blocks_and_are_saved_so(tmp_path: Path) -> Non
     swap_attention(model, PAPER, layer_kinds=["keep", "mhla", "linear"])
     shaken(model, 3)
     given = inputs((6, 4, 6))
-    old = model.blocks[1].attn1.processor.attention.mixing.weight.detach().clone()
+    old = model.blocks[1].attn1.processor.attention.mixing().detach().clone()
     resize_blocks(model, [3, 4, 2])
     new = model.blocks[1].attn1.processor.attention.mixing.weight
     assert torch.equal(new, resize_mixing(old, (2, 2, 3), (3, 4, 2)))

@@ -15,6 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from mhla_tasks.language.encoding import encode_prompts, encode_texts
 from mhla_tasks.language.export import load_model
 from mhla_tasks.language.networks import longest
 
@@ -24,6 +25,9 @@ log = logging.getLogger(__name__)
 @register_model("mhla")
 class MHLALM(HFLM):
     """lm-eval's own Hugging Face model, on checkpoints of training as well, with long prompts cut in their middle.
+
+    Contexts and continuations are read as lm-eval reads them: the letters of a control token become that token, since the
+    harness writes chat templates into its prompts. A token that the tokenizer appends to every text is left out.
 
     Works on every process that ``torch.distributed`` knows: each takes a share of the requests.
 
@@ -102,6 +106,23 @@ class MHLALM(HFLM):
         """Answer the requests; lm-evaluation-harness documents them."""
         return self._counted(requests, super().generate_until(requests, disable_tqdm=disable_tqdm))
 
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Tokens of one text; see lm-eval.
+
+        They are those of lm-eval's own model but for tokens that the tokenizer appends, which would stand between a context
+        and its continuation.
+        """
+        begin = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        encode = encode_texts if begin is False else encode_prompts
+        (row,) = encode(self.tokenizer, [string], read_control_tokens=True)
+        return row[-left_truncate_len:] if left_truncate_len else row
+
     def tok_batch_encode(
         self,
         strings: list[str],
@@ -110,15 +131,17 @@ class MHLALM(HFLM):
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Tokens and mask of a batch; see lm-eval. Prompts of more than ``left_truncate_len`` tokens are cut."""
-        ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
-        self._note(strings, mask.sum(1).tolist(), left_truncate_len)
-        if left_truncate_len is None or ids.shape[1] <= left_truncate_len:
-            return ids, mask
-        if self.cut == "left":
-            return ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
-        rows = [cut_middle(row[real.bool()].tolist(), left_truncate_len) for row, real in zip(ids, mask, strict=True)]
+        rows = [self.tok_encode(string) for string in strings]
+        if truncation:
+            longest_row, side = self.tokenizer.model_max_length, self.tokenizer.truncation_side
+            rows = [row[:longest_row] if side == "right" else row[-longest_row:] for row in rows]
+        self._note(strings, [len(row) for row in rows], left_truncate_len)
+        if left_truncate_len is not None:
+            cut = cut_middle if self.cut == "middle" else cut_left
+            rows = [cut(row, left_truncate_len) for row in rows]
         width = max(map(len, rows))
-        ids, mask = ids.new_full((len(rows), width), self.tokenizer.pad_token_id), mask.new_zeros(len(rows), width)
+        ids = torch.full((len(rows), width), self.tokenizer.pad_token_id)
+        mask = torch.zeros(len(rows), width, dtype=torch.long)
         for number, row in enumerate(rows):
             at = slice(width - len(row), None) if padding_side == "left" else slice(0, len(row))
             ids[number, at], mask[number, at] = ids.new_tensor(row), 1
@@ -178,6 +201,11 @@ def _device(wanted: str | None) -> str:
     if not torch.cuda.is_available():
         return "cpu"
     return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else wanted or "cuda"
+
+
+def cut_left(tokens: list[int], length: int) -> list[int]:
+    """The last ``length`` tokens."""
+    return tokens[max(0, len(tokens) - length) :]
 
 
 def cut_middle(tokens: list[int], length: int) -> list[int]:

@@ -17,12 +17,21 @@ import torch
 from lm_eval.__main__ import cli_evaluate
 
 import mhla_tasks.language.evaluation.lm  # noqa: F401  registers the model type
+from mhla_tasks.console import prepare_streams, show_log
+from mhla_tasks.errors import reported
 from mhla_tasks.language.evaluation.tasks import local_data
 from mhla_tasks.own_modules import import_own
 
 
 def main() -> None:
     """Run the command line."""
+    prepare_streams()
+    show_log(sys.stderr)
+    with reported():
+        _run()
+
+
+def _run() -> None:
     words, folder = _without_option(sys.argv[1:], "--data_dir")
     words, allowed = _without_option(words, "--allow")
     if words and words[0] in ("-h", "--help"):
@@ -40,10 +49,6 @@ def main() -> None:
         import_own(allowed.split(",") if allowed else [])
         with local_data(folder):
             cli_evaluate()
-    except (FileNotFoundError, ValueError) as error:
-        if os.environ.get("LIGHTNING_MHLA_TRACEBACK"):
-            raise
-        sys.exit(f"error: {error}")
     finally:
         if several:
             torch.distributed.destroy_process_group()

@@ -1,0 +1,103 @@
+"""The checkpoint that a command uses: of a run's folder, by its path, or the best one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning_mhla.checkpoints.io import CHECKPOINTS, find_checkpoints, read_header
+
+log = logging.getLogger(__name__)
+
+BEST, NEWEST = "best", "last"
+"""Words that name a checkpoint of a run."""
+
+
+def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> str | None:
+    """The checkpoint that a command uses; None to start from nothing.
+
+    Args:
+        run: folder of the run, if the command names one.
+        asked: path of a checkpoint, or :data:`BEST` or :data:`NEWEST` of the run.
+        training: whether the command trains, in the folder of the run.
+
+    Returns:
+        A path; that of the folder for the run's latest complete checkpoint.
+
+    Raises:
+        FileNotFoundError: when there is no such checkpoint.
+        ValueError: when a run would lose its own progress, or a word needs the folder of a run.
+    """
+    own = find_checkpoints(run) if run is not None else []
+    if asked == BEST:
+        if run is None:
+            raise ValueError("--ckpt_path=best needs the run that it is the best of: --run_dir=FOLDER, or give a path")
+        asked = str(best_checkpoint(run))
+    elif run is not None and asked is not None and (asked == NEWEST or Path(asked).resolve() == run.resolve()):
+        asked = None
+    if asked is None:
+        return str(run) if own or (run is not None and not training) else None
+    if not training or run is None or not own:
+        return asked
+    path, inside = Path(asked), lies_in(Path(asked), run)
+    saved = _recovery_state(own)
+    if saved.get("started_from") == name_of_start(path, run) and not (inside and saved.get("finished")):
+        log.info("%s started from %s already, and continues from its latest checkpoint", run, asked)
+        return str(run)
+    if path.exists() and not inside:
+        raise ValueError(
+            f"--ckpt_path={asked}: {run} has checkpoints of its own, which did not start from there; choose another "
+            "--run_dir, or leave --ckpt_path out to continue the run"
+        )
+    return asked
+
+
+def best_checkpoint(run: Path) -> Path:
+    """The checkpoint of a run with the best monitored value.
+
+    Raises:
+        FileNotFoundError: when the run has none, or it is gone.
+    """
+    for state in find_checkpoints(run):
+        callbacks = _callbacks(state)
+        for saved in callbacks.values():
+            if isinstance(saved, dict) and saved.get("best_model_path") and saved.get("monitor"):
+                best, folder = Path(str(saved["best_model_path"])), Path(str(saved.get("dirpath")))
+                relative = os.path.relpath(best, folder)
+                path = run / CHECKPOINTS / relative if folder.name == CHECKPOINTS else best  # or in a folder of its own
+                if path.exists():
+                    return path
+                raise FileNotFoundError(f"{run}: its best checkpoint, {relative}, is not there any more")
+        if callbacks:
+            break
+    raise FileNotFoundError(f"{run} has no best checkpoint: no ModelCheckpoint with a monitor has saved one")
+
+
+def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
+    """The state of ``Recovery`` in the latest checkpoint that can be read; empty for none."""
+    for path in checkpoints:
+        if callbacks := _callbacks(path):
+            saved = callbacks.get("Recovery")
+            return saved if isinstance(saved, dict) else {}
+    return {}
+
+
+def name_of_start(path: Path, run: Path) -> str:
+    """A checkpoint as a run remembers that it started from it: relative to its own folder, which may be moved, or absolute."""
+    place, own = path.resolve(), run.resolve()
+    return os.path.relpath(place, own) if place.is_relative_to(own) else str(place)
+
+
+def lies_in(path: Path, folder: Path) -> bool:
+    """Whether a path is inside a folder, links resolved."""
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def _callbacks(path: Path) -> dict[str, Any]:
+    try:
+        callbacks = read_header(path).get("callbacks")
+    except (ValueError, OSError):
+        return {}
+    return callbacks if isinstance(callbacks, dict) else {}

@@ -1,0 +1,82 @@
+"""Names of classes: one list for a data set, by which the labels of every folder and shard are matched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.listing import shown, visible_folders
+
+log = logging.getLogger(__name__)
+
+
+def folder_classes(folder: Path) -> list[str]:
+    """The classes of a folder that holds one folder for each: their names, in alphabetical order."""
+    return [shown(path.name) for path in visible_folders(folder)]
+
+
+def read_classes(file: Path) -> list[str] | None:
+    """The names in a ``PREFIX-classes.txt``, a line each; None if there is no such file.
+
+    Raises:
+        ValueError: when a name comes twice.
+    """
+    if not file.is_file():
+        return None
+    names = file.read_text(encoding="utf-8").split("\n")
+    names = names[:-1] if names and not names[-1] else names
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{file} lists {twice!r} twice")
+    return names
+
+
+def write_classes(file: Path, names: Sequence[str]) -> None:
+    """Write a ``PREFIX-classes.txt``."""
+    write_whole(file, "".join(f"{name}\n" for name in names))
+
+
+def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
+    """The classes by which shards of other prefixes in a folder are labelled, such as ``train-classes.txt``; None without.
+
+    Raises:
+        ValueError: when they have different lists, so that it is not clear which to follow.
+    """
+    lists = {file: read_classes(file) for file in sorted(folder.glob("*-classes.txt"))}
+    lists.pop(folder / f"{prefix}-classes.txt", None)
+    files = list(lists)
+    for file in files[1:]:
+        if lists[file] != lists[files[0]]:
+            raise ValueError(
+                f"{files[0]} and {file} do not list the same classes; say with --classes FILE which ones to follow"
+            )
+    return lists[files[0]] if files else None
+
+
+def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list[int]:
+    """The label in the data set of each class of one of its parts, by name.
+
+    Args:
+        own: names of the part's classes, in the order of its labels.
+        wanted: names of all classes of the data set, in the order of their labels.
+        where: the part, for messages.
+
+    Raises:
+        ValueError: for names that the data set does not have.
+    """
+    numbers = {name: number for number, name in enumerate(wanted)}
+    unknown = [name for name in own if name not in numbers]
+    if unknown:
+        raise ValueError(
+            f"{where} has classes that the training data does not have: {_some(unknown)}; it has {_some(wanted)}"
+        )
+    missing = [name for name in wanted if name not in set(own)]
+    if missing:
+        log.warning("%s has no images of the classes %s", where, _some(missing))
+    return [numbers[name] for name in own]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f", .. ({len(names)} in all)" if len(names) > 5 else "")

@@ -1,0 +1,103 @@
+"""Classes of a data set of labelled samples: their number and names, and the labels of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_mhla.data.images import class_names, shard_labels
+from lightning_mhla.data.module import ShardSets
+from lightning_mhla.data.remote import url_scheme
+
+
+class LabelledShards:
+    """A data module of labelled shards, or of folders with a folder for each class.
+
+    The classes of the training data, by name, are those of the data set. A part with fewer of them keeps their labels. A model
+    that was trained brings its list of classes, which counts where it is validated.
+    """
+
+    shards: ShardSets
+    trainer: Any
+    _num_classes: int | None = None
+
+    @property
+    def num_classes(self) -> Any:
+        """Number of classes, given or of the training data.
+
+        Raises:
+            ValueError: when neither says it.
+        """
+        if self._num_classes is None:
+            names = self.class_names
+            if names is None:
+                raise ValueError(
+                    f"the number of classes of {self.shards.locations['train']} is not known: shards without a "
+                    "PREFIX-classes.txt do not say it; give --data.init_args.num_classes"
+                )
+            self._num_classes = len(names)
+        return self._num_classes
+
+    @num_classes.setter
+    def num_classes(self, value: int | None) -> None:
+        self._num_classes = value
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """Names of the classes, in the order of their labels; None where they are not known."""
+        trained: Sequence[str] | None = getattr(getattr(self.trainer, "lightning_module", None), "label_names", None)
+        if trained is not None:
+            return list(trained)
+        try:
+            return class_names(self.shards)
+        except FileNotFoundError:  # to validate, the training data need not be here
+            return None
+
+    def check_classes(self, stage: str) -> None:
+        """Reject a number of classes that is not that of the training data.
+
+        Raises:
+            ValueError: naming both.
+        """
+        names = class_names(self.shards) if stage == "fit" else None
+        if names is not None and self._num_classes not in (None, len(names)):
+            raise ValueError(contradiction(self.shards.locations["train"], names, f"num_classes={self._num_classes}"))
+
+    def stage_classes(self, stage: str) -> list[str] | None:
+        """The classes by which labels of a stage are matched.
+
+        Raises:
+            ValueError: for folders whose classes cannot be matched to labels without names.
+        """
+        names, folder = self.class_names, self.shards.class_folder(stage)
+        if names is None and folder is not None and stage != "train":
+            own = class_names(self.shards, stage) or []
+            if len(own) != self.num_classes:
+                raise ValueError(
+                    f"{folder} has folders for {len(own)} of {self.num_classes} classes, and the training data does not name "
+                    "its classes, so that labels cannot be matched; put PREFIX-classes.txt beside the training shards"
+                )
+        return names
+
+    def stage_labels(self, stage: str) -> list[int] | None:
+        """The label in the data set of each label in a stage's shards; None where those are the same."""
+        return shard_labels(self.shards, stage, self.stage_classes(stage))
+
+    @classmethod
+    def count_classes(cls, options: Mapping[str, Any]) -> list[str] | None:
+        """Names of the classes of a configuration's training data; None where they are not known without a download."""
+        train = options.get("train")
+        places = train if isinstance(train, str) else [str(place) for place in train or ()]
+        if not places or any(url_scheme(place) for place in ([places] if isinstance(places, str) else places)):
+            return None
+        try:
+            return class_names(ShardSets(places, places))
+        except FileNotFoundError:
+            return None  # said when the data is opened
+
+
+def contradiction(where: object, names: Sequence[str], said: str) -> str:
+    """A message: data has another number of classes than an option says."""
+    some = ", ".join(names[:5]) + (", .." if len(names) > 5 else "")
+    few = f"{where} holds {len(names)} classes ({some})"
+    return f"{few}, but {said} is given; leave it out: the number follows from the data"

@@ -1,0 +1,335 @@
+"""Text files that a user wrote or downloaded: encoding, compression, lines, and the JSON object in each line.
+
+A line ends at a line feed and at nothing else: U+2028, U+0085 and form feeds are characters of the text. UTF-8 is read with
+or without a byte order mark, UTF-16 and UTF-32 with one; the mark is never part of the text. Anything else is an error that
+names the file and the place, because text that is decoded wrongly trains a model without a word.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import json
+import lzma
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
+
+import fsspec
+
+from lightning_mhla.system.listing import shown
+from lightning_mhla.system.untrusted import reason
+
+Source = str | os.PathLike[str]
+"""A path, or a URL that fsspec opens."""
+
+CHUNK = 1 << 20
+"""Bytes that are decoded at a time."""
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+"""Suffixes of compressed files that are read."""
+
+MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16, whose mark it begins with
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+
+UNPACK = "decompress it, or give it the suffix {}"
+CONVERT = "export it as text"
+SIGNATURES = (
+    (b"\x1f\x8b", "gzip data", UNPACK.format(".gz")),
+    (b"BZh", "bzip2 data", UNPACK.format(".bz2")),
+    (b"\xfd7zXZ\0", "xz data", UNPACK.format(".xz")),
+    (b"\x28\xb5\x2f\xfd", "Zstandard data", UNPACK.format(".zst")),
+    (b"\x04\x22\x4d\x18", "LZ4 data", "decompress it"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it"),
+    (b"Rar!\x1a\x07", "a RAR archive", "unpack it"),
+    (b"PK\x03\x04", "a ZIP archive (or .docx, .xlsx, .pt)", "unpack it or export it as text"),
+    (b"%PDF-", "a PDF document", CONVERT),
+    (b"{\\rtf", "an RTF document", CONVERT),
+    (b"\xd0\xcf\x11\xe0", "a Microsoft Office document", CONVERT),
+    (b"\x7fELF", "a program", "leave it out"),
+    (b"\x89PNG", "a PNG image", "leave it out"),
+    (b"\xff\xd8\xff", "a JPEG image", "leave it out"),
+    (b"PAR1", "a Parquet table", "give it the suffix .parquet"),
+    (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer, not the file itself", "run git lfs pull"),
+)
+"""First bytes of files that are not text, their names, and what to do about them."""
+
+PRINTABLE_SIGNATURES = (b"BZh", b"PAR1")
+"""Signatures that a text could begin with; the name counts only where the rest is not text either."""
+
+
+class NotTextError(ValueError):
+    """A file that is not text in a known encoding; the message names it and the place.
+
+    Attributes:
+        kind: ``binary`` or ``not UTF-8``.
+    """
+
+    def __init__(self, message: str, kind: str = "binary") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def file_name(source: Source) -> str:
+    """The last part of a path or URL, without the query of the URL."""
+    text = os.fspath(source)
+    return PurePosixPath(urlsplit(text).path if "://" in text else text).name
+
+
+@contextmanager
+def open_bytes(source: Source) -> Iterator[BinaryIO]:
+    """Open a file or URL for reading, decompressed if its suffix is one of :data:`COMPRESSED`.
+
+    Args:
+        source: path or URL.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: naming the file, if it is not what its suffix says, or is cut short.
+    """
+    suffix = PurePosixPath(file_name(source)).suffix.lower()
+    text = os.fspath(source)
+    opened: Any = fsspec.open(text, "rb").open() if "://" in text else open(source, "rb")  # noqa: SIM115
+    with opened as raw:
+        try:
+            if suffix == ".gz":
+                yield cast("BinaryIO", gzip.GzipFile(fileobj=raw))
+            elif suffix == ".bz2":
+                yield cast("BinaryIO", bz2.BZ2File(raw))
+            elif suffix == ".xz":
+                yield cast("BinaryIO", lzma.LZMAFile(raw))  # noqa: SIM115  # raw is what has to be closed
+            elif suffix == ".zst":
+                yield _zstandard(raw, source)
+            else:
+                yield raw
+        except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+            # Decompressors raise OSError without a number; one with a number comes from the disk or the network.
+            if suffix not in COMPRESSED or (isinstance(error, OSError) and error.errno is not None):
+                raise
+            raise ValueError(
+                f"{shown(source)} is not a complete {suffix} file ({reason(error)}); download or compress it again, or "
+                f"remove the suffix if it is not compressed"
+            ) from error
+
+
+def _zstandard(raw: BinaryIO, source: Source) -> BinaryIO:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ValueError(
+            f"{shown(source)}: .zst files are read with pyarrow: pip install pyarrow, or decompress it with zstd -d"
+        ) from error
+    return cast("BinaryIO", pyarrow.CompressedInputStream(raw, "zstd"))
+
+
+def decode_text(data: bytes, where: str) -> str:
+    """The text in the bytes of a file.
+
+    Args:
+        data: all bytes of the file.
+        where: name of the file, for messages.
+
+    Raises:
+        NotTextError: naming ``where`` and the line, if it is not text in UTF-8, or in UTF-16 or UTF-32 with a byte order mark.
+    """
+    return "".join(_decode(io.BytesIO(data), where))
+
+
+def read_text(source: Source) -> str:
+    r"""The text of a file, decompressed; ``\r\n`` and ``\r`` become ``\n``, as when Python reads text.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: naming the file and the line, if it is not text (see :func:`decode_text`).
+    """
+    with open_bytes(source) as stream:
+        text = "".join(_decode(stream, shown(source)))
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def iterate_lines(source: Source) -> Iterator[str]:
+    r"""All lines of a file without their line feed, blank ones and a ``\r`` at the end included, as they stream in.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: naming the file and the line, if it is not text (see :func:`decode_text`), or if its lines end in carriage
+            returns alone.
+    """
+    parts: list[str] = []
+    first = True
+    with open_bytes(source) as stream:
+        for text in _decode(stream, shown(source)):
+            head, *others = text.split("\n")
+            parts.append(head)
+            if others:
+                yield "".join(parts)
+                yield from others[:-1]
+                parts, first = [others[-1]], False
+    last = "".join(parts)
+    if first and "\r" in last.rstrip("\r"):
+        raise ValueError(
+            rf"{shown(source)} has no line feed, only carriage returns; convert it, for example with tr '\r' '\n'"
+        )
+    if last:
+        yield last
+
+
+def read_lines(source: Source) -> Iterator[tuple[int, str]]:
+    r"""Number, from 1, and text of each line that is not blank, without ``\n`` or ``\r\n``, as they stream in.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: see :func:`iterate_lines`.
+    """
+    for number, line in enumerate(iterate_lines(source), 1):
+        if line.strip():
+            yield number, line.removesuffix("\r")
+
+
+def json_lines(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number, from 1, and object of each line of a JSON lines file, as they stream in; blank lines are skipped.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: naming the file and the line, if one is not a JSON object, or if the file is not text.
+    """
+    for number, line in read_lines(source):
+        yield number, parse_object(line, f"{shown(source)}: line {number}")
+
+
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    """The JSON object in a text.
+
+    Args:
+        text: the object, such as a line of a JSON lines file.
+        where: where it stands, for messages.
+
+    Raises:
+        ValueError: naming ``where``, if it is not JSON, or something else than an object.
+    """
+    value = parse_json(text, where)
+    if not isinstance(value, dict):
+        raise ValueError(f'{where} is not a JSON object {{"name": ...}}: {text.strip()[:60]!r}')
+    return value
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The JSON value in a text.
+
+    Raises:
+        ValueError: naming ``where``, if it is not JSON.
+    """
+    text = text.lstrip("\ufeff")  # files that were joined have byte order marks inside
+    try:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            raise
+        except ValueError:  # an integer of more digits than Python converts
+            return json.loads(text, parse_int=float)
+    except json.JSONDecodeError as error:
+        place = f"column {error.colno}" if "\n" not in text.strip() else f"line {error.lineno} column {error.colno}"
+        raise ValueError(f"{where} is not JSON ({error.msg} at {place}): {text.strip()[:60]!r}") from error
+    except RecursionError as error:
+        raise ValueError(f"{where} is nested too deep to be read: {text.strip()[:60]!r}") from error
+
+
+def text_entry(row: dict[str, Any], key: str, where: str) -> str:
+    """The text under a key of a JSON object.
+
+    Args:
+        row: the object.
+        key: name of the entry.
+        where: where the object stands, for messages.
+
+    Raises:
+        ValueError: naming ``where``, if there is no such entry, or it is not a text that can be encoded.
+    """
+    if key not in row:
+        raise ValueError(f"{where} has no {key!r}, only {sorted(row)}")
+    value = row[key]
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {key!r} is {type(value).__name__} {str(value)[:60]!r}, not text")
+    if has_surrogates(value):
+        raise ValueError(f"{where}: {key!r} has half of a surrogate pair: {value[:60]!r}; write the character itself")
+    return value
+
+
+def has_surrogates(text: str) -> bool:
+    r"""Whether a text holds half of a surrogate pair (``\ud83d`` alone in JSON), which no encoding can express."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _decode(stream: BinaryIO, where: str) -> Iterator[str]:
+    """The text of a stream in pieces.
+
+    Raises:
+        NotTextError: naming ``where`` and the line.
+    """
+    data = stream.read(CHUNK)
+    _check_signature(data, where)
+    mark, encoding = next(((mark, name) for mark, name in MARKS if data.startswith(mark)), (b"", "utf-8"))
+    decoder = codecs.getincrementaldecoder(encoding)()
+    line, offset, data = 1, len(mark), data[len(mark) :]
+    while True:
+        pending = len(decoder.getstate()[0])  # bytes of a character that continues in this piece
+        if encoding == "utf-8" and b"\0" in data:
+            _reject_nul(where, line + data[: data.index(b"\0")].count(b"\n"))
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            before = error.object[: error.start]
+            place = f"byte {offset - pending + error.start} in line {line + before.decode(encoding).count(chr(10))}"
+            byte = f"0x{error.object[error.start]:02x}"
+            raise NotTextError(
+                f"{where} is not text in {encoding.removesuffix('-le').removesuffix('-be').upper()}: {byte}, {place} "
+                f"({error.reason}); convert it, for example with iconv -f LATIN1 -t UTF-8, or leave it out",
+                "not UTF-8",
+            ) from error
+        if "\0" in text:
+            _reject_nul(where, line + text[: text.index("\0")].count("\n"))
+        yield text
+        if not data:
+            return
+        line, offset = line + text.count("\n"), offset + len(data)
+        data = stream.read(CHUNK)
+
+
+def _reject_nul(where: str, line: int) -> None:
+    raise NotTextError(
+        f"{where} is not text in UTF-8: line {line} has a zero byte, as in binary files and in UTF-16 without a byte order "
+        "mark; leave it out or convert it, for example with iconv -f UTF-16LE -t UTF-8"
+    )
+
+
+def _check_signature(head: bytes, where: str) -> None:
+    """Reject a file that its first bytes give away.
+
+    Raises:
+        NotTextError: naming ``where`` and what it is.
+    """
+    for signature, name, way_out in SIGNATURES:
+        if not head.startswith(signature):
+            continue
+        if signature in PRINTABLE_SIGNATURES and _is_ascii_text(head):
+            continue
+        raise NotTextError(f"{where} is not text but {name}; {way_out}")
+
+
+def _is_ascii_text(head: bytes) -> bool:
+    return head.isascii() and b"\0" not in head

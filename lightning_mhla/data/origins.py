@@ -1,0 +1,253 @@
+"""Record what prepared shards were made from, and compare it when the command is called again.
+
+``PREFIX-origins.jsonl.gz`` holds the options, then a line for each sample or source file; ``PREFIX-manifest.json`` holds the
+options alone, for readers. A file counts as unchanged if its size and either its change time or its digest are the recorded
+ones: the change time (``st_ctime``) cannot be set back, and the digest recognises copies and files that were only touched.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.progress import track
+
+from lightning_mhla.data.tables import INDEX, load_table
+from lightning_mhla.system.files import write_whole, written_whole
+from lightning_mhla.system.listing import shown
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One sample, or one file of samples, that shards are made from.
+
+    Attributes:
+        name: its name, unique in a call.
+        files: files that it is read from.
+        note: anything else that its sample depends on, such as its label or its caption.
+    """
+
+    name: str
+    files: tuple[Path, ...] = ()
+    note: str = ""
+
+
+def shard_origins(shards: Sequence[Path]) -> list[Origin]:
+    """Origins of samples that are read from shards; their names alone, where those differ, so that they may be moved."""
+    unique = len({path.name for path in shards}) == len(shards)
+    return [Origin(path.name if unique else str(path), (path,)) for path in shards]
+
+
+@dataclass(frozen=True)
+class ShardSet:
+    """Shards of one prefix in a folder: ``PREFIX-0000.tar`` and so on.
+
+    Args:
+        folder: of the shards.
+        prefix: of their names.
+    """
+
+    folder: Path
+    prefix: str
+
+    @property
+    def manifest(self) -> Path:
+        """File of the options."""
+        return self.folder / f"{self.prefix}-manifest.json"
+
+    @property
+    def origins(self) -> Path:
+        """File of the origins."""
+        return self.folder / f"{self.prefix}-origins.jsonl.gz"
+
+    def finished(self) -> list[Path]:
+        """Complete shards, in order."""
+        pattern = re.compile(re.escape(self.prefix) + r"-\d+\.tar")
+        return sorted(path for path in self.folder.glob("*.tar") if pattern.fullmatch(path.name))
+
+    def delete(self) -> None:
+        """Delete the shards and what describes them."""
+        self.origins.unlink(missing_ok=True)  # first: shards without it are an error, never resumed
+        for shard in self.finished():
+            shard.unlink()
+            shard.with_name(shard.name + INDEX).unlink(missing_ok=True)
+        self.manifest.unlink(missing_ok=True)
+
+
+def resume_order(
+    shards: ShardSet, options: Mapping[str, Any], origins: Sequence[Origin], per_shard: int | None
+) -> list[int | None]:
+    """Begin a set of shards, or check that a call may add the shards that are missing.
+
+    Shards that are complete stay as they are, so nothing that is in them may have changed. The origin of a sample that is in
+    none of them may have been repaired or removed.
+
+    Args:
+        shards: the shards.
+        options: plain values that the samples depend on.
+        origins: what the samples are made from, in the order in which they are written.
+        per_shard: samples of a shard, one for each origin; None where the samples of a shard do not belong to certain
+            origins, so that none of them may change.
+
+    Returns:
+        Index into ``origins`` of each sample, in the order in which the shards were begun; None where the origin is gone.
+
+    Raises:
+        ValueError: naming what has changed.
+    """
+    options = json.loads(json.dumps(options))
+    written = _read(shards)
+    if not shards.finished() and not _is_begun(written, options, origins):
+        _write(shards, options, _record_all(origins))
+        return list(range(len(origins)))
+    if written is None:
+        raise ValueError(
+            f"{shards.folder / shards.prefix}-*.tar are there, and no {shards.origins.name} says what they were made from; "
+            "--force makes them again, or choose another folder or --prefix"
+        )
+    begun_with, lines = written
+    samples = _compare(lines, origins, _places(shards, len(lines), per_shard))
+    used = [sample for sample in samples if sample.place == USED]
+    changes = {
+        "changed": [sample.name for sample in used if sample.changed],
+        "added": sorted({origin.name for origin in origins} - {sample.name for sample in samples}),
+        "removed": [sample.name for sample in used if sample.origin is None],
+    }
+    if message := _describe(begun_with, options, changes):
+        raise ValueError(
+            f"{shards.folder / shards.prefix}-*.tar were made from something else ({message}); --force makes them again, or "
+            "choose another folder or --prefix"
+        )
+    if repaired := [sample for sample in samples if sample.place == SKIPPED and sample.changed]:
+        log.warning("%d files that were skipped have changed since; --force makes all shards with them", len(repaired))
+    if any(sample.place == OPEN and sample.changed for sample in samples):
+        now = _record_all(origins)
+        pairs = zip(samples, lines, strict=True)
+        _write(shards, options, [line if sample.origin is None else now[sample.origin] for sample, line in pairs])
+    return [sample.origin for sample in samples]
+
+
+OPEN, USED, SKIPPED = "open", "used", "skipped"
+"""Whether a sample's shard is still to be written, or holds it, or was written without it."""
+
+
+class _Sample(NamedTuple):
+    """A recorded sample: its name, its place, the index of its origin if that is there, and whether that has changed."""
+
+    name: str
+    place: str
+    origin: int | None
+    changed: bool
+
+
+def _compare(lines: Sequence[Mapping[str, Any]], origins: Sequence[Origin], places: Sequence[str]) -> list[_Sample]:
+    numbers = {origin.name: number for number, origin in enumerate(origins)}
+    samples = []
+    for line, place in zip(lines, places, strict=True):
+        number = numbers.get(line["name"])
+        changed = number is not None and not _is_unchanged(origins[number], line)
+        samples.append(_Sample(line["name"], place, number, changed))
+    return samples
+
+
+def _places(shards: ShardSet, count: int, per_shard: int | None) -> list[str]:
+    finished = shards.finished()
+    if per_shard is None:
+        return [USED if finished else OPEN] * count
+    places = [OPEN] * count
+    for shard in finished:
+        start = int(shard.stem.removeprefix(f"{shards.prefix}-")) * per_shard
+        keys = {str(key) for key in load_table(shard).keys}
+        for sample in range(start, min(start + per_shard, count)):
+            places[sample] = USED if sample_key(sample) in keys else SKIPPED
+    return places
+
+
+def sample_key(number: int) -> str:
+    """Key in its shard of the sample with a number."""
+    return f"{number:08d}"
+
+
+def _describe(begun_with: Mapping[str, Any], options: Mapping[str, Any], changes: Mapping[str, Sequence[str]]) -> str:
+    """Describe what has changed in a few words; empty if nothing has."""
+    parts = [
+        f"{name} was {begun_with.get(name)!r} and is {value!r}"
+        for name, value in options.items()
+        if begun_with.get(name) != value
+    ]
+    for what, names in changes.items():
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            parts.append(f"{what}: {', '.join(shown(name) for name in names[:3])}{more}")
+    return "; ".join(parts)
+
+
+def _record_all(origins: Sequence[Origin]) -> list[dict[str, Any]]:
+    names = [origin.name for origin in origins]
+    assert len(set(names)) == len(names), "names of origins are unique"
+    with ThreadPoolExecutor(8) as pool:
+        records = pool.map(_record, origins)
+        few = sum(len(origin.files) for origin in origins) < 1000
+        return list(track(records, "reading what shards are made from", total=len(origins), disable=few))
+
+
+def _record(origin: Origin) -> dict[str, Any]:
+    files = []
+    for path in origin.files:
+        status = path.stat()
+        files.append([status.st_size, status.st_ctime_ns, _digest(path)])
+    return {"name": origin.name, "note": origin.note, "files": files}
+
+
+def _is_unchanged(origin: Origin, line: Mapping[str, Any]) -> bool:
+    if origin.note != line["note"] or len(origin.files) != len(line["files"]):
+        return False
+    for path, (size, changed, digest) in zip(origin.files, line["files"], strict=True):
+        status = path.stat()
+        if status.st_size != size or (status.st_ctime_ns != changed and _digest(path) != digest):
+            return False
+    return True
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "blake2b").hexdigest()[:32]
+
+
+def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write the options twice: with the origins, which is what is compared, and in a file of their own for readers."""
+    shards.folder.mkdir(parents=True, exist_ok=True)
+    write_whole(shards.manifest, json.dumps({**options, "samples": len(lines)}) + "\n")
+    with written_whole(shards.origins) as aside, gzip.open(aside, "wt", encoding="ascii") as stream:
+        for line in (options, *lines):
+            stream.write(json.dumps(line) + "\n")
+
+
+def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+    """The options and the origins of shards; None if they are not there or cannot be read."""
+    try:
+        with gzip.open(shards.origins, "rt", encoding="ascii") as stream:
+            options, *lines = map(json.loads, stream)
+        return options, [{"name": line["name"], "note": line["note"], "files": line["files"]} for line in lines]
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_begun(
+    written: tuple[dict[str, Any], list[dict[str, Any]]] | None, options: Mapping[str, Any], origins: Sequence[Origin]
+) -> bool:
+    """Whether the same call has recorded its origins, in this process or another one, before any shard was complete."""
+    if written is None:
+        return False
+    return written[0] == options and {line["name"] for line in written[1]} == {origin.name for origin in origins}

@@ -1,0 +1,183 @@
+"""Classes of diffusers that build a swapped model: ``DiTTransformer2DModel`` of this module is diffusers', swapped.
+
+Each is found under the name that it has in diffusers, and made when it is asked for.
+:func:`lightning_mhla.swap_attention` makes a model one of them, so its ``save_pretrained`` writes a folder that only they
+accept. A pipeline that is saved with such a model names this module in its ``model_index.json``; diffusers loads it
+wherever ``lightning_mhla`` is imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_mhla.swap.diffusers import DiffusersHost
+from lightning_mhla.swap.host import SAVED
+from lightning_mhla.swap.saved import (
+    NOTICE,
+    REMOTE,
+    blank,
+    check_complete,
+    derive,
+    guarded,
+    remove_stale,
+    restored,
+    write_module,
+)
+
+DTYPE = "dtype"
+"""Entry of the saved record: dtype of the weights, which diffusers does not save."""
+
+
+class SwappedModel:
+    """A model of diffusers that is built with the attention that its configuration records."""
+
+    host: type
+
+    @classmethod
+    def derive_from(cls, host: Any) -> Any:
+        """The class of swapped models for one of diffusers."""
+        if issubclass(host, cls):
+            return host
+        kept = sorted({*(host._keep_in_fp32_modules or ()), "mixing"})
+        return derive(cls, host, host.__name__, _keep_in_fp32_modules=kept)
+
+    @classmethod
+    def load_config(cls, *args: Any, **options: Any) -> Any:
+        """See diffusers; values that keep other classes off are put back."""
+        found = super().load_config(*args, **options)  # type: ignore[misc]
+        return (restored(found[0]), *found[1:]) if isinstance(found, tuple) else restored(found)
+
+    @classmethod
+    def from_config(cls, config: Any, return_unused_kwargs: bool = False, **options: Any) -> Any:
+        """See diffusers.
+
+        Raises:
+            ValueError: for a configuration without a record of the swap.
+        """
+        record = config.get(SAVED)
+        if record is None:
+            raise ValueError(
+                f"the configuration does not say what was swapped; load diffusers.{cls.host.__name__}, and swap then"
+            )
+        plain = {name: value for name, value in config.items() if name != SAVED}
+        model, unused = super().from_config(plain, return_unused_kwargs=True, **options)  # type: ignore[misc]
+        host = DiffusersFolders()
+        host.put_in(model, record)
+        host.remember(model, record)
+        return (model, unused) if return_unused_kwargs else model
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, output_loading_info: bool = False, **options: Any
+    ) -> Any:
+        """See diffusers.
+
+        Raises:
+            ValueError: when weights are missing, which diffusers would leave without values.
+        """
+        source = pretrained_model_name_or_path
+        model, info = super().from_pretrained(source, output_loading_info=True, **options)  # type: ignore[misc]
+        check_complete(cls.__name__, source, info, all_weights=True)
+        return (model, info) if output_loading_info else model
+
+    def save_config(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """See diffusers; also write the module that ``auto_map`` refers to."""
+        if self._is_public() and not Path(save_directory).is_file():
+            write_module(save_directory, __name__, [type(self).__name__])
+        super().save_config(save_directory, *args, **options)  # type: ignore[misc]
+
+    def to_json_file(self, json_file_path: Any) -> None:
+        """See diffusers; the file is one that only these classes accept."""
+        content = json.loads(self.to_json_string())  # type: ignore[attr-defined]
+        content[SAVED][DTYPE] = str(self.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
+        replaced: dict[str, Any] = {"quantization_config": {"quant_method": NOTICE}}
+        if self._is_public():
+            replaced["auto_map"] = {"AutoModel": f"{REMOTE}.{type(self).__name__}"}
+        text = json.dumps(guarded(content, replaced), indent=2, sort_keys=True) + "\n"
+        Path(json_file_path).write_text(text, encoding="utf-8")
+
+    def _is_public(self) -> bool:
+        """Whether :func:`__getattr__` finds the class by its name."""
+        import diffusers
+
+        return getattr(diffusers, self.host.__name__, None) is self.host
+
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
+        """See diffusers; also remove weights of an earlier save that would be read in place of these."""
+        given = inspect.signature(self.host.save_pretrained).bind(self, *args, **options).arguments  # type: ignore[attr-defined]
+        super().save_pretrained(*args, **options)  # type: ignore[misc]
+        if given.get("is_main_process", True) and not given.get("use_flashpack"):
+            suffix = "safetensors" if given.get("safe_serialization", True) else "bin"
+            remove_stale(given["save_directory"], "diffusion_pytorch_model", given.get("variant"), suffix)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        parts: Any = super().__reduce_ex__(protocol)
+        return (blank, (SwappedModel, self.host), *parts[2:])
+
+
+def __getattr__(name: str) -> Any:
+    """Classes by the names that saved modules and pipelines look for."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    import diffusers
+
+    if name == "ModelMixin":  # diffusers takes methods of a pipeline's parts from base classes beside their class
+        return diffusers.ModelMixin
+    host = getattr(diffusers, name, None)
+    if isinstance(host, type) and issubclass(host, diffusers.ModelMixin):
+        return SwappedModel.derive_from(host)
+    raise AttributeError(f"diffusers has no model {name}")
+
+
+class DiffusersFolders(DiffusersHost):
+    """Swapped models of diffusers, and their folders."""
+
+    @override
+    def record(self, model: Any) -> Mapping[str, Any] | None:
+        return model.config.get(SAVED)
+
+    @override
+    def remember(self, model: Any, record: Mapping[str, Any]) -> None:
+        model.register_to_config(**{SAVED: dict(record)})
+        model.__class__ = SwappedModel.derive_from(type(model))
+
+    @override
+    def wrote(self, config: Mapping[str, Any]) -> bool:
+        return "_diffusers_version" in config
+
+    @override
+    def load(
+        self, source: str, config: Mapping[str, Any], dtype: torch.dtype | None, options: Mapping[str, Any]
+    ) -> nn.Module:
+        import diffusers
+
+        name = config["_class_name"]
+        host = getattr(diffusers, name, None)
+        if host is None:
+            raise ValueError(
+                f"{source} is of class {name}, which diffusers does not have; build it and load its weights"
+            )
+        folder = Path(source, options.get("subfolder") or "")
+        saved = getattr(torch, config[SAVED][DTYPE]) if DTYPE in config[SAVED] else _saved_dtype(folder)
+        return SwappedModel.derive_from(host).from_pretrained(source, torch_dtype=dtype or saved, **options)
+
+
+def _saved_dtype(folder: Path) -> torch.dtype | None:
+    """The dtype of weights that were saved before it was recorded; None for float32."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name.endswith(".to_q.weight"):
+                    dtype: torch.dtype = tensors.get_tensor(name).dtype
+                    return dtype
+    return None

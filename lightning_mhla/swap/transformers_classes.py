@@ -1,0 +1,277 @@
+"""Classes of transformers that build a swapped model: ``LlamaForCausalLM`` of this module is transformers', swapped.
+
+Each class of transformers is found here under its own name, and its configuration with ``Swapped`` before the name. They are
+made when they are asked for. :func:`lightning_mhla.swap_attention` makes a model one of them, so its ``save_pretrained``
+writes a folder that only they accept.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_mhla.swap.host import SAVED
+from lightning_mhla.swap.saved import (
+    NOTICE,
+    REMOTE,
+    blank,
+    check_complete,
+    derive,
+    guarded,
+    remove_stale,
+    restored,
+    write_module,
+)
+from lightning_mhla.swap.transformers import TransformersHost
+from lightning_mhla.system.transformers_module import publish
+
+PREFIX = "Swapped"
+MODEL_TYPE = "mhla_swapped"
+"""Type of model that transformers does not know: its Auto classes ask for ``trust_remote_code``."""
+
+UNUSABLE = "lightning_mhla.load_swapped"
+"""Attention that a loaded configuration asks for: transformers rejects the name when it builds a model without the swap."""
+
+TYPED = ("initializer_range", "hidden_size", "vision_config", "text_config")
+"""Entries of configurations; of each family, one of them rejects :data:`NOTICE`."""
+
+PARTS = {"add_pooling_layer": "pooler.", "use_mask_token": "mask_token"}
+"""Options of models that transformers does not save, and parts of the names of their weights."""
+
+
+class SwappedConfig:
+    """A configuration of transformers with a record of the swap. Its file is rejected by the class it derives from."""
+
+    host: type
+
+    @classmethod
+    def derive_from(cls, host: Any) -> Any:
+        """The configuration class of swapped models for that of transformers."""
+        return host if issubclass(host, cls) else derive(cls, host, f"{PREFIX}{host.__name__}")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: the saved module names the classes, and their source is not copied."""
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See transformers; values that keep other classes off are put back."""
+        config, rest = super().get_config_dict(*args, **options)  # type: ignore[misc]
+        config = restored(config)
+        if names := config.get("architectures"):
+            config["architectures"] = [_publish(name) for name in names]
+        return {"attn_implementation": UNUSABLE, **config}, rest
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """See transformers; also write the module that ``auto_map`` refers to."""
+        if (names := self._auto_map()) and not Path(save_directory).is_file():
+            write_module(save_directory, __name__, sorted({name.rpartition(".")[2] for name in names.values()}))
+        super().save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
+
+    def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
+        """See transformers; the file is one that only these classes accept."""
+        content = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
+        content["auto_map"] = self._auto_map()
+        if names := content.get("architectures"):
+            content["architectures"] = [name.removeprefix(PREFIX) for name in names]
+        typed = next(name for name in TYPED if _rejects(self.host, name))
+        content = guarded(content, {"model_type": MODEL_TYPE, TYPED[0]: NOTICE, typed: NOTICE})
+        Path(json_file_path).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def _auto_map(self) -> dict[str, str]:
+        """Classes of the saved module by the Auto classes that they are for; none for a configuration from elsewhere."""
+        import transformers
+
+        if getattr(transformers, self.host.__name__, None) is not self.host:
+            return {}
+        names = {"AutoConfig": type(self).__name__}
+        saved = [name.removeprefix(PREFIX) for name in getattr(self, "architectures", None) or []]
+        for auto in (name for name in dir(transformers) if name.startswith("AutoModel")):
+            mapping = getattr(getattr(transformers, auto), "_model_mapping", None)
+            fitting = None if mapping is None else mapping.get(self.host, None)
+            if fitting is None:
+                continue
+            kinds = fitting if isinstance(fitting, tuple) else (fitting,)
+            choices = [kind.__name__ for kind in kinds if kind is not None and kind.config_class is self.host]
+            if choices:
+                names[auto] = next((name for name in choices if name in saved), choices[0])
+        return {auto: f"{REMOTE}.{name}" for auto, name in names.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        parts: Any = super().__reduce_ex__(protocol)
+        return (blank, (SwappedConfig, self.host), *parts[2:])
+
+
+class SwappedModel:
+    """A model of transformers that is built with the attention that its configuration records."""
+
+    host: type
+
+    @classmethod
+    def derive_from(cls, host: Any) -> Any:
+        """The class of swapped models for one of transformers."""
+        if issubclass(host, cls):
+            return host
+        config = SwappedConfig.derive_from(host.config_class)
+        kept = {*(getattr(host, "_keep_in_fp32_modules_strict", None) or ()), "mixing"}
+        # transformers then rejects decoding that takes tokens back, and static caches, by messages of its own
+        state = {"_is_stateful": True, "_can_compile_fullgraph": False}
+        return derive(cls, host, host.__name__, config_class=config, _keep_in_fp32_modules_strict=kept, **state)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing; see :class:`SwappedConfig`."""
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: the modules are transformers', and so are the names that its older versions wrote."""
+        return False
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        record = getattr(config, SAVED, None)
+        if record is None:
+            raise ValueError(
+                f"the configuration does not say what was swapped; build transformers.{self.host.__name__}, and swap then"
+            )
+        plain = copy.copy(config)  # parts of the model may be built by an Auto class, which must find the plain ones
+        plain.__class__ = config.host if isinstance(config, SwappedConfig) else type(config)
+        plain.__dict__.pop("auto_map", None)
+        if plain._attn_implementation == UNUSABLE:  # the layers that stay have transformers' choice
+            plain._attn_implementation = None
+        known = inspect.signature(self.host.__init__).parameters  # type: ignore[misc]
+        unsaved = {name: value for name, value in record.get("options", {}).items() if name in known}
+        super().__init__(plain, *args, **{**unsaved, **options})  # type: ignore[call-arg]
+        host = TransformersFolders()
+        host.put_in(self, record)
+        host.remember(self, record)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any = None, *args: Any, output_loading_info: bool = False, **options: Any
+    ) -> Any:
+        """See transformers.
+
+        Raises:
+            ValueError: when weights of the new attention are missing, which transformers would leave without values.
+        """
+        source = pretrained_model_name_or_path
+        model, info = super().from_pretrained(source, *args, output_loading_info=True, **options)  # type: ignore[misc]
+        check_complete(cls.__name__, source, info)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
+        """See transformers; also remove weights of an earlier save that would be read in place of these."""
+        given = inspect.signature(self.host.save_pretrained).bind(self, *args, **options).arguments  # type: ignore[attr-defined]
+        super().save_pretrained(*args, **options)  # type: ignore[misc]
+        if given.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
+            remove_stale(given["save_directory"], "model", given.get("variant"), "safetensors")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        parts: Any = super().__reduce_ex__(protocol)
+        return (blank, (SwappedModel, self.host), *parts[2:])
+
+
+def __getattr__(name: str) -> Any:
+    """Classes by the names that saved modules and pipelines look for."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    import transformers
+
+    if name == "PreTrainedModel":  # diffusers takes methods of a pipeline's parts from base classes beside their class
+        return transformers.PreTrainedModel
+    host = getattr(transformers, name.removeprefix(PREFIX), None)
+    if isinstance(host, type) and name.startswith(PREFIX) and issubclass(host, transformers.PreTrainedConfig):
+        return SwappedConfig.derive_from(host)
+    if isinstance(host, type) and not name.startswith(PREFIX) and issubclass(host, transformers.PreTrainedModel):
+        return SwappedModel.derive_from(host)
+    raise AttributeError(f"transformers has no model or configuration for {name}")
+
+
+def _publish(name: str) -> str:
+    """Let ``transformers`` have the swapped class of a name; return the name that it has there.
+
+    ``transformers serve`` and pipelines take the class of a loaded configuration from the module, by its name.
+    """
+    import transformers
+
+    host = getattr(transformers, name, None)
+    if not (isinstance(host, type) and issubclass(host, transformers.PreTrainedModel)):
+        return name
+    publish(PREFIX + name, SwappedModel.derive_from(host))
+    return PREFIX + name
+
+
+def _rejects(host: Any, name: str) -> bool:
+    """Whether a configuration class rejects text as a value."""
+    try:
+        host(**{name: NOTICE})
+    except Exception:  # of whichever kind: it is the user of another class who reads it
+        return True
+    return False
+
+
+class TransformersFolders(TransformersHost):
+    """Swapped models of transformers, and their folders."""
+
+    @override
+    def record(self, model: Any) -> Mapping[str, Any] | None:
+        return getattr(model.config, SAVED, None) if self.swapped(model) else None
+
+    @override
+    def remember(self, model: Any, record: Mapping[str, Any]) -> None:
+        shared, own = model.config, copy.copy(model.config)  # another model may have been made from the same one
+        own.__class__ = SwappedConfig.derive_from(type(shared))
+        setattr(own, SAVED, {**record, "options": _unsaved(model, model.state_dict())})
+        for module in model.modules():
+            if getattr(module, "config", None) is shared:
+                module.config = own
+            if hasattr(module, "swapped"):
+                module.host_config = own
+        model.__class__ = SwappedModel.derive_from(type(model))
+
+    @override
+    def wrote(self, config: Mapping[str, Any]) -> bool:
+        return "model_type" in config and "transformers_version" in config
+
+    @override
+    def load(
+        self, source: str, config: Mapping[str, Any], dtype: torch.dtype | None, options: Mapping[str, Any]
+    ) -> nn.Module:
+        import transformers
+
+        name = (config.get("architectures") or [""])[0]
+        host = getattr(transformers, name, None)
+        if host is None:
+            raise ValueError(
+                f"{source} is of class {name}, which transformers does not have; build it and load its weights"
+            )
+        kind, options = SwappedModel.derive_from(host), dict(options)
+        if "options" not in config[SAVED]:  # saved before they were recorded
+            options |= _unsaved(host, _saved_names(Path(source, options.get("subfolder") or "")))
+        model, info = kind.from_pretrained(source, dtype=dtype or "auto", output_loading_info=True, **options)
+        check_complete(name, source, info, all_weights=True)
+        return model
+
+
+def _unsaved(model: Any, names: Any) -> dict[str, bool]:
+    """Options of a model's class that transformers does not save, from the names of its weights."""
+    known = inspect.signature(getattr(model, "host", model).__init__).parameters
+    return {option: any(part in name for name in names) for option, part in PARTS.items() if option in known}
+
+
+def _saved_names(folder: Path) -> set[str]:
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names |= set(tensors.keys())
+    return names

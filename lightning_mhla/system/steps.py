@@ -1,0 +1,41 @@
+"""Optimiser steps of a run under gradient accumulation, also where it changes between epochs."""
+
+from __future__ import annotations
+
+import math
+
+from lightning import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+
+def accumulation(trainer: Trainer, epoch: int) -> int:
+    """Batches whose gradients are accumulated for one optimiser step in an epoch, counted from 0."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
+        if isinstance(callback, GradientAccumulationScheduler):
+            return callback.get_accumulate_grad_batches(epoch)
+    return trainer.accumulate_grad_batches
+
+
+def steps_of_epochs(trainer: Trainer, epochs: float) -> float:
+    """Optimiser steps of the first ``epochs`` epochs; infinite for data without a length.
+
+    The last batch of an epoch ends an accumulation, complete or not. Part of an epoch counts as that share of its steps.
+    """
+    batches = trainer.num_training_batches if trainer.limit_train_batches else 0  # Lightning does not count none
+    if not math.isfinite(batches):
+        return math.inf
+    parts, complete = math.modf(epochs)
+    steps = [math.ceil(batches / accumulation(trainer, epoch)) for epoch in range(int(complete) + (parts > 0))]
+    return sum(steps[: int(complete)]) + (parts * steps[-1] if parts else 0.0)
+
+
+def steps_of_run(trainer: Trainer) -> float:
+    """Optimiser steps of the complete run; infinite without an end.
+
+    Lightning's ``estimated_stepping_batches`` takes the accumulation of the present epoch for all of them.
+    """
+    limit = math.inf if trainer.max_steps == -1 else float(trainer.max_steps)
+    if trainer.max_epochs in (None, -1):
+        return limit
+    assert trainer.max_epochs is not None
+    return min(limit, steps_of_epochs(trainer, max(trainer.max_epochs, 1)))

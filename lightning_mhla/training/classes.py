@@ -1,0 +1,64 @@
+"""Names of the classes that a model was trained on, kept in its checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_mhla.training.module import TrainingModule
+
+
+def known_classes(num_classes: int | None) -> int:
+    """The number of classes of a model.
+
+    Raises:
+        ValueError: when it is not known.
+    """
+    if num_classes is None:
+        raise ValueError(
+            "num_classes is not known: it follows from data with a folder for each class, or shards with a "
+            "PREFIX-classes.txt; otherwise give --model.init_args.num_classes"
+        )
+    return num_classes
+
+
+class NamesClasses(TrainingModule):
+    """A module whose labels mean the classes of its training data, by name.
+
+    Attributes:
+        label_names: names of the classes in the order of their labels, by which data is matched; None where they are not known.
+    """
+
+    label_names: list[str] | None = None
+
+    def setup(self, stage: str) -> None:
+        """Take the names of the classes from the data that is trained on."""
+        super().setup(stage)
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
+        if stage == "fit":
+            self.label_names = None  # those of an earlier fit
+            self.label_names = getattr(data, "class_names", None)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the names of the classes."""
+        checkpoint["label_names"] = self.label_names
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the names of the classes, or compare them with those of the data that is trained on.
+
+        Raises:
+            ValueError: when a run would resume with other labels.
+        """
+        super().on_load_checkpoint(checkpoint)
+        names = checkpoint.get("label_names")
+        if not isinstance(names, list):
+            return
+        names = [str(name) for name in names]
+        if self.label_names is not None and names != self.label_names:
+            lost, new = (sorted(set(a) - set(b)) for a, b in ((names, self.label_names), (self.label_names, names)))
+            what = f"without {lost[:5]}, with {new[:5]}" if lost or new else "in another order"
+            raise ValueError(
+                f"the checkpoint was trained on {len(names)} classes, and the data has {len(self.label_names)}, {what}: labels "
+                "would mean other classes. Bring the folders back, or start a new run from the weights "
+                "(--model.init_args.pretrained)"
+            )
+        self.label_names = names

@@ -1,0 +1,71 @@
+"""Preprocessing of the images of a classifier, as plain values that go with the model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import v2
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and standard deviation of the pixels of ImageNet, in [0, 1]; timm's defaults."""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Image to tensor, as validation and prediction do it; a function of the image alone.
+
+    Args:
+        image_size: side of the square, in pixels.
+        channels: 3, or 1 for grey images.
+        crop_share: share of the resized image's side that the central crop shows; null squeezes the complete image into the
+            square.
+        mean: subtracted from the pixels in [0, 1], for each colour, or one number for all.
+        std: the pixels are divided by it then.
+    """
+
+    image_size: int
+    channels: int = 3
+    crop_share: float | None = 0.9
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std"):  # JSON has lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @cached_property
+    def _transform(self) -> Any:
+        from timm import data as timm_data  # brings all of timm's models
+
+        transform = timm_data.create_transform(
+            self.image_size, crop_pct=self.crop_share, interpolation="bicubic", mean=self.mean, std=self.std
+        )
+        return transform if self.channels == 3 else v2.Compose([transform, _to_grey])
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """``[channels, image_size, image_size]`` float32 of an RGB image, or of a grey one where it is squeezed."""
+        if self.crop_share is not None:
+            tensor: Tensor = self._transform(image)
+            return tensor
+        side = (self.image_size, self.image_size)
+        resize = v2.Resize(side, interpolation=v2.InterpolationMode.BOX, antialias=True)
+        pixels = v2.functional.to_dtype(v2.functional.pil_to_tensor(resize(image)), torch.float32, scale=True)
+        return v2.functional.normalize(pixels, list(self.mean), list(self.std))
+
+    @property
+    def mode(self) -> str:
+        """Mode of the image that it takes: ``"RGB"`` or ``"L"``."""
+        return "L" if self.crop_share is None and self.channels == 1 else "RGB"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and checkpoints."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def _to_grey(image: Tensor) -> Tensor:
+    return image.mean(0, keepdim=True)

@@ -1,0 +1,173 @@
+"""Failures of the machine, worded for its user: full disks, limits of a process, memory, worker processes that were killed.
+
+Libraries report them as ``OSError``, or as a ``RuntimeError`` of their own whose text holds the system's words.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+FEWER_WORKERS = "use fewer worker processes (--data.init_args.num_workers)"
+RIGHTS = "change the permissions, or name a path that you may use"
+AWAY = "choose a different path, or move the file away"
+
+MEANINGS: dict[int, tuple[str, str]] = {
+    errno.ENOSPC: ("no space is left on the device", "make room there, or write to a folder on a different disk"),
+    errno.EDQUOT: ("your disk quota is used up", "delete files, or write to a folder outside the quota"),
+    errno.EFBIG: ("the file would be larger than the limit of this process", "raise it (ulimit -f unlimited)"),
+    errno.EROFS: ("the file system is read-only", "write to a folder elsewhere"),
+    errno.EACCES: ("permission denied", RIGHTS),
+    errno.EPERM: ("operation not permitted", RIGHTS),
+    errno.ENAMETOOLONG: ("the name is too long for the file system", "choose a shorter one"),
+    errno.ENOTDIR: ("a part of this path is a file, where a folder is needed", AWAY),
+    errno.EISDIR: ("this is a folder, where a file is needed", "name a file"),
+    errno.EEXIST: ("a file of this name exists already", AWAY),
+    errno.ENOTEMPTY: ("the folder is not empty", "choose a different path, or move the folder away"),
+    errno.ENOENT: ("there is no such file or folder", "check the path"),
+    errno.ELOOP: ("the symbolic links of this path form a circle", "check the links"),
+    errno.EIO: ("the device reports an input or output error", "check the disk, or the network file system"),
+    errno.ESTALE: ("the network file system has lost this file", "check the connection, then start the command again"),
+    errno.EMFILE: ("too many open files", f"raise the limit of this process (ulimit -n 65536), or {FEWER_WORKERS}"),
+    errno.ENFILE: (
+        "the machine has too many open files",
+        "close programs, or have its administrator raise fs.file-max",
+    ),
+    errno.ENOMEM: ("the memory of the machine is used up", f"use a smaller batch, or {FEWER_WORKERS}"),
+    errno.EAGAIN: ("no more processes or threads are allowed", f"raise the limit (ulimit -u), or {FEWER_WORKERS}"),
+    errno.EADDRINUSE: ("the network port is in use", "set MASTER_PORT to a free one, or end the other program"),
+    errno.ECONNREFUSED: ("the connection was refused", "check the address, and whether the server runs"),
+}
+"""By error number: what has happened, and what to do."""
+
+OF_THE_MACHINE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+)  # fmt: skip
+"""Numbers that say the same wherever they come up: their words count inside any message, and behind any later error."""
+
+SHARED_MEMORY = (
+    "a worker process found no room in shared memory (/dev/shm): use fewer worker processes (--data.init_args.num_workers=0 "
+    "uses none), or enlarge it (docker run --shm-size=8g, mount -o remount,size=8g /dev/shm)"
+)
+MEMORY = (
+    "a worker process was killed, most likely because the memory is used up: use fewer worker processes "
+    "(--data.init_args.num_workers) or a smaller batch, or ask the scheduler for more memory"
+)
+ENDED = (
+    "a worker process ended unexpectedly; its own message is above. --data.init_args.num_workers=0 reads in this process, and "
+    "shows where"
+)
+DEVICE_MEMORY = (
+    "the memory of the GPU is used up: use a smaller batch (--data.init_args.batch_size, with "
+    "--trainer.accumulate_grad_batches to keep the effective size), or --trainer.precision=bf16-mixed"
+)
+TEXTS: tuple[tuple[str, str | int], ...] = (
+    (r"Unexpected bus error encountered in worker|killed by signal: Bus error|/torch_\w+>.*No space left", SHARED_MEMORY),
+    (r"unable to allocate shared memory|unable to write to file </torch_", SHARED_MEMORY),
+    (r"DataLoader worker .* is killed by signal: Killed", MEMORY),
+    (r"CUDA out of memory|HIP out of memory|CUDA error: out of memory", DEVICE_MEMORY),
+    (r"DefaultCPUAllocator: (can't|not enough)", errno.ENOMEM),
+    (r"received \d+ items of ancdata|Communication with the workers is no longer possible", errno.EMFILE),
+    (r"can't start new thread", errno.EAGAIN),
+    (r"PytorchStreamWriter failed|inline_container\.cc.*unexpected pos|unexpected pos \d+ vs", errno.ENOSPC),
+)  # fmt: skip
+"""Texts of libraries, and what to say instead: a line, or the number whose meaning it is."""
+
+
+def explain_failure(error: BaseException) -> str | None:
+    """One line for a failure of the machine: the path, what has happened, what to do.
+
+    Args:
+        error: any error; the errors behind it count where they are of :data:`OF_THE_MACHINE`.
+
+    Returns:
+        The line; None for every other error.
+    """
+    if isinstance(error, OSError) and error.errno in MEANINGS:
+        return _line(error.errno, _path_of(error))
+    for link in chain(error):
+        if isinstance(link, OSError) and link.errno in OF_THE_MACHINE:
+            return _line(link.errno, _path_of(link))
+        if isinstance(link, MemoryError):
+            return _line(errno.ENOMEM, None)
+        if isinstance(link, EOFError) and _receives_tensors(link):
+            return _line(errno.EMFILE, None)
+        of_library = isinstance(link, OSError | RuntimeError) or type(link).__name__ == "SafetensorError"
+        if of_library and (line := _in_words(str(link), MEANINGS if link is error else OF_THE_MACHINE)):
+            return line
+    return ENDED if re.search(r"DataLoader worker .* exited unexpectedly", str(error)) else None
+
+
+def _receives_tensors(error: BaseException) -> bool:
+    """Whether an error comes from receiving the descriptor of a tensor, which the sender could not open."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(frame.f_globals.get("__name__") == "torch.multiprocessing.reductions" for frame in frames)
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that led to it, the latest first."""
+    passed: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in passed:
+        passed.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _in_words(text: str, numbers: Container[int]) -> str | None:
+    """The line for a message that holds a library's or the system's words for a failure of one of the numbers."""
+    for pattern, line in TEXTS:
+        if re.search(pattern, text):
+            return line if isinstance(line, str) else _line(line, None)
+    numbered = re.search(r"\[Errno (\d+)\] [^\n:]*(?:: '([^'\n]*)')?", text)
+    if numbered and int(numbered[1]) in numbers:
+        return _line(int(numbered[1]), numbered[2])
+    numbered = re.search(r"\(os error (\d+)\)(?: at path \"([^\"\n]*)\")?", text)  # in Rust's words
+    if numbered and int(numbered[1]) in numbers:
+        return _line(int(numbered[1]), str(Path(numbered[2]).parent) if numbered[2] else None)  # the name is temporary
+    number = next((number for number in OF_THE_MACHINE if os.strerror(number) in text), None)
+    return None if number is None else _line(number, None)
+
+
+def _line(number: int, path: str | None) -> str:
+    what, remedy = MEANINGS[number]
+    if number == errno.EMFILE:
+        what, path = f"{what}: the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}", None
+    if number == errno.ENOSPC and path is None and (places := full_places()):
+        path = ", ".join(places)
+    return f"{f'{path}: ' if path else ''}{what}; {remedy}"
+
+
+def _path_of(error: OSError) -> str | None:
+    """The path that an error names; that of the target for a copy or a renaming."""
+    name = error.filename2 or error.filename
+    return os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) and name else None
+
+
+def full_places(free: int = 1 << 20) -> list[str]:
+    """Folders that the command line names, the working folder and that for temporary files, where a disk is full.
+
+    A stream whose write fails does not say which file it writes.
+
+    Args:
+        free: bytes; a disk with fewer counts as full.
+    """
+    named = [word.partition("=")[2] if word.startswith("-") else word for word in sys.argv[1:]]
+    places: list[str] = []
+    for name in [*named, os.curdir, tempfile.gettempdir()]:
+        path = next((each for each in (Path(name), *Path(name).parents) if name and os.path.lexists(each)), None)
+        try:
+            full = path is not None and os.access(path, os.W_OK) and shutil.disk_usage(path).free < free
+        except OSError:
+            continue
+        if full and name not in places:
+            places.append(name)
+    return places[:2]

@@ -1,0 +1,323 @@
+"""The language model without a head: transformers' interface on the shared backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Self, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from lightning_mhla import Backbone, Block, GenerationCache
+from lightning_mhla.attention.base import Attention
+from lightning_mhla.attention.features import LearnedFeatures
+from lightning_mhla.attention.head_decay import HeadDecay, HeadScale
+from lightning_mhla.attention.mixing import MixingCoefficients
+from lightning_mhla.attention.rows import places_real_first, real_first, real_mask, real_tokens, rows_in_order
+from lightning_mhla.attention.sequence import SequenceShare
+from lightning_mhla.attention.short_conv import ShortConvolution
+from lightning_mhla.attention.windowed import FarWeight
+from mhla_tasks.language.config import MHLAConfig
+from mhla_tasks.language.padding import (
+    check_counts,
+    check_length,
+    check_tokens,
+    document_bounds,
+    in_graph,
+    row_positions,
+)
+from mhla_tasks.language.state_cache import StateCache, check_cache
+
+DRAWN = (MixingCoefficients, nn.RMSNorm, ShortConvolution, HeadDecay, HeadScale, LearnedFeatures, FarWeight)
+"""Modules that draw their own weights."""
+
+
+class MHLABlock(GradientCheckpointingLayer, Block):
+    """A layer that transformers can recompute in the backward pass."""
+
+
+class BackboneOptions(TypedDict, total=False):
+    """Further arguments of every model's forward pass; Trainer would take some of them for columns of the data.
+
+    Attributes:
+        cu_seq_lens_q: ``[S + 1]``, ``cu_seqlens`` under the name of ``DataCollatorWithFlattening``.
+        cu_seq_lens_k: the same.
+        max_length_q: longest document, which nothing depends on.
+        max_length_k: the same.
+        seq_idx: ``[B, N]``, the number of each token's document, in place of ``cu_seqlens``.
+        token_type_ids: what some tokenizers add; the model has no types of tokens.
+        num_items_in_batch: divide the sum of the losses by it, not by the number of labels (gradient accumulation).
+        output_attentions: what peft passes on; there are none.
+    """
+
+    cu_seq_lens_q: Tensor | None
+    cu_seq_lens_k: Tensor | None
+    max_length_q: int | Tensor | None
+    max_length_k: int | Tensor | None
+    seq_idx: Tensor | None
+    token_type_ids: Tensor | None
+    num_items_in_batch: Tensor | int | None
+    output_attentions: bool | None
+
+
+class HiddenTokens(NamedTuple):
+    """Outputs of :meth:`MHLAPreTrainedModel.read`.
+
+    Attributes:
+        hidden: ``[B, N, dim]``, after the last norm.
+        real: ``[B, N]`` bool, tokens that are not padding; None where none is.
+        cache: the state after these tokens; None without.
+        states: inputs of each layer and ``hidden``; None unless asked for.
+    """
+
+    hidden: Tensor
+    real: Tensor | None
+    cache: GenerationCache | None
+    states: tuple[Tensor, ...] | None
+
+
+class MHLAPreTrainedModel(PreTrainedModel):
+    """Embedding and backbone, and how transformers builds, saves and trains them.
+
+    Rows of a batch may be padded at their left or right, or anywhere: ``attention_mask`` says what is real, and every row
+    is moved to its first real token inside, so that it gives what it gives alone.
+    """
+
+    config_class = MHLAConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _is_stateful = True
+    _no_split_modules: ClassVar[list[str]] = ["MHLABlock"]
+    config: MHLAConfig
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing; see :meth:`MHLAConfig.register_for_auto_class`."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, DRAWN):
+            module.reset_parameters()
+
+    def post_init(self) -> None:
+        """See transformers. Mixing coefficients are loaded in float32, whatever the dtype of the rest."""
+        if any(isinstance(module, MixingCoefficients) for module in self.modules()):
+            self._keep_in_fp32_modules_strict = {"mixing"}
+        super().post_init()
+
+
+class EmbeddedBackbone(MHLAPreTrainedModel):
+    """A model that holds embedding and backbone itself.
+
+    Args:
+        config: sizes and attention.
+    """
+
+    def __init__(self, config: MHLAConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.backbone = Backbone(
+            config.dim,
+            config.depth,
+            config.heads,
+            (config.context,),
+            config.layer_attention(),
+            norm="rmsnorm",
+            mlp="swiglu",
+            mlp_ratio=config.mlp_width / config.dim,
+            causal=True,
+            bias=False,
+            block=MHLABlock,
+            key_value_heads=config.key_value_heads,
+            key_width=config.key_width,
+            value_width=config.value_width,
+        )
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding of tokens."""
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding of tokens."""
+        assert isinstance(value, nn.Embedding)
+        self.embedding = value
+
+    def extend(self, tokens: int) -> None:
+        """Take sequences of ``tokens`` tokens; dense mixing is continued by :func:`mhla_kernels.extend_mixing`."""
+        self.backbone.extend(tokens)
+        self.config.context = max(tokens, self.config.context)
+
+    def read(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: GenerationCache | None,
+        use_cache: bool | None,
+        output_hidden_states: bool | None,
+        cu_seqlens: Sequence[int] | Tensor | None,
+        share: SequenceShare | None,
+        options: BackboneOptions,
+    ) -> HiddenTokens:
+        """Hidden tokens of a batch; arguments as for :meth:`MHLAForCausalLM.forward`.
+
+        Raises:
+            ValueError: for inputs that do not fit together.
+        """
+        if options.get("output_attentions"):
+            raise ValueError("the model keeps no attention matrices: leave output_attentions out")
+        check_cache(past_key_values)
+        x = self._embed(input_ids, inputs_embeds)
+        packs = attention_mask is None and past_key_values is None and share is None
+        bounds = document_bounds(options, cu_seqlens, position_ids if packs else None, x)
+        if bounds is not None and attention_mask is not None:
+            raise ValueError("attention_mask pads rows and cu_seqlens packs one; give one of the two")
+        if bounds is not None and (past_key_values is not None or use_cache):
+            raise ValueError("packed sequences (cu_seqlens) have no common state; leave cu_seqlens or use_cache out")
+        cache = past_key_values
+        if cache is None and self._returns_state(use_cache, bounds is None and share is None):
+            cache = StateCache(self.config.depth)
+        keep = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states: list[Tensor] | None = [] if keep else None
+        if bounds is not None:
+            hidden = self._packed(x, bounds, share, position_ids, states)
+            return HiddenTokens(hidden, None, None, None if states is None else (*states[:-1], hidden))
+        real = None if attention_mask is None else real_mask(attention_mask, x)
+        counts, order = self._order(attention_mask, x, cache)
+        inside = x if order is None else rows_in_order(x, order)
+        positions = row_positions(position_ids, x, order)
+        if cache is None:
+            hidden = self.backbone(inside, share=share, positions=positions, states=states)
+        else:
+            hidden = self.backbone.next_tokens(inside, cache, counts, positions, states)
+        if order is not None:
+            assert real is not None
+            inverse = places_real_first(real)
+            hidden = rows_in_order(hidden, inverse)
+            states = None if states is None else [rows_in_order(state, inverse) for state in states]
+        return HiddenTokens(hidden, real, cache, None if states is None else (x, *states[1:-1], hidden))
+
+    def _packed(
+        self,
+        x: Tensor,
+        bounds: Sequence[int] | Tensor,
+        share: SequenceShare | None,
+        position_ids: Tensor | None,
+        states: list[Tensor] | None,
+    ) -> Tensor:
+        """Hidden tokens of documents whose ``bounds`` count through the rows, which are laid end to end."""
+        positions = None if position_ids is None else position_ids.expand(x.shape[:2]).flatten()
+        row = x.flatten(0, 1)[None]
+        hidden = self.backbone(row, cu_seqlens=bounds, share=share, positions=positions, states=states)
+        if states is not None:
+            states[:] = [state.view(x.shape) for state in states]
+        return hidden.view(x.shape)
+
+    def _order(
+        self, attention_mask: Tensor | None, x: Tensor, cache: GenerationCache | None
+    ) -> tuple[tuple[int, ...], Tensor | None]:
+        """Real tokens of each row, and the order that puts them first.
+
+        The numbers are those of a state, which needs them, and of the check on a CPU. Without a state, neither a graph nor
+        an accelerator is made to wait for them.
+        """
+        if cache is None and (in_graph() or x.device.type != "cpu"):
+            return (), None if attention_mask is None else real_first(real_mask(attention_mask, x))
+        _, counts, order = real_tokens(attention_mask, x)
+        check_counts(cache, counts)
+        if cache is not None:
+            check_length(cache, counts, self.backbone.max_tokens)
+        return counts, order
+
+    def _returns_state(self, use_cache: bool | None, single: bool) -> bool:
+        """Whether to return a state: as asked for, and by default as the configuration says where nothing stands against."""
+        if use_cache is not None:
+            recomputes = self.training and any(block.gradient_checkpointing for block in self.backbone.layers)
+            return use_cache and single and not recomputes
+        if self.training or in_graph() or not single or not self.config.use_cache:
+            return False
+        return all(type(block.attn).continue_from is not Attention.continue_from for block in self.backbone.layers)
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        assert input_ids is not None
+        # Elsewhere the check would wait for the device, and generate() does it there; a graph cannot depend on values.
+        if input_ids.device.type == "cpu" and not in_graph():
+            check_tokens(input_ids, self.config.vocab_size)
+        return self.embedding(input_ids)
+
+
+class MHLAModel(EmbeddedBackbone):
+    """Hidden tokens of a language model, for heads other than that of :class:`MHLAForCausalLM`.
+
+    Its weights have the names that they have there, so that each loads what the other saved.
+
+    Args:
+        config: sizes and attention.
+    """
+
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^head\.weight$"]
+
+    def __init__(self, config: MHLAConfig) -> None:
+        super().__init__(config)
+        self.post_init()
+
+    @classmethod
+    def sharing(cls, model: EmbeddedBackbone) -> Self:
+        """A model of the embedding and the backbone of ``model``: the same modules, not copies of them."""
+        shared = cls.__new__(cls)
+        PreTrainedModel.__init__(shared, model.config)
+        shared.embedding, shared.backbone = model.embedding, model.backbone
+        shared.training = model.training  # train() would set the shared modules' modes too
+        return shared
+
+    def get_decoder(self, *args: Any, **kwargs: Any) -> Self:
+        """The model itself."""
+        return self
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: GenerationCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        **kwargs: Unpack[BackboneOptions],
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Hidden tokens ``[B, N, dim]``; arguments as for :meth:`MHLAForCausalLM.forward`.
+
+        Raises:
+            ValueError: for inputs that do not fit together.
+            TypeError: for an argument that does not exist.
+        """
+        check_options(kwargs, BackboneOptions)
+        tokens = self.read(
+            input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, use_cache, output_hidden_states,
+            cu_seqlens, None, kwargs,
+        )  # fmt: skip
+        output = BaseModelOutputWithPast(
+            last_hidden_state=tokens.hidden, past_key_values=tokens.cache, hidden_states=tokens.states
+        )
+        return output.to_tuple() if return_dict is False else output
+
+
+def check_options(options: Any, names: Any) -> None:
+    """Raise TypeError for arguments that the TypedDict ``names`` does not list."""
+    if unknown := set(options) - set(names.__annotations__):
+        raise TypeError(f"forward() got unexpected arguments {sorted(unknown)}")

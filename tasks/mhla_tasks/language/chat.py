@@ -1,0 +1,203 @@
+"""Chat in the terminal: replies appear as they are written, and the model keeps its state from one turn to the next."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
+from typing_extensions import override
+
+from lightning_mhla.system.processes import process_device
+from mhla_tasks.language.conversation import Conversation
+from mhla_tasks.language.export import load_model
+from mhla_tasks.language.networks import longest
+from mhla_tasks.language.prompts import GenerationOptions
+from mhla_tasks.language.tokenizer import pad_token
+
+LONGEST = 512
+"""Tokens of a reply where nothing else is asked for."""
+
+HELP = "/reset forgets the conversation, /exit or the end of the input (Ctrl-D) leaves, Ctrl-C stops a reply"
+
+
+def chat(
+    path: str, system: str | None, count: int | None, sampling: Mapping[str, Any], seed: int, device: str | None
+) -> None:
+    """Talk with a model until the input ends.
+
+    Args:
+        path: checkpoint, folder of a run, exported folder, or name on the hub.
+        system: system message.
+        count: tokens of a reply, at most; None for 512.
+        sampling: options of :class:`GenerationOptions` that were asked for; the model's own generation settings fill in the
+            others.
+        seed: seed of the tokens that are drawn.
+        device: cpu or cuda; None for a GPU if there is one.
+
+    Raises:
+        ValueError: when the model cannot chat as asked.
+    """
+    set_seed(seed)
+    model, tokenizer = load_model(path)
+    chatting = Chat(model.to(process_device(device)), tokenizer, system, count or LONGEST, sampling)
+    interactive = sys.stdin.isatty()
+    if not chatting.conversation.has_template:
+        _note("the model has no chat template: it continues what you write")
+    if interactive:
+        _note(HELP)
+    for text in _lines(interactive):
+        if text == "/exit":
+            return
+        if text == "/reset":
+            chatting.reset()
+            _note("the conversation is forgotten")
+        elif text.startswith("/"):
+            _note(HELP)
+        elif text:
+            chatting.answer(text)
+
+
+class Chat:
+    """A model in a conversation.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        system: system message.
+        count: tokens of a reply, at most.
+        sampling: see :func:`chat`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        system: str | None,
+        count: int,
+        sampling: Mapping[str, Any],
+    ) -> None:
+        self.model, self.tokenizer, self.system = model, tokenizer, system
+        self.count, self.sampling = count, _settings(model, sampling)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.conversation = Conversation(self.tokenizer, self.system)
+        self.cache: Any = None
+
+    def answer(self, text: str) -> None:
+        """Print the reply to a message, then how long it took and what the model keeps."""
+        ids = self.conversation.ask(text)
+        limit = longest(self.model)
+        room = self.count if limit is None else min(self.count, limit - len(ids) + 1)
+        if room < 1:
+            self.conversation.take_back()
+            self.cache = None
+            _note(f"the conversation has {len(ids)} tokens, and the model reads {limit}: /reset begins a new one")
+            return
+        streamer, start = _Streamer(self.tokenizer), time.perf_counter()
+        stops = self._stops()
+        try:
+            self._generate(ids, room, stops, streamer)
+        except KeyboardInterrupt:
+            self.cache = None  # it may have read a part of the tokens
+            streamer.end()
+        seconds = time.perf_counter() - start
+        tokens = streamer.tokens[:-1] if streamer.tokens and streamer.tokens[-1] in stops else streamer.tokens
+        self.conversation.reply(tokens)
+        held = "" if self.cache is None else f", state of {_bytes(self.cache) / 2**20:.2f} MiB"
+        total = len(self.conversation.ids)
+        _note(f"{len(streamer.tokens)} tokens in {seconds:.1f} s; {total} tokens in the conversation{held}")
+
+    def _generate(self, ids: list[int], room: int, stops: list[int], streamer: _Streamer) -> None:
+        rows = torch.tensor([ids], device=self.model.device)
+        if self.cache is not None and not 0 < self.cache.get_seq_length() < len(ids):
+            self.cache = None
+        output = self.model.generate(
+            input_ids=rows,
+            attention_mask=torch.ones_like(rows),
+            past_key_values=self.cache,
+            streamer=streamer,
+            max_new_tokens=room,
+            eos_token_id=stops or None,
+            pad_token_id=pad_token(self.tokenizer),
+            return_dict_in_generate=True,
+            **self.sampling,
+        )
+        self.cache = output.past_key_values
+
+    def _stops(self) -> list[int]:
+        """Tokens that end a reply: those of the model, of its tokenizer, and of its chat template."""
+        own = self.model.generation_config.eos_token_id
+        listed = own if isinstance(own, list) else [own]
+        found = {*listed, self.tokenizer.eos_token_id, *self.conversation.stops} - {None}
+        return sorted(found)
+
+
+class _Streamer(TextStreamer):
+    """Prints text as it comes, and keeps the tokens.
+
+    Attributes:
+        tokens: of the reply so far.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.tokens: list[int] = []
+        self._prompt_comes = True
+
+    @override
+    def put(self, value: Tensor) -> None:
+        if not self._prompt_comes:
+            self.tokens += value.flatten().tolist()
+        self._prompt_comes = False
+        super().put(value)
+
+
+def _settings(model: PreTrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling: as asked, else as the model's own settings say, else as for prompts."""
+    own = model.generation_config
+    names = ("temperature", "top_k", "top_p")
+    saved = {name: getattr(own, name, None) for name in names} if own.do_sample else {}
+    chosen = {name: value for name, value in {**saved, **asked}.items() if value is not None}
+    options = GenerationOptions(**chosen).for_generate()
+    return {name: value for name, value in options.items() if name != "max_new_tokens"}
+
+
+def _bytes(cache: Any) -> int:
+    """Memory of what a model keeps of the conversation."""
+    if hasattr(cache, "bytes"):
+        return int(cache.bytes)
+    total = 0
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            if isinstance(value, Tensor):
+                total += value.numel() * value.element_size()
+            else:  # the state of a layer whose attention was swapped
+                total += int(getattr(value, "bytes", 0))
+    return total
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """Messages of the user, until the input ends."""
+    if interactive:
+        import readline  # noqa: F401  lines can be edited, and earlier ones called back
+    while True:
+        try:
+            yield input("> " if interactive else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+
+
+def _note(text: str) -> None:
+    """Print a remark beside the conversation, which alone goes to standard output."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, soft_wrap=True, style="dim").print(text, markup=False)

@@ -1,0 +1,228 @@
+"""One column of a table, row by row: JSON lines, JSON, CSV, TSV and Parquet. The other columns may hold anything."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from lightning_mhla.data.lines import (
+    COMPRESSED,
+    Source,
+    file_name,
+    iterate_lines,
+    json_lines,
+    open_bytes,
+    parse_json,
+    parse_object,
+    read_lines,
+    read_text,
+)
+from lightning_mhla.system.listing import shown
+from lightning_mhla.system.untrusted import reason
+from mhla_tasks.language.documents import check_text
+
+Rows = Iterator[tuple[str, str | None]]
+"""Where each row stands, for messages, and its text; None for a null."""
+
+ROWS_AT_ONCE = 256
+"""Rows of Parquet that are in memory as Python texts."""
+
+LONGEST_LIST = 300
+"""Characters of a list of names in a message."""
+
+
+class MissingColumnError(ValueError):
+    """A row, or a table, without the column; the message names the place and the columns that are there."""
+
+
+def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
+    """Place and text of each row of a table, as they stream in. Blank lines are not rows.
+
+    Args:
+        source: path or URL.
+        column: column that holds the text.
+        kind: ``jsonl``, ``json`` (an array of objects, an object, or JSON lines), ``csv``, ``tsv``, ``parquet``, or
+            ``lines``, where each line of a text file is a row; None for the kind that the suffix says.
+
+    Raises:
+        MissingColumnError: if a row has no such column.
+        OSError: if the file cannot be read.
+        ValueError: naming the file and the line, item or row, if it is broken, or the value is not text.
+    """
+    kind = kind or table_kind(source)
+    if kind is None:
+        raise ValueError(f"{shown(source)} is not a table ({', '.join(SUFFIXES)})")
+    return READERS[kind](source, column)
+
+
+def table_kind(source: Source) -> str | None:
+    """The kind of table that a file is by its suffix, a suffix of compression aside; None if it is not a table."""
+    return SUFFIXES.get(plain_suffix(source))
+
+
+def plain_suffix(source: Source) -> str:
+    """The suffix of a file in lower case, a suffix of compression aside: ``.jsonl`` for ``a.jsonl.gz``."""
+    name = PurePosixPath(file_name(source).lower())
+    return (name.with_suffix("") if name.suffix in COMPRESSED else name).suffix
+
+
+def _json_lines(source: Source, column: str) -> Rows:
+    for number, row in json_lines(source):
+        yield _entry(row, column, f"{shown(source)}: line {number}")
+
+
+def _json(source: Source, column: str) -> Rows:
+    lines = read_lines(source)
+    number, line = next(lines, (0, ""))
+    if not line:
+        return
+    try:
+        value = parse_json(line, f"{shown(source)}: line {number}")
+    except ValueError:  # spread over several lines
+        value, lines = parse_json(read_text(source), shown(source)), iter(())
+    if isinstance(value, dict):
+        yield _entry(value, column, f"{shown(source)}: line {number}")
+        for number, line in lines:
+            place = f"{shown(source)}: line {number}"
+            yield _entry(parse_object(line, place), column, place)
+        return
+    if not isinstance(value, list):
+        raise ValueError(
+            f"{shown(source)} holds {type(value).__name__} {str(value)[:60]!r}; a .json of documents is an array of objects, "
+            "one object, or an object on each line"
+        )
+    for number, line in lines:
+        raise ValueError(f"{shown(source)}: line {number} follows an array: {line[:60]!r}; a .json holds one array")
+    for number, item in enumerate(value, 1):
+        place = f"{shown(source)}: item {number}"
+        if not isinstance(item, dict):
+            raise ValueError(f"{place} is {type(item).__name__} {str(item)[:60]!r}, not an object with {column!r}")
+        yield _entry(item, column, place)
+
+
+def _entry(row: dict[str, Any], column: str, place: str) -> tuple[str, str | None]:
+    if column not in row:
+        raise _missing(column, sorted(row), place)
+    value = row[column]
+    return place, None if value is None else check_text(value, place)
+
+
+def _csv(source: Source, column: str) -> Rows:
+    return _separated(source, column, ",")
+
+
+def _tsv(source: Source, column: str) -> Rows:
+    return _separated(source, column, "\t")
+
+
+def _separated(source: Source, column: str, delimiter: str) -> Rows:
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the limit of the process is 128 KiB, less than a long document
+    rows = csv.reader((f"{line}\n" for line in iterate_lines(source)), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    line = 1
+    while True:
+        place = f"{shown(source)}: line {line}"
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise ValueError(
+                f"{place}: {reason(error)}; check the quotes (a quote inside a quoted field is written twice)"
+            ) from error
+        line = rows.line_num + 1
+        if not row:
+            continue
+        if header is None:
+            header = row
+            index = _only_index(header, column, place)
+        elif len(row) != len(header):
+            raise ValueError(
+                f"{place} has {len(row)} fields, the header has {len(header)}; put fields with a {delimiter!r} in quotes"
+            )
+        else:
+            yield place, row[index]
+
+
+def _parquet(source: Source, column: str) -> Rows:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    name = shown(source)
+    if PurePosixPath(file_name(source).lower()).suffix in COMPRESSED:
+        raise ValueError(
+            f"{name}: compressed Parquet is not supported; decompress the file (Parquet compresses itself)"
+        )
+    number = 0
+    with open_bytes(source) as stream:
+        try:
+            table = ParquetFile(stream)
+            index = _only_index(table.schema_arrow.names, column, name)
+            _check_type(table.schema_arrow.field(index).type, column, name)
+            for batch in table.iter_batches(ROWS_AT_ONCE, columns=[column]):
+                for value in batch.column(batch.schema.names.index(column)):
+                    number += 1
+                    yield f"{name}: row {number}", value.as_py()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name}: row {number}: column {column!r} is not UTF-8 ({reason(error)})") from error
+        except (pyarrow.ArrowException, OSError) as error:
+            # Like decompressors, Arrow raises OSError without a number for a broken file.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise ValueError(
+                f"{name} is not a complete Parquet file ({reason(error)}, after row {number}); download or write it again"
+            ) from error
+
+
+def _check_type(kind: Any, column: str, name: str) -> None:
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) or types.is_null(kind)):
+        raise ValueError(f"{name}: column {column!r} is {kind}, not text; choose another column")
+
+
+def _lines(source: Source, column: str) -> Rows:
+    for number, line in read_lines(source):
+        yield f"{shown(source)}: line {number}", line
+
+
+def _only_index(names: Sequence[str], column: str, place: str) -> int:
+    if column not in names:
+        raise _missing(column, names, place)
+    if names.count(column) > 1:
+        raise ValueError(f"{place} has {names.count(column)} columns {column!r}; rename all but one")
+    return names.index(column)
+
+
+def _missing(column: str, names: Iterable[str], place: str) -> MissingColumnError:
+    listed = str(list(names))
+    return MissingColumnError(
+        f"{place} has no column {column!r}, only {listed[:LONGEST_LIST]}{'...' if len(listed) > LONGEST_LIST else ''}"
+    )
+
+
+READERS: dict[str, Callable[[Source, str], Rows]] = {
+    "jsonl": _json_lines,
+    "json": _json,
+    "csv": _csv,
+    "tsv": _tsv,
+    "parquet": _parquet,
+    "lines": _lines,
+}
+
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".jsonlines": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+"""Kinds of tables by suffix."""

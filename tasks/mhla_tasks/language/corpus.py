@@ -1,0 +1,204 @@
+"""Documents of files, folders and data sets of the hub, in order; nothing is left out without a word."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+
+from lightning_mhla.data.lines import NotTextError, has_surrogates, read_text
+from lightning_mhla.system.listing import shown, visible_files
+from mhla_tasks.language.columns import MissingColumnError, Rows, plain_suffix, read_column, table_kind
+from mhla_tasks.language.hub import StreamedDataSet
+
+log = logging.getLogger(__name__)
+
+BINARY = {
+    "7z", "a", "avi", "bin", "bmp", "ckpt", "class", "db", "dll", "doc", "docx", "dylib", "eps", "exe", "flac",
+    "gguf", "gif", "h5", "ico", "jar", "jpeg", "jpg", "mkv", "mov", "mp3", "mp4", "npy", "npz", "o", "odt", "ogg",
+    "onnx", "pdf", "pickle", "pkl", "png", "pptx", "pt", "pth", "pyc", "pyd", "rar", "safetensors", "so", "sqlite",
+    "tar", "tgz", "tif", "tiff", "ttf", "wasm", "wav", "webm", "webp", "whl", "woff", "woff2", "xls", "xlsx", "zip",
+}  # fmt: skip
+"""Suffixes of files that are not documents of a folder, whatever their bytes happen to be."""
+
+EXAMPLES = 3
+"""Places that are named for each reason why something is left out."""
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Remarks:
+    """Counts what is left out and what is changed, to say it in one line.
+
+    Args:
+        at_once: whether the first of each kind is logged when it is met, for a stream that has no end.
+    """
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.at_once = at_once
+        self.left_out: dict[str, list[str]] = {}
+        self.changed: dict[str, list[str]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def leave_out(self, kind: str, place: str) -> None:
+        """Count something that is left out, of a kind in the plural such as ``binary files``."""
+        self._add(self.left_out, kind, place)
+
+    def change(self, kind: str, place: str) -> None:
+        """Count a document that is changed."""
+        self._add(self.changed, kind, place)
+
+    def _add(self, places: dict[str, list[str]], kind: str, place: str) -> None:
+        self.counts[kind] += 1
+        if self.counts[kind] <= EXAMPLES:
+            places.setdefault(kind, []).append(place)
+        if self.at_once and self.counts[kind] == 1:
+            verb = "left out" if places is self.left_out else "changed"
+            log.warning("%s: the first of the %s that are %s; the next ones are not mentioned", place, kind, verb)
+
+    def __str__(self) -> str:
+        """All kinds with their counts and first places."""
+        parts = []
+        for title, kinds in (("left out", self.left_out), ("changed", self.changed)):
+            counted = (
+                f"{self.counts[kind]:,} {kind} ({', '.join(places)}{', ...' if self.counts[kind] > len(places) else ''})"
+                for kind, places in kinds.items()
+            )
+            if kinds:
+                parts.append(f"{title}: {', '.join(counted)}")
+        return "; ".join(parts)
+
+    def report(self) -> None:
+        """Log what was counted, if anything was."""
+        if self.counts:
+            log.warning("%s", self)
+
+
+def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
+    """Every document of all sources, in order, none of them empty.
+
+    A file of text is one document. A table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) has one in each row. Of a
+    folder, hidden files, binary files, text that is not UTF-8 and tables without the column are left out; of tables, rows with
+    a null or an empty text. One line of the log says what was left out, and why.
+
+    Args:
+        sources: paths of files and folders, or ``hub:NAME[:CONFIG[:SPLIT]]``.
+        column: column of tables.
+
+    Raises:
+        FileNotFoundError: when a source is not there.
+        ValueError: naming the file and the line, when a table has no such column or is broken, when a file that is named is
+            not text, or when there is no document at all.
+    """
+    remarks, empty = Remarks(), True
+    try:
+        for source in sources:
+            for document in _source_documents(source, column, remarks):
+                empty = False
+                yield document
+        if empty:
+            raise ValueError(f"{', '.join(sources)}: no document" + (f"; {remarks}" if remarks.counts else ""))
+    except MissingColumnError as error:
+        raise ValueError(f"{error}; choose one with --column") from error
+    finally:
+        if not empty:
+            remarks.report()
+
+
+def documents_of(rows: Rows, remarks: Remarks) -> Iterator[str]:
+    """The texts of rows that are documents.
+
+    Args:
+        rows: place and text of each row.
+        remarks: counts rows with a null or an empty text, and texts that are changed.
+    """
+    for place, text in rows:
+        if text is None:
+            remarks.leave_out("rows with null", place)
+        elif not text or text.isspace():
+            remarks.leave_out("empty documents", place)
+        elif has_surrogates(text):
+            remarks.change("documents with half a surrogate pair, which becomes U+FFFD", place)
+            yield SURROGATE.sub("\ufffd", text)
+        else:
+            yield text
+
+
+def source_files(path: Path, remarks: Remarks) -> list[Path]:
+    """The files that a source names: a file itself, or all visible files of a folder, sorted.
+
+    Args:
+        path: file or folder.
+        remarks: counts hidden files and folders.
+
+    Raises:
+        FileNotFoundError: when there is no such file, or no visible file in the folder.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"{shown(path)} is neither a file nor a folder")
+    hidden: list[Path] = []
+    files = visible_files(path, hidden)
+    for left_out in hidden:
+        remarks.leave_out("hidden or cache files and folders", shown(left_out))
+    if not files:
+        raise FileNotFoundError(f"{shown(path)} is a folder without visible files in it")
+    return files
+
+
+def _source_documents(source: str, column: str, remarks: Remarks) -> Iterator[str]:
+    if source.startswith("hub:"):
+        name, config, split = [*source[4:].split(":"), "", ""][:3]
+        data_set = {"path": name, "name": config or None, "split": split or "train"}
+        yield from documents_of(StreamedDataSet(data_set, column).rows(), remarks)
+        return
+    path = Path(source)
+    in_folder = path.is_dir()
+    for file in source_files(path, remarks):
+        rows = _folder_rows(file, column, remarks) if in_folder else _counted(_rows(file, column), file, remarks)
+        yield from documents_of(rows, remarks)
+
+
+def _rows(path: Path, column: str) -> Rows:
+    """Rows of a table; the text of any other file is one row."""
+    if (kind := table_kind(path)) is None:
+        yield shown(path), read_text(path)
+    else:
+        yield from read_column(path, column, kind)
+
+
+def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
+    """Rows of a file in a folder, none if it is not a file of documents."""
+    if plain_suffix(path).lstrip(".") in BINARY:
+        remarks.leave_out("binary files", shown(path))
+        return
+    kind, rows = table_kind(path), _rows(path, column)
+    try:
+        first = list(islice(rows, 1))
+    except NotTextError as error:
+        # A table that is not text is broken; a text that is not text is merely another kind of file.
+        if kind not in (None, "json"):
+            raise
+        remarks.leave_out("binary files" if error.kind == "binary" else "files not in UTF-8", shown(path))
+    except MissingColumnError:
+        remarks.leave_out(f"tables without a column {column!r}", shown(path))
+    except ValueError:
+        if kind != "json":
+            raise
+        remarks.leave_out(".json files that do not hold documents", shown(path))
+    else:
+        yield from _counted(chain(first, rows), path, remarks)
+
+
+def _counted(rows: Rows, path: Path, remarks: Remarks) -> Rows:
+    """The rows of a file; a file without any is mentioned."""
+    empty = True
+    for row in rows:
+        empty = False
+        yield row
+    if empty:
+        remarks.leave_out("tables without a row", shown(path))

@@ -1,0 +1,150 @@
+"""The one place that turns text into tokens: documents, streamed text and prompts.
+
+Two rules hold for every tokenizer. The letters of a control token in a text, such as ``<|endoftext|>``, stay letters unless
+the caller asks for the token. The tokens that a tokenizer puts in front of a text belong to a prompt; those that it appends
+end a text, and a prompt has not ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from lightning_mhla.system.untrusted import reason
+
+WORDS = ("a", "0", "the", " ")
+"""Texts tried to find one that a tokenizer has a token for."""
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Index and text of each token that stands for something other than text: begin, end, padding, turns of a chat.
+
+    The token for unknown text is not one of them unless it also begins or ends texts, as in GPT-2.
+    """
+    tokens = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    tokens |= dict(zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True))
+    if tokenizer.unk_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        tokens.pop(tokenizer.unk_token_id, None)
+    return tokens
+
+
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], read_control_tokens: bool = False
+) -> list[list[int]]:
+    """Tokens of texts, without any that the tokenizer adds at either end.
+
+    Args:
+        tokenizer: any tokenizer.
+        texts: the texts.
+        read_control_tokens: whether the letters of a control token in a text become that token.
+
+    Raises:
+        ValueError: if the tokenizer cannot keep the letters of a control token as text, or fails on a text.
+    """
+    if not texts:
+        return []
+    with _failures(tokenizer):
+        rows: list[list[int]] = tokenizer(
+            list(texts), add_special_tokens=False, split_special_tokens=not read_control_tokens
+        )["input_ids"]
+    if read_control_tokens:
+        return rows
+    control = control_tokens(tokenizer)
+    for number in (number for number, row in enumerate(rows) if not control.keys().isdisjoint(row)):
+        rows[number] = _encode_without(tokenizer, control, texts[number])
+    return rows
+
+
+def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that the tokenizer puts in front of every text."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        row = list(tokenizer.build_inputs_with_special_tokens([-1]))  # no token has this index
+        return row[: row.index(-1)]
+    with _failures(tokenizer):
+        for word in WORDS:
+            encoded = tokenizer(word)
+            origins = encoded.sequence_ids(0)  # None for what the tokenizer adds
+            if 0 in origins:
+                return list(encoded["input_ids"][: origins.index(0)])
+    raise ValueError(f"{_name(tokenizer)} has no token for any of {', '.join(map(repr, WORDS))}; use another tokenizer")
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], read_control_tokens: bool = False
+) -> list[list[int]]:
+    """Tokens of prompts: what the tokenizer puts in front, then the text, and nothing after it.
+
+    A prompt that begins with the control token that the tokenizer puts in front, as the result of a chat template does, gets
+    nothing in front.
+
+    Args:
+        tokenizer: any tokenizer.
+        texts: the prompts.
+        read_control_tokens: whether the letters of a control token in a prompt become that token.
+
+    Raises:
+        ValueError: as for :func:`encode_texts`.
+    """
+    begin = begin_tokens(tokenizer)
+    rows = encode_texts(tokenizer, texts, read_control_tokens)
+    return [row if read_control_tokens and begin and row[:1] == begin[:1] else begin + row for row in rows]
+
+
+def _encode_without(tokenizer: PreTrainedTokenizerBase, control: dict[int, str], text: str) -> list[int]:
+    """Tokens of a text by a tokenizer whose vocabulary lacks the control tokens.
+
+    The vocabulary of a Unigram or WordLevel model holds them as pieces like any others, so that it finds them in a text even
+    when nothing looks for control tokens.
+    """
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        with _failures(tokenizer):
+            row = _text_only(tokenizer, control).encode(text, add_special_tokens=False).ids
+        if control.keys().isdisjoint(row):
+            return list(row)
+    named = ", ".join(repr(token) for token in control.values() if token in text)
+    if not named:
+        raise ValueError(
+            f"{_name(tokenizer)} has no tokens for a part of {text[:60]!r}, and its token for unknown text, "
+            f"{tokenizer.unk_token!r}, also begins or ends texts; use another tokenizer"
+        )
+    raise ValueError(
+        f"{_name(tokenizer)} reads the letters {named} in {text[:60]!r} as control tokens and cannot be told not to; ask for "
+        "control tokens (control_tokens: true), or use another tokenizer"
+    )
+
+
+def _text_only(tokenizer: PreTrainedTokenizerFast, control: dict[int, str]) -> Tokenizer:
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["truncation"] = state["padding"] = None
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] not in control]
+    model = state["model"]
+    if isinstance(model["vocab"], list):
+        for index in control.keys() & set(range(len(model["vocab"]))):
+            model["vocab"][index][0] = ""  # keeps the place of the others, and no text contains it as a piece
+    else:
+        gone = {token for token, index in model["vocab"].items() if index in control} - {model.get("unk_token")}
+        model["vocab"] = {token: index for token, index in model["vocab"].items() if token not in gone}
+        if "merges" in model:
+            model["merges"] = [pair for pair in model["merges"] if gone.isdisjoint([*pair, "".join(pair)])]
+    return Tokenizer.from_str(json.dumps(state))
+
+
+@contextmanager
+def _failures(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        # the tokenizers library raises Exception itself, and panics, which are no Exception, for regular expressions that
+        # exceed their budget
+        if type(error) is Exception or type(error).__name__ == "PanicException":
+            raise ValueError(f"{_name(tokenizer)} fails on a text ({reason(error)}); use another tokenizer") from error
+        raise
+
+
+def _name(tokenizer: PreTrainedTokenizerBase) -> str:
+    where = getattr(tokenizer, "name_or_path", "")
+    return f"the tokenizer {type(tokenizer).__name__}" + (f" ({where})" if where else "")

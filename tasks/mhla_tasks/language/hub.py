@@ -1,0 +1,160 @@
+"""Rows of data sets that stream in: local files and URLs, and data sets of the Hugging Face hub.
+
+``datasets`` only says which files a data set of the hub has. They are read like local ones, because its own readers settle
+on the columns of the first rows and fail where a column that nobody asked for changes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from glob import glob, has_magic
+from itertools import chain
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lightning_mhla.data.lines import file_name
+from lightning_mhla.system.listing import shown
+from lightning_mhla.system.untrusted import reason
+from mhla_tasks.language.columns import MissingColumnError, Rows, read_column, table_kind
+from mhla_tasks.language.documents import check_text
+
+KINDS = {"json": "json", "parquet": "parquet", "csv": "csv", "text": "lines"}
+"""Names of kinds of files in place of a data set's, and the kinds of :func:`read_column`."""
+
+ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4")
+"""Suffixes of files that ``datasets`` unpacks."""
+
+Files = list[tuple[str, str]]
+"""Path or URL, and kind, of each file."""
+
+
+class StreamedDataSet:
+    """A data set whose rows stream in, from the first one each time.
+
+    Args:
+        data_set: ``path`` (name on the hub, or one of :data:`KINDS`), ``name`` (configuration), ``split`` and
+            ``data_files``, as ``datasets.load_dataset`` takes them.
+        column: column that holds the text.
+
+    Raises:
+        FileNotFoundError: when there is no such data set or file.
+        ValueError: when it has no such split.
+    """
+
+    def __init__(self, data_set: Mapping[str, Any], column: str) -> None:
+        self.data_set, self.column = dict(data_set), column
+        local = data_set["path"] in KINDS and data_set.get("data_files")
+        self.files = local_files(data_set) if local else _hub_files(data_set)
+
+    def rows(self) -> Rows:
+        """Place and text of each row, None for a null.
+
+        Raises:
+            OSError: when a file or the network fails.
+            ValueError: naming the file and the row, when it is broken or has no such column.
+        """
+        if self.files is None:
+            return _streamed_rows(self.data_set, self.column)
+        return chain.from_iterable(_file_rows(file, self.column, kind) for file, kind in self.files)
+
+
+def local_files(data_set: Mapping[str, Any]) -> Files:
+    """The files that ``data_files`` names, patterns resolved in alphabetical order.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        ValueError: for a split other than train.
+    """
+    given, split = data_set["data_files"], data_set.get("split")
+    if split not in (None, "train"):
+        raise ValueError(
+            f"split={split}: local files have the split train alone; name the files of {split} in data_files"
+        )
+    files: Files = []
+    for pattern in [given] if isinstance(given, str) else given:
+        plain = "://" in pattern or Path(pattern).is_file()
+        names = [pattern] if plain else sorted(glob(pattern, recursive=True)) if has_magic(pattern) else []
+        if not names:
+            raise FileNotFoundError(
+                f"the data set could not be loaded: {shown(pattern)} is not a file; check data_files"
+            )
+        files += [(name, _kind(data_set["path"], name)) for name in names]
+    return files
+
+
+def _kind(name: str, file: str) -> str:
+    """Kind of a file whose format ``datasets`` calls ``name``: for it JSON lines are json, and TSV is csv."""
+    by_suffix = table_kind(file)
+    return by_suffix if by_suffix and (name, by_suffix) in {("json", "jsonl"), ("csv", "tsv")} else KINDS[name]
+
+
+def _file_rows(file: str, column: str, kind: str) -> Rows:
+    try:
+        yield from read_column(file, column, kind)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # each file system behind a URL has errors of its own
+        if "://" not in file:
+            raise
+        raise OSError(
+            f"{file} could not be read ({type(error).__name__}: {reason(error)}); check the network"
+        ) from error
+
+
+def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
+    """Files of a data set of the hub; None if they are of a kind that only ``datasets`` reads."""
+    from datasets import load_dataset_builder
+
+    split = data_set.get("split") or "train"
+    given = {key: value for key, value in data_set.items() if value is not None and key != "split"}
+    try:
+        builder = load_dataset_builder(**given)
+    except Exception as error:
+        raise _not_loaded(data_set, error) from error
+    format_name, config = type(builder).__module__.rpartition(".")[2], builder.config
+    if format_name not in KINDS or not config.data_files:
+        return None
+    if getattr(config, "field", None) or getattr(config, "sep", ",") != ",":
+        return None
+    if split not in config.data_files:
+        raise ValueError(
+            f"the data set {data_set['path']} has no split {split!r}, only {sorted(map(str, config.data_files))}"
+        )
+    files = [str(file) for file in config.data_files[split]]
+    if any(PurePosixPath(file_name(file).lower()).suffix in ARCHIVES for file in files):
+        return None
+    return [(file, _kind(format_name, file)) for file in files]
+
+
+def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
+    """Rows as ``datasets`` reads them."""
+    from datasets import load_dataset
+
+    name, number = f"the data set {data_set['path']}", 0
+    try:
+        rows = load_dataset(**{key: value for key, value in data_set.items() if value is not None}, streaming=True)
+    except Exception as error:
+        raise _not_loaded(data_set, error) from error
+    rows = iter(rows)
+    while True:
+        number += 1
+        place = f"{name}: row {number}"
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except OSError:
+            raise
+        except Exception as error:  # of the format's library
+            raise ValueError(f"{place} could not be read ({type(error).__name__}: {reason(error)})") from error
+        if column not in row:
+            raise MissingColumnError(f"{place} has no column {column!r}, only {sorted(row)}")
+        yield place, None if row[column] is None else check_text(row[column], place)
+
+
+def _not_loaded(data_set: Mapping[str, Any], error: Exception) -> FileNotFoundError:
+    given = {key: value for key, value in data_set.items() if value is not None}
+    return FileNotFoundError(
+        f"the data set {given} could not be loaded ({type(error).__name__}: {reason(error)}); check its name and the network, "
+        "or give local files: path: json and data_files"
+    )

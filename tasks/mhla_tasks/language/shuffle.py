@@ -1,0 +1,30 @@
+"""A shuffle of documents that stream in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+
+
+def shuffled(documents: Iterable[str], size: int, seed: int) -> Iterator[str]:
+    """All documents, each exchanged for one of the next ``size`` that come.
+
+    Args:
+        documents: read once, ``size`` documents ahead.
+        size: documents in memory; 0 keeps the order.
+        seed: seed of the order.
+    """
+    if not size:
+        yield from documents
+        return
+    generator = random.Random(seed)
+    buffer: list[str] = []
+    for document in documents:
+        if len(buffer) < size:
+            buffer.append(document)
+            continue
+        index = generator.randrange(size)
+        yield buffer[index]
+        buffer[index] = document
+    generator.shuffle(buffer)
+    yield from buffer

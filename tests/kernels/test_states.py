@@ -1,0 +1,259 @@
+"""Both kinds of state keep the same rules: donation, rows, kinds, pytrees and files."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from mhla_kernels import (
+    ExponentialMixing,
+    mhla_attention,
+    mhla_prefill,
+    mhla_step,
+    mhla_window_attention,
+    mhla_window_prefill,
+    mhla_window_step,
+)
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+SIZE = 2
+
+
+class Family(NamedTuple):
+    """A kind of state, and the functions that make it."""
+
+    count: int
+    whole: Callable[..., Tensor]
+    prefill: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+FAMILIES = {
+    "mhla": Family(3, mhla_attention, mhla_prefill, mhla_step),
+    "window": Family(5, mhla_window_attention, mhla_window_prefill, mhla_window_step),
+}
+
+
+def mixings(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    torch.manual_seed(5)
+    return {
+        "dense": torch.rand(16, 16, dtype=dtype),
+        "exponential": ExponentialMixing(torch.rand(2, dtype=dtype), torch.rand(2, dtype=dtype)),
+    }
+
+
+def tokens(family: Family, n: int, batch: int = 1, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [torch.rand(batch, n, 2, 3, dtype=dtype) for _ in range(family.count)]
+
+
+def one_pass(family: Family, inputs: list[Tensor], mixing: Any) -> Tensor:
+    options = {"causal": True} if family.count == 3 else {}
+    return family.whole(*inputs, mixing, block_size=SIZE, **options)
+
+
+def step(family: Family, inputs: list[Tensor], t: int, mixing: Any, state: Any, **options: Any) -> Any:
+    return family.step(*(x[:, t] for x in inputs), mixing, state, block_size=SIZE, **options)
+
+
+def begun(family: Family, inputs: list[Tensor], n: int, mixing: Any, **options: Any) -> Any:
+    return family.prefill(*(x[:, :n] for x in inputs), mixing, block_size=SIZE, **options)[1]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    torch.manual_seed(0)
+    return FAMILIES[request.param]
+
+
+@pytest.fixture(params=["dense", "exponential"])
+def mixing(request: pytest.FixtureRequest) -> Any:
+    return mixings()[request.param]
+
+
+@pytest.mark.parametrize("start", range(1, 9))
+def test_donating_a_child_leaves_its_parent_alone(family: Family, mixing: Any, start: int) -> None:
+    inputs = tokens(family, 16)
+    want = one_pass(family, inputs, mixing)
+    parent = begun(family, inputs, start, mixing)
+    kept = {name: x.clone() for name, x in parent.tensors.items()}
+    _, child = step(family, inputs, start, mixing, parent)
+    for t in range(start + 1, start + 6):
+        out, child = step(family, inputs, t, mixing, child, donate_state=True)
+        torch.testing.assert_close(out, want[:, t], rtol=1e-9, atol=1e-9)
+        assert all(torch.equal(x, kept[name]) for name, x in parent.tensors.items())
+    out, _ = step(family, inputs, start, mixing, parent)
+    torch.testing.assert_close(out, want[:, start], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("order", ["parent first", "child first"])
+def test_relatives_that_are_all_donated_go_their_own_ways(family: Family, mixing: Any, order: str) -> None:
+    """A parent, its child and a sibling; each state is used once, across several ends of blocks."""
+    base = tokens(family, 7)
+    parent = begun(family, base, 7, mixing)
+    ways: dict[str, tuple[list[Tensor], Any]] = {"parent": (base, parent)}
+    for name in ("child", "sibling"):
+        more = [torch.cat([x, y], 1) for x, y in zip(base, tokens(family, 1), strict=True)]
+        ways[name] = more, step(family, more, 7, mixing, parent)[1]
+    names = list(ways) if order == "parent first" else list(ways)[::-1]
+    for _ in range(6):
+        for name in names:
+            seen, state = ways[name]
+            seen = [torch.cat([x, y], 1) for x, y in zip(seen, tokens(family, 1), strict=True)]
+            out, state = step(family, seen, -1, mixing, state, donate_state=True)
+            torch.testing.assert_close(out, one_pass(family, seen, mixing)[:, -1], rtol=1e-9, atol=1e-9)
+            ways[name] = seen, state
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "tree": lambda state: pytree.tree_map(lambda x: x, state),
+    "select": lambda state: state.select([0]),
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_donating_a_copy_leaves_the_original_alone(family: Family, mixing: Any, how: str) -> None:
+    inputs = tokens(family, 12)
+    want = one_pass(family, inputs, mixing)
+    state = begun(family, inputs, 5, mixing)
+    other = COPIES[how](state)
+    kept = {name: x.clone() for name, x in state.tensors.items()}
+    for t in range(5, 12):
+        out, other = step(family, inputs, t, mixing, other, donate_state=True)
+        torch.testing.assert_close(out, want[:, t], rtol=1e-9, atol=1e-9)
+    assert all(torch.equal(x, kept[name]) for name, x in state.tensors.items())
+
+
+def test_donating_the_original_leaves_a_copy_alone(family: Family, mixing: Any) -> None:
+    inputs = tokens(family, 12)
+    state = begun(family, inputs, 5, mixing)
+    other = copy.copy(state)
+    step(family, inputs, 5, mixing, state, donate_state=True)
+    out, _ = step(family, inputs, 5, mixing, other)
+    torch.testing.assert_close(out, one_pass(family, inputs, mixing)[:, 5], rtol=1e-9, atol=1e-9)
+
+
+def test_a_donated_state_takes_its_memory_along(family: Family) -> None:
+    inputs, mixing = tokens(family, 12), mixings()["dense"]
+    state = begun(family, inputs, 5, mixing)
+    with torch.no_grad():
+        for t in (5, 6, 7):
+            _, after = step(family, inputs, t, mixing, state, donate_state=True)
+            for name in state.own_names[1:]:
+                assert getattr(after, name).data_ptr() == getattr(state, name).data_ptr(), name
+            state = after
+
+
+def test_a_donated_state_is_of_no_more_use(family: Family, mixing: Any) -> None:
+    inputs = tokens(family, 12)
+    state = begun(family, inputs, 6, mixing)
+    step(family, inputs, 6, mixing, state, donate_state=True)
+    message = "was donated to an earlier step"
+    for use in (
+        lambda: step(family, inputs, 6, mixing, state),
+        lambda: step(family, inputs, 6, mixing, state, donate_state=True),
+        lambda: family.prefill(*inputs, mixing, block_size=SIZE, state=state),
+        lambda: state.select([0]),
+        lambda: step(family, inputs, 6, mixing, copy.copy(state)),
+        lambda: step(family, inputs, 6, mixing, pytree.tree_map(torch.clone, state)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()
+
+
+ROWS: dict[str, Any] = {
+    "tensor of booleans": torch.tensor([True, False]),
+    "list of booleans": [True, False],
+    "array of booleans": np.array([True, False]),
+    "floats": torch.tensor([0.0, 1.0]),
+    "list of floats": [0.0],
+    "past the end": [0, 2],
+    "negative": torch.tensor([-1]),
+    "a number": torch.tensor(1),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_select_takes_indices_of_rows_alone(family: Family, mixing: Any, rows: str) -> None:
+    state = begun(family, tokens(family, 6, batch=2), 6, mixing, lengths=[6, 3])
+    with pytest.raises(ValueError, match="rows must be indices, integers"):
+        state.select(ROWS[rows])
+    assert state.select(np.array([1, 1, 0])).lengths == (3, 3, 6)
+
+
+def test_another_kind_of_call_is_rejected(family: Family) -> None:
+    inputs, made = tokens(family, 6), mixings()
+    state = begun(family, inputs, 5, made["dense"])
+    narrow, three = [x.float() for x in inputs], tokens(family, 6, batch=3)
+    four = ExponentialMixing(torch.rand(4, dtype=torch.float64), torch.rand(4, dtype=torch.float64))
+    for message, call in (
+        ("of dense mixing, .* with exponential mixing of 2", lambda: step(family, inputs, 5, made["exponential"], state)),
+        ("of 2 terms, .* of 4 terms",
+         lambda: step(family, inputs, 5, four, begun(family, inputs, 5, made["exponential"]))),
+        (r"in torch\.float64, .* summed in torch\.float32",
+         lambda: step(family, narrow, 5, made["dense"].float(), state)),
+        ("1 rows, but q has B=3", lambda: step(family, three, 5, made["dense"], state)),
+        ("block_size=2, .*block_size=4",
+         lambda: family.prefill(*inputs, made["dense"], block_size=4, state=state)),
+        ("a step takes one token", lambda: family.step(*inputs, made["dense"], state, block_size=SIZE)),
+        ("one token goes to", lambda: family.prefill(*(x[:, 0] for x in inputs), made["dense"], block_size=SIZE)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_a_state_is_a_pytree_and_a_file(family: Family, mixing: Any, tmp_path: Path) -> None:
+    inputs = tokens(family, 9, batch=2)
+    state = begun(family, inputs, 6, mixing, lengths=[6, 3])
+    want, _ = step(family, inputs, 6, mixing, state)
+    leaves, spec = pytree.tree_flatten(state)
+    assert all(isinstance(leaf, Tensor) for leaf in leaves)
+    again = pytree.treespec_loads(pytree.treespec_dumps(spec))
+    torch.save(state, tmp_path / "state.pt")
+    for other in (
+        pytree.tree_unflatten(leaves, spec),
+        pytree.tree_unflatten(leaves, again),
+        torch.load(tmp_path / "state.pt", weights_only=True),
+    ):
+        assert type(other) is type(state)
+        assert other.lengths == (6, 3)
+        assert torch.equal(step(family, inputs, 6, mixing, other, donate_state=True)[0], want)
+
+
+def test_a_state_keeps_no_more_than_its_own_memory(family: Family) -> None:
+    """A small state of a long prompt is not a view of what the prompt needed."""
+    state = begun(family, tokens(family, 500), 500, mixings()["exponential"])
+    stream = io.BytesIO()
+    torch.save(state, stream)  # storages are saved in full
+    assert len(stream.getvalue()) < state.bytes + 10_000
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_nothing_to_attend_to_has_gradients(family: Family, mixing: Any, shape: tuple[int, int]) -> None:
+    batch, n = shape
+    leaves = [x.requires_grad_() for x in tokens(family, n, batch=batch)]
+    learned = [mixing] if isinstance(mixing, Tensor) else list(mixing.tensors.values())
+    learned = [x.requires_grad_() for x in learned]
+    before = begun(family, tokens(family, 3, batch=batch), 3, mixing)
+    outs = [
+        one_pass(family, leaves, mixing),
+        family.prefill(*leaves, mixing, block_size=SIZE)[0],
+        family.prefill(*leaves, mixing, block_size=SIZE, state=before)[0],
+        family.prefill(*tokens(family, 2, batch=batch), mixing, block_size=SIZE, state=before, lengths=[0] * batch)[0],
+    ]
+    if n:
+        outs.append(step(family, leaves, 0, mixing, before)[0])
+    for index, out in enumerate(outs):
+        # the last is a step, whose mixture was made before
+        wanted = (learned, leaves[:3])[index - 3] if index >= 3 else [*leaves, *learned]
+        assert all(not x.any() for x in torch.autograd.grad(out.sum(), wanted, retain_graph=True))

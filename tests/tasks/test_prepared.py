@@ -1,0 +1,319 @@
+"""Prepared shards and what they were made from: edits are named, repairs resume, two calls do not disturb each other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mhla_tasks import commands
+from PIL import Image
+from shipped_small import save_clips, save_images, save_models, save_texts
+
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("caption-latents", "clip-latents")]
+KINDS = ["images", "latents", "captions", "clips", "text", *LONG]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    save_models(folder)
+    save_images(folder / "pictures", ("cat", "dog"), {"train": 5})
+    save_clips(folder / "clips", 5)
+    save_texts(folder / "texts")
+    (folder / "captioned").mkdir()
+    for number in range(10):
+        pixels = np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"captioned/{number}.png")
+        (folder / f"captioned/{number}.txt").write_text(f"picture {number}")
+    return folder
+
+
+def command(kind: str, world: Path, source: Path, target: Path) -> list[str]:
+    """The arguments of a command, four or five samples in a shard."""
+    places = [str(source), str(target)]
+    clip = ["--frames", "5", "--height", "16", "--width", "16", "--fps", "4", "--text_length", "8"]
+    return {
+        "images": [*places, "--per_shard", "4"],
+        "latents": [*places, "--vae", str(world / "vae"), "--image_size", "16", "--per_shard", "4", "--device", "cpu"],
+        "captions": [*places, "--per_shard", "4"],
+        "caption-latents": [*places, "--model", str(world / "sana"), "--height", "32", "--width", "32", "--per_shard", "4",
+                            "--text_length", "8", "--device", "cpu"],
+        "clips": [*places, "--per_shard", "2"],
+        "clip-latents": [*places, "--model", str(world / "wan"), *clip, "--per_shard", "2", "--device", "cpu"],
+        "text": [str(target), str(source), "--tokenizer", str(world / "tokenizer"), "--run_characters", "3000",
+                 "--runs_per_shard", "2"],
+    }[kind]  # fmt: skip
+
+
+SOURCES = {
+    "images": "pictures/train", "latents": "pictures/train", "captions": "captioned", "caption-latents": "captioned",
+    "clips": "clips", "clip-latents": "clips", "text": "texts",
+}  # fmt: skip
+
+
+def source_of(kind: str, world: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(world / SOURCES[kind], tmp_path / "source"))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.tar"))}
+
+
+def samples(folder: Path) -> int:
+    keys = set()
+    for path in folder.glob("*.tar"):
+        with tarfile.open(path) as tar:
+            keys |= {(path, name.partition(".")[0]) for name in tar.getnames()}
+    return len(keys)
+
+
+def edited(path: Path) -> None:
+    """Write other content of the same size, with the times that the file had."""
+    times = path.stat()
+    data = path.read_bytes()
+    if path.suffix == ".png":
+        image = np.asarray(Image.open(path))
+        Image.fromarray(255 - image).save(path)
+    else:
+        path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_changes_of_the_source_are_named_and_forced(kind: str, world: Path, tmp_path: Path) -> None:
+    source, target = source_of(kind, world, tmp_path), tmp_path / "shards"
+    name, words = f"prepare {kind}", command(kind, world, source, target)
+    commands.run(name, words)
+    first, count = digests(target), samples(target)
+    for file in source.rglob("*.*"):
+        shutil.copy2(file, file.with_suffix(".new"))  # as a copy of the data has other inodes and times
+        file.with_suffix(".new").replace(file)
+    commands.run(name, words)
+    assert digests(target) == first
+
+    files = sorted(path for path in source.rglob("*") if path.suffix in (".txt", ".png"))
+    edited(files[0])
+    with pytest.raises(SystemExit, match=rf"made from something else \(changed: .*{files[0].stem}.*--force") as error:
+        commands.run(name, words)
+    assert "added" not in str(error.value)
+    extra = files[0].with_name(f"more{files[0].suffix}")
+    for file in files[0].parent.glob(f"{files[0].stem}.*"):
+        shutil.copy(file, extra.with_suffix(file.suffix))
+    with pytest.raises(SystemExit, match=r"changed: .*added: .*more"):
+        commands.run(name, words)
+    assert digests(target) == first, "an error leaves everything as it was"
+
+    commands.run(name, [*words, "--force"])
+    assert samples(target) > count or kind == "text"
+    assert digests(target) != first
+    for file in extra.parent.glob("more.*"):
+        file.unlink()
+    with pytest.raises(SystemExit, match=r"made from something else \(removed: .*more"):
+        commands.run(name, words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "message"),
+    [
+        ("images", ["--seed", "3"], "seed was 0 and is 3"),
+        ("captions", ["--caption_key", "said"], "caption_key was 'caption' and is 'said'"),
+        ("text", ["--limit", "2"], "limit was None and is 2"),
+        ("latents", ["--image_size", "24"], "image_size was 16 and is 24"),
+    ],
+)
+def test_changed_options_are_named(kind: str, option: list[str], message: str, world: Path, tmp_path: Path) -> None:
+    words = command(kind, world, world / SOURCES[kind], tmp_path)
+    commands.run(f"prepare {kind}", words)
+    with pytest.raises(SystemExit, match=message):
+        commands.run(f"prepare {kind}", [*words, *option])
+
+
+@pytest.mark.parametrize("repair", ["removed", "repaired", "renamed"])
+@pytest.mark.parametrize("kind", ["images", "latents", "captions", LONG[0]])
+def test_a_stopped_command_resumes_after_a_repair(
+    kind: str, repair: str, world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last sample in the order of writing is broken, and no broken sample is allowed."""
+    source, target = source_of(kind, world, tmp_path), tmp_path / "shards"
+    words = [*command(kind, world, source, target), "--max_skipped", "0"]
+    commands.run(f"prepare {kind}", words)
+    complete = digests(target)
+    with tarfile.open(sorted(target.glob("*.tar"))[-1]) as tar:
+        last = max(member.name for member in tar).partition(".")[0]
+    lines = json.loads("[" + ",".join(_origins(target)[1:]) + "]")
+    broken = source / lines[int(last)]["name"]
+    good = broken.read_bytes()
+    shutil.rmtree(target)
+    broken.write_bytes(good[:100])
+    with pytest.raises(SystemExit, match="broken samples: 1, more than --max_skipped 0"):
+        commands.run(f"prepare {kind}", words)
+    assert broken.name in caplog.text
+    written = digests(target)
+    assert written == {name: complete[name] for name in sorted(complete)[:-1]}
+
+    if repair == "removed":
+        broken.unlink()
+    elif repair == "repaired":
+        broken.write_bytes(good)
+    else:  # the name is another file: it would be one more sample
+        broken.rename(broken.with_name("z.png"))
+        with pytest.raises(SystemExit, match=r"added: .*z\.png"):
+            commands.run(f"prepare {kind}", words)
+        return
+    commands.run(f"prepare {kind}", words)
+    assert samples(target) == len(lines) - (repair == "removed")
+    assert {name: value for name, value in digests(target).items() if name in written} == written
+    if repair == "repaired":
+        assert digests(target) == complete
+    commands.run(f"prepare {kind}", words)  # and once more: nothing has changed
+
+
+def _origins(target: Path) -> list[str]:
+    import gzip
+
+    return gzip.decompress((target / "train-origins.jsonl.gz").read_bytes()).decode().splitlines()
+
+
+def test_a_skipped_sample_that_is_repaired_is_mentioned(
+    world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = source_of("images", world, tmp_path)
+    file = source / "cat/2.png"
+    good = file.read_bytes()
+    file.write_bytes(good[:90])
+    words = command("images", world, source, tmp_path / "shards")
+    commands.run("prepare images", words)
+    assert "9 images in 3 shards" in capsys.readouterr().out
+    file.write_bytes(good)
+    commands.run("prepare images", words)
+    assert "1 files that were skipped have changed since; --force" in caplog.text
+    commands.run("prepare images", [*words, "--force"])
+    assert samples(tmp_path / "shards") == 10
+
+
+def test_latents_of_shards_name_the_shard_that_changed(world: Path, tmp_path: Path) -> None:
+    """Two folders with shards of the same names are one source."""
+    for part in ("a", "b"):
+        commands.run("prepare images", command("images", world, world / SOURCES["images"], tmp_path / part))
+    words = command("latents", world, tmp_path, tmp_path / "latents")
+    words[0] = str(tmp_path / "{a,b}/train-*.tar")
+    commands.run("prepare latents", words)
+    assert samples(tmp_path / "latents") == 20
+    commands.run(
+        "prepare images",
+        [*command("images", world, world / SOURCES["images"], tmp_path / "b"), "--force", "--seed", "5"],
+    )
+    with pytest.raises(SystemExit, match=r"changed: .*b/train-0000\.tar"):
+        commands.run("prepare latents", words)
+
+
+def test_shards_without_a_record_are_not_mixed_with_others(world: Path, tmp_path: Path) -> None:
+    words = command("images", world, world / SOURCES["images"], tmp_path)
+    commands.run("prepare images", words)
+    (tmp_path / "train-origins.jsonl.gz").write_bytes(b"cut")
+    with pytest.raises(SystemExit, match=r"no train-origins\.jsonl\.gz says what they were made from"):
+        commands.run("prepare images", words)
+    commands.run("prepare images", [*words, "--force"])
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from lightning_mhla.data import write_shards
+folder, prefix, go = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+def encode(number):
+    while number >= 96 and not go.exists():
+        time.sleep(0.01)
+    return {"txt": (b"%08d" % number) * 500}
+write_shards(list(range(150)), encode, folder, prefix, 150)
+"""
+"""Writes the first samples of a shard, then waits until a file is there."""
+
+NO_LOCKS = "import fcntl\nfcntl.flock = lambda *_: None\n"
+"""Two hosts on a file system whose locks they do not see of each other."""
+
+
+class Writer:
+    """A process that writes shards."""
+
+    def __init__(self, folder: Path, prefix: str = "train", program: str = WRITER) -> None:
+        self.folder, self.prefix, self.go = folder, prefix, folder.parent / "go"
+        words = [sys.executable, "-c", program, str(folder), prefix, str(self.go)]
+        self.errors = folder.parent / f"errors-{time.monotonic_ns()}"
+        self.process = subprocess.Popen(words, stderr=self.errors.open("w"), stdout=subprocess.DEVNULL)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 180
+        while not condition():
+            assert time.monotonic() < end, self.errors.read_text()
+            time.sleep(0.01)
+
+    def wait_until_begun(self, parts: int = 1) -> None:
+        """Wait until half of a shard is there, of as many processes."""
+        pattern = f"{self.prefix}-0000.tar*.part"
+        self.wait_for(lambda: sum(path.stat().st_size > 50_000 for path in self.folder.glob(pattern)) == parts)
+
+    def wait_until_waiting(self) -> None:
+        self.wait_for(lambda: "waiting until it has finished" in self.errors.read_text())
+
+    def end(self, status: int = 0) -> None:
+        assert self.process.wait(timeout=180) == status, self.errors.read_text()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the shard that one process alone writes."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "go").touch()
+    Writer(folder / "shards").end()
+    return digests(folder / "shards")["train-0000.tar"]
+
+
+@pytest.mark.parametrize("case", ["both", "first killed", "second killed", "other prefix", "without locks"])
+def test_two_calls_at_once(case: str, expected: str, tmp_path: Path) -> None:
+    program = NO_LOCKS + WRITER if case == "without locks" else WRITER
+    both = tmp_path / "both"
+    first = Writer(both, program=program)
+    first.wait_until_begun()
+    second = Writer(both, "val" if case == "other prefix" else "train", program)
+    if case == "other prefix":
+        second.wait_until_begun()
+    elif case == "without locks":
+        second.wait_until_begun(parts=2)
+    else:
+        second.wait_until_waiting()
+    killed = {"first killed": first, "second killed": second}.get(case)
+    if killed is not None:
+        killed.process.kill()
+    first.go.touch()
+    for writer in (first, second):
+        writer.end(-signal.SIGKILL if writer is killed else 0)
+    assert set(digests(both).values()) == {expected}
+    assert not list(both.glob("*.part"))
+
+
+def test_calls_that_were_killed_leave_no_wrong_shard(expected: str, tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    for _ in range(2):
+        writer = Writer(folder)
+        writer.wait_until_begun()
+        writer.process.kill()
+        writer.end(-signal.SIGKILL)
+        assert not list(folder.glob("*.tar"))
+        for part in folder.glob("*.part"):
+            os.truncate(part, 0)  # so that the next one is seen to have begun
+    (tmp_path / "go").touch()
+    Writer(folder).end()
+    assert set(digests(folder).values()) == {expected}
+    assert not list(folder.glob("*-0000.tar.part"))
