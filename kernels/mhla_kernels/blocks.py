@@ -177,7 +177,7 @@ class BlockPartition(NamedTuple):
     def split(self, x: Tensor) -> Tensor:
         """``[B, N, H, D]`` to ``[B, H, M, C, D]``."""
         batch, tokens, heads, width = x.shape
-        if is_dynamic(tokens):
+        if self.is_open:
             slot = torch.arange(self.blocks, device=x.device)[:, None] * self.slots
             slot = slot + torch.arange(self.slots, device=x.device)  # a reshape is a division that export cannot follow
             x = torch.where((slot < tokens)[..., None, None], x[:, slot.clamp(max=tokens - 1)], 0)
@@ -192,7 +192,7 @@ class BlockPartition(NamedTuple):
     def merge(self, x: Tensor) -> Tensor:
         """``[B, H, M, C, D]`` back to ``[B, N, H, D]``."""
         batch, heads, blocks, slots, width = x.shape
-        if is_dynamic(self.tokens):
+        if self.is_open:
             token = torch.arange(self.tokens, device=x.device)
             return x[:, :, token // slots, token % slots].transpose(1, 2)
         x = x.permute(0, 2, 3, 1, 4).reshape(batch, blocks * slots, heads, width)
@@ -209,16 +209,21 @@ class BlockPartition(NamedTuple):
         return x.transpose(1, 2) if self.is_full else self.merge(x.unflatten(2, (self.blocks, self.slots)))
 
     @property
+    def is_open(self) -> bool:
+        """Whether token t lies in slot t, and their number is left open."""
+        return self.slot is None and is_dynamic(self.tokens)
+
+    @property
     def is_full(self) -> bool:
         """Whether every slot holds the token of its number."""
         return self.slot is None and not is_dynamic(self.tokens) and surely_equal(self.blocks * self.slots, self.tokens)
 
     def expand_mixing(self, mixing: Tensor) -> Tensor:
         """Coefficients ``[..., M, M]`` between the blocks of this partition; zero across packed sequences."""
-        if is_dynamic(self.blocks):  # blocks beyond the last token are empty, whatever their coefficients
-            index = torch.arange(self.blocks, device=mixing.device).clamp(max=mixing.shape[-1] - 1)
-            return mixing[..., index[:, None], index[None, :]]
         if self.local is None or self.owner is None:
+            if is_dynamic(self.blocks):  # blocks beyond the last token are empty, whatever their coefficients
+                index = torch.arange(self.blocks, device=mixing.device).clamp(max=mixing.shape[-1] - 1)
+                return mixing[..., index[:, None], index[None, :]]
             return mixing if mixing.shape[-1] == self.blocks else mixing[..., : self.blocks, : self.blocks]
         local = self.local.clamp(max=mixing.shape[-1] - 1)
         together = self.owner[:, None] == self.owner[None, :]

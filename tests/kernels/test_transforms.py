@@ -313,19 +313,26 @@ def test_exponential_mixing_trains_in_one_graph_at_new_lengths(name: str) -> Non
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("count", [3, 5], ids=["mhla", "window"])
-def test_packed_bounds_in_a_tensor_are_no_break_of_a_graph(count: int) -> None:
+@pytest.mark.parametrize("kind", ["exponential", "matrix", "window"])
+def test_packed_bounds_in_a_tensor_are_no_break_of_a_graph(kind: str) -> None:
+    """Sequences that begin inside a block, empty ones, and a number of tokens that the second call leaves open."""
     torch._dynamo.reset()
-    learned = torch.rand(3), torch.rand(3)
+    learned, matrix = (torch.rand(3), torch.rand(3)), torch.rand(2, 12, 12).tril()
 
     def call(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
-        mixing = ExponentialMixing(*learned)
-        if count == 5:
+        mixing = matrix if kind == "matrix" else ExponentialMixing(*learned)
+        if kind == "window":
             return mhla_window_attention(q, k, v, q, k, mixing, block_size=4, cu_seqlens=bounds)
         return mhla_attention(q, k, v, mixing, block_size=4, causal=True, cu_seqlens=bounds)
 
     graph = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for tokens, bounds in ((8, [0, 3, 8]), (13, [0, 4, 4, 13]), (30, [0, 1, 2, 30])):
+    for tokens, bounds in (
+        (8, [0, 3, 8]),
+        (13, [0, 4, 4, 13]),
+        (30, [0, 1, 2, 30]),
+        (44, [0, 44]),
+        (44, [0, 5, 18, 44]),
+    ):
         x = inputs(tokens, 1)
         torch.testing.assert_close(
             graph(*x, torch.tensor(bounds)), call(*x, torch.tensor(bounds)), rtol=1e-4, atol=1e-5
