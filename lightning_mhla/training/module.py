@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from lightning import Callback, LightningModule
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,7 +26,7 @@ from lightning_mhla.callbacks.kernels import KernelAgreement
 from lightning_mhla.callbacks.recovery import Recovery
 from lightning_mhla.callbacks.seeding import StepSeed
 from lightning_mhla.callbacks.stalls import StallWatch
-from lightning_mhla.checkpoints.io import READ_FROM, WholeCheckpointIO
+from lightning_mhla.checkpoints.io import READ_FROM, read_safely
 from lightning_mhla.checkpoints.weights import LIVE, load_weights, shards_weights
 from lightning_mhla.data.module import data_batch_size
 from lightning_mhla.system.hyperparameters import LoggedApart, plain
@@ -148,8 +147,7 @@ class TrainingModule(LoggedApart, LightningModule):
 
         Checkpoints are written atomically from here on.
         """
-        if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            self.trainer.strategy.checkpoint_io = WholeCheckpointIO()
+        read_safely(self.trainer.strategy)
         if self.trainer.state.fn == "predict":
             return self.prediction_callbacks()
         if self.trainer.state.fn != "fit":

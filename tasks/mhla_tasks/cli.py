@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.checkpoints.choice import choose_checkpoint
-from lightning_mhla.checkpoints.io import CHECKPOINTS
+from lightning_mhla.checkpoints.io import CHECKPOINTS, read_safely
 from lightning_mhla.checkpoints.runs import RunFolder
 from lightning_mhla.system.lightning_private import subcommand_parsers
 from mhla_tasks.config_errors import find_repeated_option, find_unknown_key, shorten
@@ -46,7 +46,7 @@ from mhla_tasks.settle import (
     write_beside_checkpoint,
 )
 from mhla_tasks.sources import Source, read_sources, strongest
-from mhla_tasks.trust import AllowError, allow_imports, allow_shapes, refusal
+from mhla_tasks.trust import AllowError, allow_classes, allow_imports, allow_model_config, refusal
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +136,11 @@ class SuiteCLI(LightningCLI):
             sources = [inside(source, subcommand) for source in read_sources(words)]
             ShortErrorParser.sources = sources
             problems = [source.problem for source in sources]
+            problems += [
+                f"{source.origin}: checkpoints are read as plain data, so that they run no code; leave weights_only out"
+                for source in sources
+                if source.values.get("weights_only") is False
+            ]
             problems.append(of_another_command(sources, subcommand, LightningCLI.subcommands()))
             try:
                 allow_imports(sources)
@@ -148,6 +153,7 @@ class SuiteCLI(LightningCLI):
             if problem:
                 chosen.error(problem)
             self._sources = sources
+            remembered: Source | None = None
             run = strongest(sources, "run_dir")
             of_run = str(
                 Path(run or "") / "config.yaml"
@@ -156,9 +162,10 @@ class SuiteCLI(LightningCLI):
             try:
                 self._start = choose_checkpoint(Path(run) if run else None, asked, training=subcommand == "fit")
                 if asked is not None and self._start is not None:
-                    remembered = defaults_from(self._start, sources)
-                    allow_shapes(remembered)
-                    chosen.set_defaults(remembered)
+                    remembered = Source(self._start, defaults_from(self._start, sources))
+                allow_classes(sources, remembered)
+                if remembered is not None:
+                    chosen.set_defaults(remembered.values)
             except (ValueError, FileNotFoundError) as error:
                 chosen.error(str(error))
         with without_collection():  # the classes that are named are imported
@@ -181,7 +188,7 @@ class SuiteCLI(LightningCLI):
             start["pretrained"] = None
             if "network" in start and start["network"] is None:  # it was read where the weights were
                 start["network"] = network_of(str(options["ckpt_path"]))
-                allow_shapes(start["network"])
+                allow_model_config(start["network"])
         if subcommand == "predict" and not options.get("ckpt_path") and not start.get("pretrained"):
             raise ValueError(
                 "predict has no weights and would draw noise: name them with --ckpt_path=FILE, --run_dir=FOLDER or "
@@ -209,6 +216,7 @@ class SuiteCLI(LightningCLI):
         if not bars and given.enable_progress_bar in (None, True) and not given.barebones:
             self.trainer_defaults = {**self.trainer_defaults, "callbacks": [EpochBar()]}
         trainer = super().instantiate_trainer(**options)
+        read_safely(trainer.strategy)  # for modules of others too
         if self._run is not None:
             for callback in trainer.checkpoint_callbacks:
                 if (
