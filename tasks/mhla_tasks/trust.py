@@ -250,7 +250,7 @@ def parameter_bases(kind: type) -> dict[str, tuple[type, ...]]:
         if each is object or "__init__" not in vars(each):
             continue
         scope = {**vars(import_module(each.__module__))}
-        for name, annotation in getattr(inspect.unwrap(each.__init__), "__annotations__", {}).items():
+        for name, annotation in getattr(inspect.unwrap(vars(each)["__init__"]), "__annotations__", {}).items():
             try:
                 hint = typing.get_type_hints(types.SimpleNamespace(__annotations__={name: annotation}), scope)[name]
             except NameError:  # imported for type checkers alone
