@@ -41,6 +41,7 @@ from mhla_tasks.settle import (
     network_of,
     of_another_command,
     settle,
+    with_class_of_strategy,
     with_config_of_run,
     with_folder_of_logger,
     write_beside_checkpoint,
@@ -118,7 +119,7 @@ class SuiteCLI(LightningCLI):
         words = sys.argv[1:] if args is None else []
         if isinstance(args, Sequence):
             words = list(args)
-        words = with_folder_of_logger(with_config_of_run(words))
+        words = with_class_of_strategy(with_folder_of_logger(with_config_of_run(words)))
         if args is None:
             sys.argv[1:] = words  # other processes of the run are started with it
         else:
@@ -175,6 +176,8 @@ class SuiteCLI(LightningCLI):
         """Settle in the run's folder; leave weights to start from alone where a checkpoint brings others."""
         options, subcommand = self.config[self.subcommand], str(self.subcommand)
         check_trainer(options.trainer)
+        if isinstance(options.trainer.strategy, str) and "." in options.trainer.strategy:  # the class of one, in a file
+            options.trainer.strategy = Namespace(class_path=options.trainer.strategy, init_args=Namespace())
         agree(options, self._sources)
         options.ckpt_path = self._start
         if options.run_dir is not None:
