@@ -181,7 +181,7 @@ class TransformersText(CaptionEncoder):
             if self._width not in (None, width):
                 raise ValueError(
                     f"the text encoder {path} gives embeddings of width {width}, not {self._width}; set "
-                    "--model.init_args.transformer.text_dim (of SANA: caption_channels) in training, --text_width of "
+                    "--model.transformer.text_dim (of SANA: caption_channels) in training, --text_width of "
                     "lightning prepare clip-latents"
                 )
             self._width = width

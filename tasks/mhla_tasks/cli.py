@@ -195,7 +195,7 @@ class SuiteCLI(LightningCLI):
         if subcommand == "predict" and not options.get("ckpt_path") and not start.get("pretrained"):
             raise ValueError(
                 "predict has no weights and would draw noise: name them with --ckpt_path=FILE, --run_dir=FOLDER or "
-                "--model.init_args.pretrained"
+                "--model.pretrained"
             )
         if options.trainer.logger is False:
             leave_out_monitors(options.trainer, subcommand)

@@ -154,12 +154,12 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
             continue
         if rank["model"] == rank["data"]:
             raise ValueError(
-                f"model.init_args.{name}={values['model']} and data.init_args.{name}={values['data']} must be equal; "
+                f"model.{name}={values['model']} and data.{name}={values['data']} must be equal; "
                 "give one of them, and it is taken for both"
             )
         stronger, weaker = sorted(rank, key=lambda part: rank[part], reverse=True)
         parts[weaker][name] = values[stronger]
-        log.info("%s.init_args.%s=%s is taken for the %s too", stronger, name, values[stronger], weaker)
+        log.info("%s.%s=%s is taken for the %s too", stronger, name, values[stronger], weaker)
 
 
 def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Source]) -> None:

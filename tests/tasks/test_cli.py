@@ -125,7 +125,7 @@ def test_wrong_argument(
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.kind=mlha"], "did you mean 'mhla'"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.block_grid=[9,4]"], "block_grid (9, 4) does not fit the token grid (8, 8)"),
         (["predict", "--config", str(DIGITS)], "predict has no weights and would draw noise"),
-        (["fit", "--config", str(DIGITS), "--model.init_args.num_classes=10", "--data.class_path=mhla_tasks.classification.ImageNetShards", "--data.init_args.train=a", "--data.init_args.val=b", "--data.init_args.num_classes=7"], "model.init_args.num_classes=10 and data.init_args.num_classes=7 must be equal"),
+        (["fit", "--config", str(DIGITS), "--model.init_args.num_classes=10", "--data.class_path=mhla_tasks.classification.ImageNetShards", "--data.init_args.train=a", "--data.init_args.val=b", "--data.init_args.num_classes=7"], "model.num_classes=10 and data.num_classes=7 must be equal"),
         (["fit", "--config", str(DIGITS), "--data.init_args.batch_size=4", "--data.init_args.batch_size=8"], "--data.init_args.batch_size is given 2 times: 4, 8"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.mixing=exponental"], "got exponental"),
         (["fit", "--config", str(DIGITS), "--model.init_args.pad_to=32"], "puts more than a patch of 1 pixels around"),

@@ -211,7 +211,8 @@ def test_bash_completes(tmp_path: Path) -> None:
         "lightning prepare ima",
     ]
     asked = "".join(
-        f'COMP_LINE="{line}"; COMP_POINT={len(line)}; _lightning_mhla lightning; echo "${{COMPREPLY[@]}}"\n' for line in lines
+        f'COMP_LINE="{line}"; COMP_POINT={len(line)}; _lightning_mhla lightning; echo "${{COMPREPLY[@]}}"\n'
+        for line in lines
     )
     code = f'PATH={program.parent}:$PATH; before=$COMP_WORDBREAKS; eval "$(lightning completion bash)"\n{asked}'
     code += '[ "$before" = "$COMP_WORDBREAKS" ] && echo kept\n'
