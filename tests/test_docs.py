@@ -260,7 +260,7 @@ def test_every_key_of_the_migration_page_exists(server: ForkServer, tmp_path: Pa
     keys = {
         key
         for cell in re.findall(r"^\|[^|]*\|([^|]*)\|", text, re.MULTILINE)
-        for key in re.findall(r"--((?:model|data)\.init_args\.[\w.]+)", cell)
+        for key in re.findall(r"--((?:model|data)\.[\w.]+)", cell)
     }
     assert len(keys) > 40
     helps = {
@@ -273,7 +273,7 @@ def test_every_key_of_the_migration_page_exists(server: ForkServer, tmp_path: Pa
             asked = ("fit", f"--{part}.help", f"mhla_tasks.{each}")
             status, said = server.run(*asked, module="mhla_tasks", folder=tmp_path)
             assert status == 0, said[-2000:]
-            known |= {f"{part}.init_args.{key}" for key in re.findall(rf"--{part}\.([\w.]+)", said)}
+            known |= {f"{part}.{key}" for key in re.findall(rf"--{part}\.([\w.]+)", said)}
     assert keys <= known, keys - known
 
 
