@@ -13,6 +13,7 @@ import yaml
 
 from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.report import RECORD
+from mhla_tasks.console import harmless
 
 CONFIG = "config.yaml"
 PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
@@ -160,9 +161,9 @@ def print_table(runs: Sequence[Run]) -> None:
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     options = 1 + len(short_names(differences(runs)))
     for index, name in enumerate(header):
-        shown.add_column(name, justify="left" if index < options else "right", overflow="fold")
+        shown.add_column(Text(harmless(name)), justify="left" if index < options else "right", overflow="fold")
     for row in rows:
-        shown.add_row(*map(Text, row))
+        shown.add_row(*(Text(harmless(cell)) for cell in row))
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=1000)
