@@ -66,7 +66,7 @@ class ShardSets:
         """Local paths of the shards of a stage."""
         locations = self.locations[stage]
         for location in [locations] if isinstance(locations, str) else locations:
-            check_secrets(location, f"data.{'train' if stage == 'train' else 'val'}")
+            check_secrets(str(location), f"data.{'train' if stage == 'train' else 'val'}")
         return find_shards(locations, self.cache, self.streamed)
 
     def reader(self, stage: str) -> ShardReader:

@@ -120,7 +120,14 @@ def _is_secret(name: str) -> bool:
 
 
 def _redact_urls(text: str) -> str:
-    return _URL.sub(lambda match: _redact_url(match[0]), text) if ":/" in text else text
+    if ":/" not in text:
+        return text
+    return _URL.sub(_redact_in_text, text)
+
+
+def _redact_in_text(match: re.Match[str]) -> str:
+    url = match[0].rstrip(":;,.)]}")  # punctuation of the sentence
+    return _redact_url(url) + match[0][len(url) :]
 
 
 def _redact_url(url: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from mhla_kernels.version import __version__
 
-from lightning_mhla.callbacks.page import duration
+from lightning_mhla.callbacks.page import duration, fenced
 from lightning_mhla.system.redaction import published
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.console import harmless
@@ -60,11 +60,11 @@ def write_card(
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {_plain(folder)}",
         f"{article} `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory)}.",
-        f"## Loading\n\n{_block(code, 'python')}",
+        f"## Loading\n\n{fenced(code, 'python')}",
         f"## Training data\n\n{_data(content, data)}",
         f"## Metrics\n\n{_metrics(content)}",
         f"## Training\n\n{content.get('global_step', 0):,} optimiser steps, {content.get('epoch', 0) + 1} epochs"
-        f"{_spent(content)}. Options of the model and its optimiser:\n\n{_block(_yaml(memory), 'yaml')}",
+        f"{_spent(content)}. Options of the model and its optimiser:\n\n{fenced(_yaml(memory), 'yaml')}",
         "## Versions\n\n"
         f"lightning-mhla {__version__}, Lightning {_plain(content.get('pytorch-lightning_version', 'unknown'))}"
         + (
@@ -101,7 +101,7 @@ def _report(content: Mapping[str, Any]) -> dict[str, Any]:
 def _data(content: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     if not data:
         return "The checkpoint does not say which."
-    return _block(_yaml(data), "yaml")
+    return fenced(_yaml(data), "yaml")
 
 
 def _metrics(content: Mapping[str, Any]) -> str:
@@ -118,7 +118,7 @@ def _spent(content: Mapping[str, Any]) -> str:
 
 
 def _yaml(values: Mapping[str, Any]) -> str:
-    return yaml.dump(published(values), Dumper=_Plain, sort_keys=False, allow_unicode=True)
+    return yaml.dump(published(values), Dumper=_Plain, sort_keys=False, allow_unicode=True).rstrip()
 
 
 def _plain(text: Any) -> str:
@@ -131,12 +131,6 @@ def _code(text: Any) -> str:
     """Text as code within a line or a cell of a table, where it holds no sign that would end it."""
     line = str(text)
     return f"`{line}`" if re.fullmatch(r"[^`|<>\n\r\\]+", line) and harmless(line) == line else _plain(line)
-
-
-def _block(text: str, language: str) -> str:
-    """Text as a block of code, in a fence longer than any in it."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
 
 class _Plain(yaml.SafeDumper):

@@ -13,6 +13,7 @@ import yaml
 
 from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.report import RECORD
+from lightning_mhla.system.redaction import redacted
 from mhla_tasks.console import harmless
 
 CONFIG = "config.yaml"
@@ -69,7 +70,7 @@ def _read(path: Path) -> Run:
     try:
         record = json.loads(path.read_text())
         record["metrics"], record["seconds"]
-        options = flat(yaml.safe_load(config.read_text())) if config.exists() else {}
+        options = flat(redacted(yaml.safe_load(config.read_text()))) if config.exists() else {}
     except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} or the {CONFIG} beside it cannot be read ({error!r})") from error
     return Run(path.parent, record, options)
@@ -197,11 +198,14 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     for axis, metric in zip(axes, metrics, strict=False):
         for run, label in zip(runs, labels(runs), strict=True):
             axis.plot(*zip(*run.record["metrics"][metric], strict=True), label=label, marker=".", linewidth=1.2)
-        axis.set(title=metric, xlabel="optimiser step")
+        axis.set_title(metric, parse_math=False)
+        axis.set_xlabel("optimiser step")
         axis.grid(alpha=0.3)
     for axis in axes[len(metrics) :]:
         axis.remove()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
+    legend = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

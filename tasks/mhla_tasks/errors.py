@@ -135,7 +135,8 @@ def _report_thread(thrown: threading.ExceptHookArgs) -> None:
     """Print a failure of the machine that ended a thread, such as the writer of TensorBoard's events, in a line."""
     text = None if thrown.exc_value is None or os.environ.get(TRACEBACK) else explain_failure(thrown.exc_value)
     if text is None:
-        threading.__excepthook__(thrown)
+        lines = traceback.format_exception(thrown.exc_type, thrown.exc_value, thrown.exc_traceback)
+        sys.stderr.write(harmless(f"Exception in thread {thrown.thread and thrown.thread.name}:\n{''.join(lines)}"))
     else:
         name = type(thrown.thread).__name__.strip("_")
         sys.stderr.write(f"error: {printable(text)} (in the thread {name})\n")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import bz2
 import csv
 import gzip
 import io
+import json
 import logging
 import lzma
+import sys
 import tarfile
 import warnings
 import zipfile
@@ -25,12 +28,16 @@ import torch
 import yaml
 from http_server import Server, served
 from lightning import LightningDataModule, LightningModule, Trainer
-from mhla_tasks import commands, sweep
+from mhla_tasks import commands, compare, sweep
 from mhla_tasks.cli import SaveConfig, main
 from mhla_tasks.console import harmless, prepare_streams
 from mhla_tasks.errors import CommandFailed, printable
+from mhla_tasks.export import remove_private
 from PIL import Image
+from typing_extensions import override
 
+from lightning_mhla.callbacks.curves import LearningCurves
+from lightning_mhla.callbacks.page import fenced
 from lightning_mhla.checkpoints.io import WholeCheckpointIO
 from lightning_mhla.data import write_shards
 from lightning_mhla.data.lines import open_bytes
@@ -47,7 +54,9 @@ SMALL = [
     "--model.init_args.depth=1", "--model.init_args.heads=1", "--model.init_args.attention.block_grid=[2,2]",
     "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.log_every_n_steps=1",
 ]  # fmt: skip
-LOGGERS = "[{class_path: TensorBoardLogger, init_args: {save_dir: .}}, {class_path: CSVLogger, init_args: {save_dir: .}}]"
+LOGGERS = (
+    "[{class_path: TensorBoardLogger, init_args: {save_dir: .}}, {class_path: CSVLogger, init_args: {save_dir: .}}]"
+)
 
 
 def spellings(secret: str) -> set[bytes]:
@@ -87,6 +96,7 @@ def leaks(folder: Path, secrets: tuple[str, ...] = SECRETS) -> list[str]:
 class Guarded(http_server._Handler):
     """Serves those who know the password and the signature."""
 
+    @override
     def do_GET(self) -> None:
         asked = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
         if self.headers.get("Authorization") == f"Basic {asked}" and SIGNATURE in self.path:
@@ -133,7 +143,7 @@ def trained(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         main(words(url(server), "--trainer.max_epochs=2", f"--trainer.logger={LOGGERS}",
-                   "--data.init_args.cache_dir=cache", "--data.init_args.cache_bytes=1000000"))  # fmt: skip
+                   "--model.init_args.optimizer.min_lr=1e-5", "--data.init_args.cache_dir=cache", "--data.init_args.cache_bytes=1000000"))  # fmt: skip
     return folder
 
 
@@ -179,9 +189,9 @@ def test_an_evaluation_by_the_checkpoint_alone_asks_for_the_url(
     trained: Path, server: Server, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(trained)
-    with pytest.raises(CommandFailed, match=r"\*\*\*@.*--data\.val=URL"):
+    with pytest.raises(CommandFailed, match=r"\*\*\*@.*tar\?\*\*\*: .*--data\.(train|val)=URL"):
         main([command, "--ckpt_path=run", "--data.init_args.cache_bytes=null"])
-    main([command, "--ckpt_path=run", f"--data.init_args.val={url(server)}"])
+    main([command, "--ckpt_path=run", *(f"--data.init_args.{name}={url(server)}" for name in ("train", "val"))])
     assert leaks(trained) == []
 
 
@@ -215,6 +225,24 @@ def test_what_is_published_has_no_secrets_and_no_local_paths(
     card = (tmp_path / "exported/README.md").read_text()
     assert "https://***@h/x?***" in card
     assert "train.tar" in card
+
+
+def test_configurations_of_libraries_lose_paths_and_tokenizers_keep_their_words(tmp_path: Path) -> None:
+    config = {"_name_or_path": str(tmp_path / "teacher"), "id2label": {"0": "/a/b"}, "n": 1, "scale": [0.5, None]}
+    words = {"model": {"vocab": {"/home/alice/": 1}}, "text": "https://a/b?c /home/alice/x"}
+    tokenizer = {"name_or_path": f"https://{USER}@h/x", "added_tokens_decoder": {"0": {"content": "/home/alice/"}}}
+    (tmp_path / "vae").mkdir()
+    for name, content in {
+        "config.json": config,
+        "tokenizer.json": words,
+        "vae/tokenizer_config.json": tokenizer,
+    }.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    remove_private(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == {**config, "_name_or_path": "teacher"}
+    assert json.loads((tmp_path / "tokenizer.json").read_text()) == words
+    changed = json.loads((tmp_path / "vae/tokenizer_config.json").read_text())
+    assert changed == {**tokenizer, "name_or_path": "https://***@h/x"}
 
 
 class ForeignData(LightningDataModule):
@@ -276,7 +304,10 @@ def test_redaction(text: str, shown: str) -> None:
 def test_options_without_secrets_are_the_same_objects() -> None:
     options = {"a": [1, {"b": "hf://x/y@z"}], "tensor": torch.ones(2), "token": None, "c": ("x",)}
     assert redacted(options) is options
-    assert redacted({"token": "abc", "urls": ("https://u@h/x", "y")}) == {"token": "***", "urls": ("https://***@h/x", "y")}
+    assert redacted({"token": "abc", "urls": ("https://u@h/x", "y")}) == {
+        "token": "***",
+        "urls": ("https://***@h/x", "y"),
+    }
     assert list(hidden_options({"a": [{"b": "https://***@h/x"}], "api_key": "***", "c": "***", "d": "https://h/?***"})) == [
         "a.b", "api_key", "d",
     ]  # fmt: skip
@@ -315,9 +346,9 @@ def test_messages_warnings_and_errors_are_redacted(capsys: pytest.CaptureFixture
     logger.warning("%s is \x1b[2Jgone", secret)
     logger.removeHandler(handler)
     assert stream.getvalue() == "https://***@host/x is \\x1b[2Jgone\n"
-    assert USER not in printable(secret) + harmless(secret) + warnings.formatwarning(UserWarning(secret), UserWarning, "f", 1)
-    import sys
-
+    assert USER not in printable(secret) + harmless(secret) + warnings.formatwarning(
+        UserWarning(secret), UserWarning, "f", 1
+    )
     sys.excepthook(RuntimeError, RuntimeError(secret), None)
     assert USER not in capsys.readouterr().err
 
@@ -350,7 +381,7 @@ def test_names_are_no_formulas_and_no_lines_of_their_own(trained: Path, tmp_path
     monkeypatch.chdir(tmp_path)
     with next(tmp_path.rglob("predictions.csv")).open(newline="", encoding="utf-8") as stream:
         lines = list(csv.reader(stream))
-    assert lines[0] == ["path", "predicted", "'=HYPERLINK(\"http://h\")", "two\\nlines\\u2028of"]
+    assert lines[0] == ["path", "predicted", '\'=HYPERLINK("http://h")', "two\\nlines\\u2028of"]
     assert [row[0] for row in lines[1:]] == ["'-2.png", "'=1+1.png", "'@a.png", "line\\nbreak.png"]
     assert {row[1] for row in lines[1:]} <= set(lines[0])
     commands.run("export", ["odd.ckpt", "exported"])
@@ -382,10 +413,39 @@ def test_a_card_shows_markdown_and_html_as_text(trained: Path, tmp_path: Path, m
     assert "\\[click\\]" in text
     assert "\\<b\\>\\[y\\](z)" in text
     assert "val/\\`x\\|y\\`\\<b\\>" in text
-    assert [line for line in outside if line.startswith("# ")] == [outside[next(i for i, x in enumerate(outside) if x[:2] == "# ")]]
+    assert [line for line in outside if line.startswith("# ")] == [
+        outside[next(i for i, x in enumerate(outside) if x[:2] == "# ")]
+    ]
     code = card.partition("```python\n")[2].partition("\n```")[0]
-    compile(code, "card", "exec")
-    assert "import os" not in [line.strip() for line in code.split(";")]
+    imported = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert [ast.unparse(node) for node in imported] == ["from mhla_tasks.classification import VisionTransformer"]
+
+
+@pytest.mark.parametrize("text", ["plain", "a ```` b\n<script>", "`````\n# Title"])
+def test_a_fence_is_longer_than_any_in_its_text(text: str) -> None:
+    first, *inside, last = fenced(text, "md").splitlines()
+    assert first == f"{last}md"
+    assert "\n".join(inside) == text
+    assert last not in text
+
+
+def test_names_in_pictures_are_no_formulas(tmp_path: Path) -> None:
+    name = r"val/$\frac$ [bold]"
+    curves = LearningCurves()
+    curves._path = tmp_path / "curves.png"
+    curves.points[name] = [(1, 0.5), (2, 0.25)]
+    curves.draw()
+    record = {
+        "metrics": {name: [[1, 0.5], [2, 0.25]]},
+        "seconds": 1,
+        "steps": 2,
+        "finished": True,
+        "parameters": 1,
+        "best": {},
+    }
+    runs = [compare.Run(tmp_path / number, record, {"model.name": f"$\\frac$ {number}\x1b[2J"}) for number in "12"]
+    compare.draw(runs, tmp_path / "compared.png")
+    assert {path.name for path in tmp_path.iterdir()} == {"curves.png", "compared.png"}
 
 
 @pytest.mark.parametrize("name", ["run[/red]", "run[bold]x", "run\x1b[2Jx"])
@@ -393,6 +453,7 @@ def test_names_are_neither_markup_nor_commands_of_the_terminal(
     trained: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).symlink_to(trained / "run")
     commands.run("consolidate", [name, f"{name}.ckpt"])
     commands.run("export", [f"{name}.ckpt", f"{name}-exported"])
