@@ -63,10 +63,10 @@ class SaveConfig(SaveConfigCallback):
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **options: Any) -> None:
-        if hidden := list(hidden_options(config)):
-            again = " ".join(f"--{name}=..." for name in dict.fromkeys(hidden))
+        if hidden := dict.fromkeys(name.replace(".init_args", "") for name in hidden_options(config)):
+            again = " ".join(f"--{name}=..." for name in hidden)
             raise ValueError(
-                f"{', '.join(dict.fromkeys(hidden))}: secrets, such as passwords and queries of URLs, are not written into "
+                f"{', '.join(hidden)}: secrets, such as passwords and queries of URLs, are not written into "
                 f"files, so that these options are not complete; give them again on the command line: {again}"
             )
         kept = redacted(config.clone())

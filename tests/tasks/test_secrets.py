@@ -173,10 +173,10 @@ def test_a_run_resumes_once_the_url_is_given_again(
     monkeypatch.chdir(trained)
     with pytest.raises(CommandFailed) as failed:
         main(["fit", "--run_dir=run", "--trainer.max_epochs=3"])
-    for part in ("data.init_args.train", "data.init_args.val", "--data.init_args.train=...", "not complete"):
+    for part in ("data.train, data.val: ", "--data.train=... --data.val=...", "not complete"):
         assert part in str(failed.value)
     assert "\n" not in str(failed.value)
-    again = [f"--data.init_args.{name}={url(server)}" for name in ("train", "val")]
+    again = [f"--data.{name}={url(server)}" for name in ("train", "val")]
     main(["fit", "--run_dir=run", "--trainer.max_epochs=3", *again])
     printed = capsys.readouterr()
     assert "resumed with another option: data.train" not in printed.out + printed.err
