@@ -73,11 +73,11 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def published(value: Any, name: str = "") -> Any:
-    """Nested options for a file that is published: without secrets, and absolute local paths as their last part alone."""
+    """Nested options for a file that is published: without secrets, local paths outside the folder as their last part alone."""
     if isinstance(value, str | PurePath):
         text = redacted(str(value), name)
         local = text.removeprefix("file://")
-        return PurePath(local).name if re.match(r"/+[^/\s]+/+[^/]", local) else _PATH.sub(r"\1", text)
+        return PurePath(local).name if re.match(r"(?:/+[^/\n]+|~[\w.-]*|\.\.)/+[^/]", local) else _PATH.sub(r"\1", text)
     if isinstance(value, Mapping):
         return {key: published(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -318,10 +318,17 @@ def test_options_without_secrets_are_the_same_objects() -> None:
     [
         ("/home/alice/data/train-{0..9}.tar", "train-{0..9}.tar"),
         ("/home/alice/my data/x", "x"),
+        ("/a home/x", "x"),
+        ("~/data/x", "x"),
+        ("~alice/x", "x"),
+        ("../../alice/x/", "x"),
         ("file:///home/alice/x.csv", "x.csv"),
         ("from /home/alice/x, to /scratch/alice/y", "from x, to y"),
         (Path("/home/alice/x"), "x"),
-        (["</s>", "/no_think", "a/b", "https://h/a/b"], ["</s>", "/no_think", "a/b", "https://h/a/b"]),
+        (
+            ["</s>", "/no_think", "a/b", "https://h/a/b", "..", "~"],
+            ["</s>", "/no_think", "a/b", "https://h/a/b", "..", "~"],
+        ),
     ],
 )
 def test_local_paths_are_not_published(value: Any, shown: Any) -> None:
