@@ -168,7 +168,7 @@ def test_a_search_finds_what_is_planted(tmp_path: Path) -> None:
 
 
 def test_a_run_resumes_once_the_url_is_given_again(
-    trained: Path, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(trained)
     with pytest.raises(CommandFailed) as failed:
@@ -177,9 +177,10 @@ def test_a_run_resumes_once_the_url_is_given_again(
         assert part in str(failed.value)
     assert "\n" not in str(failed.value)
     again = [f"--data.{name}={url(server)}" for name in ("train", "val")]
-    main(["fit", "--run_dir=run", "--trainer.max_epochs=3", *again])
-    printed = capsys.readouterr()
-    assert "resumed with another option: data.train" not in printed.out + printed.err
+    with caplog.at_level(logging.INFO):
+        main(["fit", "--run_dir=run", "--trainer.max_epochs=3", "--data.max_skipped=7", *again])
+    changes = [text for text in caplog.messages if text.startswith("resumed with another option")]
+    assert changes == ["resumed with another option: data.max_skipped 100 -> 7"]
     assert torch.load(trained / "run/checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
     assert leaks(trained) == []
 
