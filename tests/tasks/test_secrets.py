@@ -209,6 +209,46 @@ def test_a_server_that_denies_access_is_reported_without_secrets(
     assert leaks(tmp_path, ("planted",)) == []
 
 
+SECRET_URL = f"http://{USER}:{SIGNATURE}@host/x?sig={SIGNATURE}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [f"--data.trian={SECRET_URL}"],
+        [f"--data.batch_size={SECRET_URL}", "--data.train=x", "--data.val=x"],
+        [f"--data.train={SECRET_URL}", f"--data.train={SECRET_URL}2"],
+        ["--data.train=x", f"--model={SECRET_URL}"],
+        [f"--data.train=ftp{SECRET_URL[4:]}", "--data.val=x"],
+        [f"--config={SECRET_URL}"],
+    ],
+    ids=["unknown key", "wrong type", "given twice", "class", "scheme", "configuration"],
+)
+def test_a_wrong_command_line_is_quoted_without_secrets(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as failed:
+        main(["fit", f"--config={ROOT}/configs/classification/folder.yaml", *arguments])
+    said = capsys.readouterr()
+    assert "***" in said.err
+    assert not any(text in said.out + said.err + str(failed.value) for text in (USER, SIGNATURE))
+    assert leaks(tmp_path) == []
+
+
+@pytest.mark.parametrize("tool", ["export", "consolidate", "compare"])
+def test_tools_quote_what_they_are_given_without_secrets(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in ([SECRET_URL, "b"], ["a", "b", f"--wrong={SECRET_URL}"]):
+        with pytest.raises(SystemExit):
+            commands.run(tool, words)
+        said = capsys.readouterr()
+        assert "***" in said.err
+        assert not any(text in said.out + said.err for text in (USER, SIGNATURE))
+
+
 def test_what_is_published_has_no_secrets_and_no_local_paths(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
