@@ -7,13 +7,15 @@ import math
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
 
 from lightning_mhla.checkpoints.sharded import check_sharded, is_sharded, load_rest
 from lightning_mhla.system.files import written_whole
@@ -73,7 +75,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
             ValueError: when it is damaged, or cannot be read without running code.
         """
         if "://" in str(path):
-            return super().load_checkpoint(path, map_location, weights_only=True)  # whatever was asked for
+            with _told(path):
+                return super().load_checkpoint(path, map_location, weights_only=True)  # whatever was asked for
         found = resolve_checkpoint(Path(path))
         if found.is_dir():
             from lightning_mhla.checkpoints.sharded_tensors import load_whole  # takes long to import
@@ -85,6 +88,25 @@ class WholeCheckpointIO(TorchCheckpointIO):
         return {**content, READ_FROM: str(found)}
 
 
+def read_safely(strategy: Strategy) -> None:
+    """Have a strategy read and write its checkpoints by :class:`WholeCheckpointIO`.
+
+    Raises:
+        ValueError: for a strategy or a plugin of Lightning that would unpickle a checkpoint, which can run code.
+    """
+    reading = type(strategy).load_checkpoint
+    if reading is not Strategy.load_checkpoint and reading.__module__.startswith("lightning."):
+        raise ValueError(
+            f"{type(strategy).__name__} reads sharded checkpoints in a way that can run code from them; shard with "
+            "--trainer.strategy=lightning_mhla.strategies.FullyShardedStrategy"
+        )
+    plugin = type(strategy.checkpoint_io)
+    if plugin is TorchCheckpointIO:
+        strategy.checkpoint_io = WholeCheckpointIO()
+    elif plugin.__module__.startswith("lightning."):  # one that wraps another gets Lightning's own at each access
+        raise ValueError(f"{plugin.__name__} reads checkpoints in a way that can run code from them; leave it out")
+
+
 def _explained(error: Exception, path: Path) -> OSError:
     """torch reports a failed write as an error of its zip writer; the disk's own is behind it, if there is one."""
     behind = error.__cause__ or error.__context__
@@ -94,6 +116,17 @@ def _explained(error: Exception, path: Path) -> OSError:
         f"checkpoint {path} could not be written ({reason(cause)}; {free / 2**30:.1f} GiB are free there). Earlier checkpoints "
         "are as they were: make room and start the same command again, with --run_dir it resumes from the newest"
     )
+
+
+@contextmanager
+def _told(path: str | Path) -> Iterator[None]:
+    """Turn the errors of torch about a checkpoint into one ValueError that names it."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} is no checkpoint that can be read safely: it holds more than plain data") from error
+    except (OSError, *BROKEN) as error:
+        raise ValueError(f"{path} is no checkpoint that can be read safely ({reason(error)})") from error
 
 
 def check_checkpoint(path: Path) -> None:
@@ -126,12 +159,8 @@ def read_file(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: when it is cut short, or holds anything but tensors and plain values.
     """
-    try:
+    with _told(path):
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} is no checkpoint that can be read safely: it holds more than plain data") from error
-    except (OSError, *BROKEN) as error:
-        raise ValueError(f"{path} is no checkpoint that can be read safely ({reason(error)})") from error
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise ValueError(f"{path} holds no state_dict: it is no checkpoint of training")
     check_entries(path, content)

@@ -159,7 +159,7 @@ class CaptionedDiffusion(GenerativeModule):
         if self.captions.config.encoder is None:
             raise ValueError(
                 "the data's captions are encoded, and without text.encoder prompts would be encoded otherwise; name the "
-                "pipeline that encoded them: --model.init_args.text.encoder=FOLDER_OR_NAME"
+                "pipeline that encoded them: --model.text.encoder=FOLDER_OR_NAME"
             )
         if length != self.captions.config.length:
             raise ValueError(
@@ -170,7 +170,7 @@ class CaptionedDiffusion(GenerativeModule):
         if instruction != self.captions.config.instruction:
             raise ValueError(
                 f"captions were encoded with instruction {instruction!r:.40}, and prompts would be with "
-                f"{self.captions.config.instruction!r:.40}; set --model.init_args.text.instruction to that of the data"
+                f"{self.captions.config.instruction!r:.40}; set --model.text.instruction to that of the data"
             )
 
     def forward(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class CaptionedDiffusion(GenerativeModule):
         if clean.shape[1] != config.in_channels:
             raise ValueError(
                 f"{what} of {clean.shape[1]} channels for a transformer of {config.in_channels}; set "
-                f"--model.init_args.transformer.in_channels and out_channels, or vae for {what} that become latents"
+                f"--model.transformer.in_channels and out_channels, or vae for {what} that become latents"
             )
         check_patches(clean.shape[2:], config.patch_size, f"{what} or latents")
         return clean
@@ -256,7 +256,7 @@ class CaptionedDiffusion(GenerativeModule):
         if text.shape[-1] != self.captions.width:
             raise ValueError(
                 f"captions are encoded in width {text.shape[-1]}, the transformer takes {self.captions.width}; set "
-                f"--model.init_args.transformer.{self.text_option}"
+                f"--model.transformer.{self.text_option}"
             )
         return text
 

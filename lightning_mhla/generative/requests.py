@@ -76,7 +76,7 @@ class RequestedSamples:
             self.prompts = [(prompt, prompt) for prompt in plain]
         self.prompts = list(dict.fromkeys(self.prompts))  # VBench's list has two of its prompts twice
         if not self.prompts:
-            raise ValueError("there are no prompts; name a file of them: --data.init_args.prompts.prompts=FILE")
+            raise ValueError("there are no prompts; name a file of them: --data.prompts.prompts=FILE")
         if len({name for name, _ in self.prompts}) < len(self.prompts):
             raise ValueError("two prompts have one name, so that their files would overwrite each other")
         self.extension = extension
@@ -168,7 +168,7 @@ class SampleFolder(Callback):
         if differing:
             raise ValueError(
                 f"{self.folder / self.kind} holds samples of other {', '.join(differing)} (see {path.name}); choose another "
-                "--model.init_args.output"
+                "--model.output"
             )
         if trainer.is_global_zero:
             write_whole(path, json.dumps(origin, indent=2) + "\n")
@@ -188,7 +188,7 @@ class SampleFolder(Callback):
             if any(before[key] != row[key] for key in row):
                 raise ValueError(
                     f"{self.folder / self.kind / row['file']} was drawn for another prompt, number or seed (see "
-                    f"{self.kind}.jsonl); choose another --model.init_args.output"
+                    f"{self.kind}.jsonl); choose another --model.output"
                 )
         here = [(self.folder / self.kind / row["file"]).exists() for row in rows]
         return [index for index, found in enumerate(here) if not found]

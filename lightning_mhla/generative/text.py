@@ -165,12 +165,12 @@ class TransformersText(CaptionEncoder):
 
             path, dtype = str(self.config.encoder), torch.bfloat16
             try:
-                tokenizer = AutoTokenizer.from_pretrained(path, subfolder="tokenizer")
-                named = AutoConfig.from_pretrained(path, subfolder="text_encoder").model_type
+                tokenizer = AutoTokenizer.from_pretrained(path, subfolder="tokenizer", trust_remote_code=False)
+                config = AutoConfig.from_pretrained(path, subfolder="text_encoder", trust_remote_code=False)
                 kind: Any = {"umt5": UMT5EncoderModel, "t5": T5EncoderModel, "mt5": MT5EncoderModel}.get(
-                    named, AutoModel
+                    config.model_type, AutoModel
                 )
-                model = kind.from_pretrained(path, subfolder="text_encoder", dtype=dtype)
+                model = kind.from_pretrained(path, subfolder="text_encoder", dtype=dtype, trust_remote_code=False)
             except (OSError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise FileNotFoundError(
@@ -181,7 +181,7 @@ class TransformersText(CaptionEncoder):
             if self._width not in (None, width):
                 raise ValueError(
                     f"the text encoder {path} gives embeddings of width {width}, not {self._width}; set "
-                    "--model.init_args.transformer.text_dim (of SANA: caption_channels) in training, --text_width of "
+                    "--model.transformer.text_dim (of SANA: caption_channels) in training, --text_width of "
                     "lightning prepare clip-latents"
                 )
             self._width = width

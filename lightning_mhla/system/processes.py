@@ -71,5 +71,5 @@ def check_open_files(workers: int) -> None:
     if workers and limit != resource.RLIM_INFINITY and needed > limit:
         raise OSError(
             f"too many open files: the limit is {limit}, and {workers} worker processes need {needed} or more; raise the limit "
-            "of this process (ulimit -n 65536), or use fewer worker processes (--data.init_args.num_workers)"
+            "of this process (ulimit -n 65536), or use fewer worker processes (--data.num_workers)"
         )

@@ -39,6 +39,9 @@ YAML_DEPTH = 50
 YAML_VALUES = 100_000
 """Bounds of a configuration: far above any honest one, far below what takes seconds to read."""
 
+JSON_BYTES = 1 << 26
+"""Largest JSON file that is read whole: an index of shards or a configuration, never data."""
+
 DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.uint16, np.uint32, np.int32, np.int64, np.bool_)
 
 
@@ -55,6 +58,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: naming the file, when it holds anything else.
     """
     try:
+        if path.stat().st_size > JSON_BYTES:
+            raise ValueError(f"{path.stat().st_size} bytes, and at most {JSON_BYTES} are read")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON file ({reason(error)})") from error
@@ -98,6 +103,21 @@ def parse_array_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
     if dtype not in DTYPES or any(type(length) is not int or not 0 <= length < 1 << 48 for length in shape):
         raise ValueError(f"{dtype} of shape {str(shape)[:60]} are no plain numbers")
     return shape, dtype, stream.tell()
+
+
+def read_yaml(path: Path) -> Any:
+    """The values in a YAML file.
+
+    Raises:
+        ValueError: naming the file, when it cannot be read, or :func:`check_yaml` refuses it.
+    """
+    try:
+        with path.open(encoding="utf-8-sig") as stream:
+            text = stream.read(YAML_CHARACTERS + 1)
+        check_yaml(text)
+        return yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read ({reason(error)})") from error
 
 
 def check_yaml(text: str) -> None:

@@ -16,7 +16,7 @@ def known_classes(num_classes: int | None) -> int:
     if num_classes is None:
         raise ValueError(
             "num_classes is not known: it follows from data with a folder for each class, or shards with a "
-            "PREFIX-classes.txt; otherwise give --model.init_args.num_classes"
+            "PREFIX-classes.txt; otherwise give --model.num_classes"
         )
     return num_classes
 
@@ -59,6 +59,6 @@ class NamesClasses(TrainingModule):
             raise ValueError(
                 f"the checkpoint was trained on {len(names)} classes, and the data has {len(self.label_names)}, {what}: labels "
                 "would mean other classes. Bring the folders back, or start a new run from the weights "
-                "(--model.init_args.pretrained)"
+                "(--model.pretrained)"
             )
         self.label_names = names

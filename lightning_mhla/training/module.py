@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from lightning import Callback, LightningModule
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,7 +26,7 @@ from lightning_mhla.callbacks.kernels import KernelAgreement
 from lightning_mhla.callbacks.recovery import Recovery
 from lightning_mhla.callbacks.seeding import StepSeed
 from lightning_mhla.callbacks.stalls import StallWatch
-from lightning_mhla.checkpoints.io import READ_FROM, WholeCheckpointIO
+from lightning_mhla.checkpoints.io import READ_FROM, read_safely
 from lightning_mhla.checkpoints.weights import LIVE, load_weights, shards_weights
 from lightning_mhla.data.module import data_batch_size
 from lightning_mhla.system.hyperparameters import LoggedApart, plain
@@ -133,7 +132,7 @@ class TrainingModule(LoggedApart, LightningModule):
             if theirs.get(name) is not None and ours is not None and theirs[name] != ours:
                 raise ValueError(
                     f"the model has {name}={ours}, the data {name}={theirs[name]}; give both the same "
-                    f"(--model.init_args.{name}, --data.init_args.{name})"
+                    f"(--model.{name}, --data.{name})"
                 )
 
     def average_decay(self, decay: float) -> float:
@@ -149,8 +148,7 @@ class TrainingModule(LoggedApart, LightningModule):
 
         Checkpoints are written atomically from here on.
         """
-        if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            self.trainer.strategy.checkpoint_io = WholeCheckpointIO()
+        read_safely(self.trainer.strategy)
         if self.trainer.state.fn == "predict":
             return self.prediction_callbacks()
         if self.trainer.state.fn != "fit":
@@ -239,7 +237,7 @@ class TrainingModule(LoggedApart, LightningModule):
                 f"the checkpoint was saved after {batches_done(self.trainer)} batches of its epoch, and gradients of "
                 f"{self.trainer.accumulate_grad_batches} batches are accumulated for a step: those of the first ones are not "
                 "in it. Resume from last.ckpt of the run, with accumulate_grad_batches as it was, or start a new run from the "
-                "weights alone (--model.init_args.pretrained)"
+                "weights alone (--model.pretrained)"
             )
         for callback in self.trainer.checkpoint_callbacks:
             if (
@@ -309,7 +307,7 @@ class TrainingModule(LoggedApart, LightningModule):
             if theirs.get(key) != ours.get(key) and (key == "kind" or ours["kind"] == "mhla"):
                 raise ValueError(
                     f"the checkpoint was trained with attention {key} {theirs.get(key)!r}, this run asks for "
-                    f"{ours.get(key)!r}; set --model.init_args.attention.{key}={theirs.get(key)}, or train from the start"
+                    f"{ours.get(key)!r}; set --model.attention.{key}={theirs.get(key)}, or train from the start"
                 )
         fitting = self._trainer is not None and self._trainer.state.fn == "fit"
         if fitting and checkpoint.get("global_step"):
@@ -329,7 +327,7 @@ class TrainingModule(LoggedApart, LightningModule):
         if any(".lora_" in name for name in kept) != any(".lora_" in name for name in state):
             with_, now = ("with", "without") if any(".lora_" in name for name in kept) else ("without", "with")
             raise ValueError(
-                f"the checkpoint was trained {with_} LoRA adapters, this run is {now}; set --model.init_args.train and lora as "
+                f"the checkpoint was trained {with_} LoRA adapters, this run is {now}; set --model.train and lora as "
                 "they were, or leave out --config to take the options that the checkpoint remembers"
             )
         wrong = [
@@ -378,12 +376,12 @@ class TrainingModule(LoggedApart, LightningModule):
         if kinds[0] and kinds[0] != kinds[1]:
             raise ValueError(
                 f"the checkpoint was trained with another optimiser than {self.optimizer_config.kind}; set optimizer.kind "
-                "back, or start a new run from the weights (--model.init_args.pretrained)"
+                "back, or start a new run from the weights (--model.pretrained)"
             )
         groups = parameter_groups(self.network, self.optimizer_config, self._layer_names())
         ours, theirs = ([len(g["params"]) for g in each] for each in (groups, states[0].get("param_groups", [])))
         if ours != theirs:
             raise ValueError(
                 f"the checkpoint's optimiser has groups of {theirs} parameters, this run's of {ours}: what is trained, or "
-                "layer_decay, is not the same. Set it back, or start a new run from the weights (--model.init_args.pretrained)"
+                "layer_decay, is not the same. Set it back, or start a new run from the weights (--model.pretrained)"
             )

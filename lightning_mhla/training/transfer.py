@@ -67,7 +67,7 @@ def check_layer_steps(
     if isinstance(strategy, DDPStrategy) and trained not in whole and not unused:
         raise ValueError(
             f"distillation.layer_steps leaves some of the trained parameters (train={trained!r}) without gradients: set "
-            f"--model.init_args.train={' or '.join(whole)}, or --trainer.strategy=ddp_find_unused_parameters_true"
+            f"--model.train={' or '.join(whole)}, or --trainer.strategy=ddp_find_unused_parameters_true"
         )
 
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.checkpoints.choice import choose_checkpoint
-from lightning_mhla.checkpoints.io import CHECKPOINTS, remove_secrets
+from lightning_mhla.checkpoints.io import CHECKPOINTS, read_safely, remove_secrets
 from lightning_mhla.checkpoints.runs import RunFolder
 from lightning_mhla.system.lightning_private import saved_hyperparameters, subcommand_parsers
 from lightning_mhla.system.redaction import hidden_options, redacted
@@ -42,12 +42,13 @@ from mhla_tasks.settle import (
     network_of,
     of_another_command,
     settle,
+    with_class_of_strategy,
     with_config_of_run,
     with_folder_of_logger,
     write_beside_checkpoint,
 )
 from mhla_tasks.sources import Source, read_sources, strongest
-from mhla_tasks.trust import AllowError, allow_imports, allow_shapes, refusal
+from mhla_tasks.trust import AllowError, allow_classes, allow_imports, allow_model_config, refusal
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class SuiteCLI(LightningCLI):
         words = sys.argv[1:] if args is None else []
         if isinstance(args, Sequence):
             words = list(args)
-        words = with_folder_of_logger(with_config_of_run(words))
+        words = with_class_of_strategy(with_folder_of_logger(with_config_of_run(words)))
         if args is None:
             sys.argv[1:] = words  # other processes of the run are started with it
         else:
@@ -162,6 +163,11 @@ class SuiteCLI(LightningCLI):
             sources = [inside(source, subcommand) for source in read_sources(words)]
             ShortErrorParser.sources = sources
             problems = [source.problem for source in sources]
+            problems += [
+                f"{source.origin}: checkpoints are read as plain data, so that they run no code; leave weights_only out"
+                for source in sources
+                if source.values.get("weights_only") is False
+            ]
             problems.append(of_another_command(sources, subcommand, LightningCLI.subcommands()))
             try:
                 allow_imports(sources)
@@ -174,6 +180,7 @@ class SuiteCLI(LightningCLI):
             if problem:
                 chosen.error(problem)
             self._sources = sources
+            remembered: Source | None = None
             run = strongest(sources, "run_dir")
             of_run = str(
                 Path(run or "") / "config.yaml"
@@ -182,9 +189,10 @@ class SuiteCLI(LightningCLI):
             try:
                 self._start = choose_checkpoint(Path(run) if run else None, asked, training=subcommand == "fit")
                 if asked is not None and self._start is not None:
-                    remembered = defaults_from(self._start, sources)
-                    allow_shapes(remembered)
-                    chosen.set_defaults(remembered)
+                    remembered = Source(self._start, defaults_from(self._start, sources))
+                allow_classes(sources, remembered)
+                if remembered is not None:
+                    chosen.set_defaults(remembered.values)
             except (ValueError, FileNotFoundError) as error:
                 chosen.error(str(error))
         with without_collection():  # the classes that are named are imported
@@ -194,6 +202,8 @@ class SuiteCLI(LightningCLI):
         """Settle in the run's folder; leave weights to start from alone where a checkpoint brings others."""
         options, subcommand = self.config[self.subcommand], str(self.subcommand)
         check_trainer(options.trainer)
+        if isinstance(options.trainer.strategy, str) and "." in options.trainer.strategy:  # the class of one, in a file
+            options.trainer.strategy = Namespace(class_path=options.trainer.strategy, init_args=Namespace())
         agree(options, self._sources)
         options.ckpt_path = self._start
         if options.run_dir is not None:
@@ -207,11 +217,11 @@ class SuiteCLI(LightningCLI):
             start["pretrained"] = None
             if "network" in start and start["network"] is None:  # it was read where the weights were
                 start["network"] = network_of(str(options["ckpt_path"]))
-                allow_shapes(start["network"])
+                allow_model_config(start["network"])
         if subcommand == "predict" and not options.get("ckpt_path") and not start.get("pretrained"):
             raise ValueError(
                 "predict has no weights and would draw noise: name them with --ckpt_path=FILE, --run_dir=FOLDER or "
-                "--model.init_args.pretrained"
+                "--model.pretrained"
             )
         if options.trainer.logger is False:
             leave_out_monitors(options.trainer, subcommand)
@@ -235,6 +245,7 @@ class SuiteCLI(LightningCLI):
         if not bars and given.enable_progress_bar in (None, True) and not given.barebones:
             self.trainer_defaults = {**self.trainer_defaults, "callbacks": [EpochBar()]}
         trainer = super().instantiate_trainer(**options)
+        read_safely(trainer.strategy)  # for modules of others too
         if self._run is not None:
             for callback in trainer.checkpoint_callbacks:
                 if (

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.system.redaction import redacted
+from lightning_mhla.system.untrusted import read_json, read_yaml
 from mhla_tasks.console import harmless
 
 CONFIG = "config.yaml"
@@ -67,12 +66,10 @@ def _number_or_word(part: str) -> tuple[str, int]:
 
 def _read(path: Path) -> Run:
     config = path.parent / CONFIG
-    try:
-        record = json.loads(path.read_text())
-        record["metrics"], record["seconds"]
-        options = flat(redacted(yaml.safe_load(config.read_text()))) if config.exists() else {}
-    except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} or the {CONFIG} beside it cannot be read ({error!r})") from error
+    record = read_json(path)
+    if not isinstance(record.get("metrics"), dict) or not isinstance(record.get("seconds"), int | float):
+        raise ValueError(f"{path} is no record of a run: it names no metrics or no seconds")
+    options = flat(redacted(read_yaml(config))) if config.exists() else {}
     return Run(path.parent, record, options)
 
 

@@ -70,7 +70,7 @@ def _line_named_by(problem: str, source: Source) -> str:
 def find_repeated_option(arguments: Sequence[str]) -> str | None:
     """A message for the first data option with several values, or None.
 
-    A shell that expands the braces of ``--data.init_args.train=train-{0000..0002}.tar`` gives the option three times; the
+    A shell that expands the braces of ``--data.train=train-{0000..0002}.tar`` gives the option three times; the
     last value alone would count, and two thirds of the data be lost.
     """
     given: dict[str, list[str]] = {}

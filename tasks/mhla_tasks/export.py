@@ -16,7 +16,7 @@ from lightning_mhla.system.redaction import published
 from lightning_mhla.training.loading import accepts, load_module
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.card import is_own, write_card
-from mhla_tasks.trust import refusal
+from mhla_tasks.trust import AllowError, find_class
 
 DOMAINS = {
     "classification": "ImageClassifier",
@@ -115,26 +115,16 @@ def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:
     memory = read_header(path).get("hyper_parameters") or {}
     class_path = str(memory.get("_class_path", ""))
     if class_path:
-        if refused := refusal(class_path):
-            raise ValueError(f"{checkpoint} was trained with the class {class_path[:80]}: {refused}")
-        return load_module(_class(checkpoint, class_path), path, live)
+        try:
+            kind = find_class(class_path, (TrainingModule,))
+        except AllowError as error:
+            raise ValueError(f"{checkpoint} was trained with the class {class_path[:80]}: {error}") from error
+        return load_module(kind, path, live)
     for domain, name in DOMAINS.items():  # trained from Python: the checkpoint does not name its class
         kind = getattr(import_module(f"mhla_tasks.{domain}"), name)
         if accepts(kind, memory):
             return load_module(kind, path, live)
     raise ValueError(f"{checkpoint} holds no module of {', '.join(DOMAINS)}")
-
-
-def _class(checkpoint: Path, class_path: str) -> type[TrainingModule]:
-    package, _, name = class_path.rpartition(".")
-    try:
-        kind = getattr(import_module(package), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{checkpoint} was trained with the class {class_path[:80]}, which is not there") from error
-    own = isinstance(kind, type) and issubclass(kind, TrainingModule)
-    if not own:  # nothing else is called with what a file says
-        raise ValueError(f"{checkpoint} names {class_path[:80]}, which is no module of training")
-    return kind
 
 
 def _domain_of(kind: type) -> ModuleType:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-FEWER_WORKERS = "use fewer worker processes (--data.init_args.num_workers)"
+FEWER_WORKERS = "use fewer worker processes (--data.num_workers)"
 RIGHTS = "change the permissions, or name a path that you may use"
 AWAY = "choose a different path, or move the file away"
 
@@ -54,19 +54,19 @@ OF_THE_MACHINE = (
 """Numbers that say the same wherever they come up: their words count inside any message, and behind any later error."""
 
 SHARED_MEMORY = (
-    "a worker process found no room in shared memory (/dev/shm): use fewer worker processes (--data.init_args.num_workers=0 "
+    "a worker process found no room in shared memory (/dev/shm): use fewer worker processes (--data.num_workers=0 "
     "uses none), or enlarge it (docker run --shm-size=8g, mount -o remount,size=8g /dev/shm)"
 )
 MEMORY = (
     "a worker process was killed, most likely because the memory is used up: use fewer worker processes "
-    "(--data.init_args.num_workers) or a smaller batch, or ask the scheduler for more memory"
+    "(--data.num_workers) or a smaller batch, or ask the scheduler for more memory"
 )
 ENDED = (
-    "a worker process ended unexpectedly; its own message is above. --data.init_args.num_workers=0 reads in this process, and "
+    "a worker process ended unexpectedly; its own message is above. --data.num_workers=0 reads in this process, and "
     "shows where"
 )
 DEVICE_MEMORY = (
-    "the memory of the GPU is used up: use a smaller batch (--data.init_args.batch_size, with "
+    "the memory of the GPU is used up: use a smaller batch (--data.batch_size, with "
     "--trainer.accumulate_grad_batches to keep the effective size), or --trainer.precision=bf16-mixed"
 )
 TEXTS: tuple[tuple[str, str | int], ...] = (

@@ -6,7 +6,6 @@ import logging
 import math
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning_mhla.swap import KEEP, REPLACE, LayerCosts, layer_costs, original
 from lightning_mhla.swap.swapping import host_of
 from lightning_mhla.training.transfer import TransferOptions
 from mhla_tasks.export import load_trained
-from mhla_tasks.trust import refusal
+from mhla_tasks.trust import AllowError, find_class
 
 
 def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") -> dict[str, Any]:
@@ -95,9 +94,11 @@ def _data(path: Path) -> LightningDataModule:
     """The data that a run was trained on, as its checkpoint remembers it."""
     memory = dict(read_header(resolve_checkpoint(path)).get("datamodule_hyper_parameters") or {})
     class_path = str(memory.get("_class_path", ""))
-    if not class_path or refusal(class_path):
+    if not class_path:
         raise ValueError(f"{path} does not say what data it was trained on: train it with lightning fit")
-    package, _, name = class_path.rpartition(".")
-    options = {key: value for key, value in memory.items() if not key.startswith("_")}
-    data: LightningDataModule = getattr(import_module(package), name)(**options)
+    try:
+        kind = find_class(class_path, (LightningDataModule,))
+    except AllowError as error:
+        raise ValueError(f"{path} was trained on data of the class {class_path[:80]}: {error}") from error
+    data: LightningDataModule = kind(**{key: value for key, value in memory.items() if not key.startswith("_")})
     return data

@@ -27,7 +27,7 @@ Train, evaluate and sample models with MHLA attention.
 
 `lightning COMMAND --help` lists the options of a command or a tool, `lightning fit --model.help CLASS` those of a class.
 `--config mhla://classification/mnist.yaml` names a configuration that the package brings, `--config mhla://` lists them.
-`lightning` and `lightning-mhla` are the same program.
+`lightning`, `mhla` and `lightning-mhla` are the same program; other packages may install a `lightning` too.
 """
 
 

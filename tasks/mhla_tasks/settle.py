@@ -43,6 +43,26 @@ def with_folder_of_logger(words: list[str]) -> list[str]:
     return [*words[:after], "--trainer.logger.save_dir=runs", *words[after:]]
 
 
+def with_class_of_strategy(words: list[str]) -> list[str]:
+    """The command line, with a strategy that is named by its class given as a class: the parser takes any text for a name."""
+    option = "--trainer.strategy"
+    found = []
+    for before, word in itertools.pairwise(["", *words]):
+        key, equals, value = word.partition("=")
+        if equals and key == option and _is_class(value):
+            word = f"{option}.class_path={value}"
+        elif word == option:
+            continue
+        elif before == option:
+            word = f"{option}.class_path={word}" if _is_class(word) else f"{option}={word}"
+        found.append(word)
+    return found
+
+
+def _is_class(value: str) -> bool:
+    return re.fullmatch(r"(\w+\.)+\w+|\w+Strategy", value) is not None
+
+
 def settle(options: Any, subcommand: str) -> RunFolder | None:
     """Point a command at the folder of a run: its files go there.
 
@@ -134,12 +154,12 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
             continue
         if rank["model"] == rank["data"]:
             raise ValueError(
-                f"model.init_args.{name}={values['model']} and data.init_args.{name}={values['data']} must be equal; "
+                f"model.{name}={values['model']} and data.{name}={values['data']} must be equal; "
                 "give one of them, and it is taken for both"
             )
         stronger, weaker = sorted(rank, key=lambda part: rank[part], reverse=True)
         parts[weaker][name] = values[stronger]
-        log.info("%s.init_args.%s=%s is taken for the %s too", stronger, name, values[stronger], weaker)
+        log.info("%s.%s=%s is taken for the %s too", stronger, name, values[stronger], weaker)
 
 
 def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Source]) -> None:

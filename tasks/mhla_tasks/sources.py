@@ -46,6 +46,9 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
         if not equals:
             following = arguments[index + 1 : index + 2]
             value = following[0] if following and not following[0].startswith("--") else ""
+        if key in ("config", "c") and value.lstrip().startswith("{"):  # the options themselves
+            sources += _with_included(_inline(word if equals else f"{word} {value}", value), Path())
+            continue
         if key in ("config", "c"):
             sources += _with_included(_read(Path(value), ()), Path(value).parent)
             continue
@@ -84,6 +87,18 @@ def _read(path: Path, keys: tuple[str, ...]) -> Source:
     for key in reversed(keys):
         values = {key: values}
     return Source(str(path), values, {(*keys, *place): line for place, line in lines.items()})
+
+
+def _inline(origin: str, text: str) -> Source:
+    """Options that stand on the command line where the name of a file could."""
+    origin = origin if len(origin) <= 60 else f"{origin[:60]}..."
+    try:
+        check_yaml(text)
+        return Source(origin, yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        return Source(origin, {}, problem=f"{origin}: {_where(error)}")
+    except (ValueError, RecursionError) as error:
+        return Source(origin, {}, problem=f"{origin}: {reason(error)}")
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[tuple[str | int, ...], int]]:

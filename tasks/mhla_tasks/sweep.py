@@ -4,7 +4,7 @@ Every combination of values is a run in a folder of its own below ``--run_dir`` 
 its values. Runs go one after the other, or each as a job of SLURM:
 
     lightning fit --config configs/classification/mnist.yaml --run_dir runs/kinds \\
-      --sweep model.init_args.attention.kind=mhla,linear,softmax --sweep seed_everything=0,1,2
+      --sweep model.attention.kind=mhla,linear,softmax --sweep seed_everything=0,1,2
     lightning fit ... --sweep seed_everything=0,1 --sweep_sbatch "--gpus-per-node=8 docker/slurm/train.sbatch"
 
 The same line again resumes: finished runs are passed over, a stopped one continues (jobs of SLURM: once they have ended). At

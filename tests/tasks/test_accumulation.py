@@ -105,10 +105,10 @@ def test_the_speed_of_tokens_is_in_the_rows_of_the_log(tmp_path: Path, cache_dir
     path = write_config(
         tmp_path, "language/stdlib.yaml", accumulate_grad_batches=accumulate, max_steps=12, log_every_n_steps=4
     )
-    words = [f"--model.init_args.{name}={value}" for name, value in small.items()]
+    words = [f"--model.{name}={value}" for name, value in small.items()]
     words += [
-        "--data.init_args.vocab_size=300",
-        f"--data.init_args.cache_dir={cache_dir}",
+        "--data.vocab_size=300",
+        f"--data.cache_dir={cache_dir}",
         "--trainer.val_check_interval=60",
     ]
     main(["fit", "--config", str(path), f"--run_dir={tmp_path / 'run'}", *words])
@@ -143,10 +143,10 @@ def test_a_checkpoint_inside_an_accumulation_is_not_resumed_from(
     options = {"accumulate_grad_batches": 2, "val_check_interval": 3, "check_val_every_n_epoch": None, "max_steps": 4}
     path = write_config(tmp_path, "classification/digits.yaml", [best], **options)
     run = tmp_path / "run"
-    words = ["fit", "--config", str(path), "--model.init_args.depth=1", "--data.init_args.batch_size=240"]
+    words = ["fit", "--config", str(path), "--model.depth=1", "--data.batch_size=240"]
     main([*words, f"--run_dir={run}"])
     inside = next(iter((run / "checkpoints").glob("step=1-*.ckpt")))
-    main(["validate", "--config", str(path), "--model.init_args.depth=1", f"--ckpt_path={inside}"])
+    main(["validate", "--config", str(path), "--model.depth=1", f"--ckpt_path={inside}"])
     capsys.readouterr()
     state = torch.load(inside, weights_only=True)
     done = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["completed"]
@@ -167,8 +167,8 @@ def test_another_accumulation_is_rejected_where_it_would_lose_gradients(
         "fit",
         "--config",
         str(path),
-        "--model.init_args.depth=1",
-        "--data.init_args.batch_size=240",
+        "--model.depth=1",
+        "--data.batch_size=240",
         f"--run_dir={tmp_path / 'run'}",
     ]
     main([*words, "--trainer.accumulate_grad_batches=3", "--trainer.max_steps=1"])

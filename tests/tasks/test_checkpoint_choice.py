@@ -106,7 +106,7 @@ def test_commands_say_what_they_use(run: Path, tmp_path: Path, command: str, cap
 
         (tmp_path / "new").mkdir()
         Image.new("L", (8, 8)).save(tmp_path / "new/a.png")
-        more = [f"--data.init_args.predict_dir={tmp_path / 'new'}"]
+        more = [f"--data.predict_dir={tmp_path / 'new'}"]
     main([command, f"--run_dir={run}", *more])
     assert re.search(r"using checkpoint \S+step=00000010\.ckpt: epoch 1, step 10", caplog.text)
     caplog.clear()
@@ -145,7 +145,7 @@ def test_a_run_rolls_back(run: Path, caplog: pytest.LogCaptureFixture) -> None:
             "fit",
             f"--run_dir={run}",
             f"--ckpt_path={early}",
-            "--model.init_args.optimizer.lr=5e-4",
+            "--model.optimizer.lr=5e-4",
             "--trainer.max_steps=6",
         ]
     )
@@ -160,7 +160,7 @@ def test_a_run_rolls_back(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert step(find_checkpoints(run)[0]) == 6
     rolled = weights(run / "checkpoints/last.ckpt")
     caplog.clear()
-    main(["fit", f"--run_dir={run}", "--model.init_args.optimizer.lr=5e-4", "--trainer.max_steps=6"])
+    main(["fit", f"--run_dir={run}", "--model.optimizer.lr=5e-4", "--trainer.max_steps=6"])
     assert "step 6" in caplog.text, "the next start goes on with the branch that was taken"
     assert torch.equal(weights(run / "checkpoints/last.ckpt"), rolled)
     caplog.clear()
@@ -317,12 +317,12 @@ def test_a_checkpoint_cannot_have_foreign_files_made_or_removed(tmp_path: Path) 
 def test_a_run_that_a_tuner_began_resumes_with_what_it_found(tmp_path: Path, finder: dict[str, Any]) -> None:
     path = write_config(tmp_path, finder, max_epochs=1)
     size = 240 if finder["class_path"] == "BatchSizeFinder" else 24
-    words = ["fit", "--config", str(path), f"--run_dir={tmp_path / 'run'}", f"--data.init_args.batch_size={size}"]
+    words = ["fit", "--config", str(path), f"--run_dir={tmp_path / 'run'}", f"--data.batch_size={size}"]
     main(words)
     assert not list((tmp_path / "run").glob(".*.ckpt")), "the tuner's own checkpoint is left"
     first = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)
     lr = first["hyper_parameters"]["optimizer"]["lr"]
-    main([*words, "--trainer.max_epochs=2", "--model.init_args.optimizer.schedule=constant"])
+    main([*words, "--trainer.max_epochs=2", "--model.optimizer.schedule=constant"])
     second = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)
     assert second["hyper_parameters"]["optimizer"]["lr"] == lr
     assert second["Digits"]["batch_size"] == first["Digits"]["batch_size"]

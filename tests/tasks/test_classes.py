@@ -23,9 +23,9 @@ from lightning_mhla.data.classes import read_classes
 ROOT = Path(__file__).parents[2]
 COLOURS = {"ant": (220, 20, 20), "polar bear": (20, 220, 20), "cat": (20, 20, 220)}
 SMALL = [
-    "--data.init_args.image_size=16", "--data.init_args.batch_size=6", "--data.init_args.num_workers=0",
-    "--data.init_args.augment.color_jitter=0", "--model.init_args.dim=16", "--model.init_args.depth=1",
-    "--model.init_args.heads=1", "--model.init_args.attention.block_grid=[2,2]", "--trainer.accelerator=cpu",
+    "--data.image_size=16", "--data.batch_size=6", "--data.num_workers=0",
+    "--data.augment.color_jitter=0", "--model.dim=16", "--model.depth=1",
+    "--model.heads=1", "--model.attention.block_grid=[2,2]", "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
 ]  # fmt: skip
 
@@ -48,9 +48,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("classes")
     save(folder / "train", dict.fromkeys(COLOURS, 12))
     save(folder / "val", {"cat": 3, "polar bear": 3})
-    parts = [f"--data.init_args.{part}={folder / part}" for part in ("train", "val")]
+    parts = [f"--data.{part}={folder / part}" for part in ("train", "val")]
     main(["fit", f"--config={ROOT}/configs/classification/folder.yaml", f"--run_dir={folder / 'run'}", *parts, *SMALL,
-          "--trainer.max_epochs=8", "--model.init_args.optimizer.lr=0.003"])  # fmt: skip
+          "--trainer.max_epochs=8", "--model.optimizer.lr=0.003"])  # fmt: skip
     return folder
 
 
@@ -79,9 +79,9 @@ def test_the_number_of_classes_follows_from_the_data(world: Path) -> None:
     assert config["model"]["init_args"]["num_classes"] in (None, 3)
 
 
-@pytest.mark.parametrize("option", ["--data.init_args.num_classes=10", "--model.init_args.num_classes=4"])
+@pytest.mark.parametrize("option", ["--data.num_classes=10", "--model.num_classes=4"])
 def test_a_contradiction_is_an_error(world: Path, tmp_path: Path, option: str) -> None:
-    parts = [f"--data.init_args.{part}={world / part}" for part in ("train", "val")]
+    parts = [f"--data.{part}={world / part}" for part in ("train", "val")]
     command = [
         "fit",
         f"--config={ROOT}/configs/classification/folder.yaml",
@@ -106,13 +106,13 @@ def test_a_contradiction_is_an_error(world: Path, tmp_path: Path, option: str) -
 def test_unknown_classes_are_named(world: Path, tmp_path: Path, found: dict[str, int], message: str) -> None:
     save(tmp_path / "val", found)
     with pytest.raises(SystemExit, match=message):
-        main(["validate", f"--run_dir={world / 'run'}", f"--data.init_args.val={tmp_path / 'val'}"])
+        main(["validate", f"--run_dir={world / 'run'}", f"--data.val={tmp_path / 'val'}"])
 
 
 def test_predictions_and_exports_have_the_names(world: Path, tmp_path: Path) -> None:
     new = save(tmp_path / "new", {"polar bear": 2})
     (new / "polar bear" / "notes.txt").write_text("not an image")
-    main(["predict", f"--run_dir={world / 'run'}", f"--data.init_args.predict_dir={new}"])
+    main(["predict", f"--run_dir={world / 'run'}", f"--data.predict_dir={new}"])
     rows = list(csv.DictReader((world / "run/predict/predictions.csv").open()))
     assert [row["predicted"] for row in rows] == ["polar bear", "polar bear", ""]
     assert rows[2]["path"].endswith("notes.txt")
@@ -184,5 +184,5 @@ def test_a_list_of_classes_can_be_given(world: Path, tmp_path: Path) -> None:
 def test_resuming_with_other_classes_is_an_error(world: Path, tmp_path: Path) -> None:
     save(tmp_path / "train", {"ant": 6, "cat": 6, "dog": 6})
     with pytest.raises(SystemExit, match=r"labels would mean other classes|data has 3, without \['polar bear'\]"):
-        main(["fit", f"--run_dir={world / 'run'}", f"--data.init_args.train={tmp_path / 'train'}",
-              f"--data.init_args.val={tmp_path / 'train'}", "--trainer.max_epochs=9"])  # fmt: skip
+        main(["fit", f"--run_dir={world / 'run'}", f"--data.train={tmp_path / 'train'}",
+              f"--data.val={tmp_path / 'train'}", "--trainer.max_epochs=9"])  # fmt: skip

@@ -6,6 +6,7 @@ Longer than other files: every error that the command line words itself.
 from __future__ import annotations
 
 import csv
+import json
 import sys
 from functools import cache
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_wrong_argument(
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.kind=mlha"], "did you mean 'mhla'"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.block_grid=[9,4]"], "block_grid (9, 4) does not fit the token grid (8, 8)"),
         (["predict", "--config", str(DIGITS)], "predict has no weights and would draw noise"),
-        (["fit", "--config", str(DIGITS), "--model.init_args.num_classes=10", "--data.class_path=mhla_tasks.classification.ImageNetShards", "--data.init_args.train=a", "--data.init_args.val=b", "--data.init_args.num_classes=7"], "model.init_args.num_classes=10 and data.init_args.num_classes=7 must be equal"),
+        (["fit", "--config", str(DIGITS), "--model.init_args.num_classes=10", "--data.class_path=mhla_tasks.classification.ImageNetShards", "--data.init_args.train=a", "--data.init_args.val=b", "--data.init_args.num_classes=7"], "model.num_classes=10 and data.num_classes=7 must be equal"),
         (["fit", "--config", str(DIGITS), "--data.init_args.batch_size=4", "--data.init_args.batch_size=8"], "--data.init_args.batch_size is given 2 times: 4, 8"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.mixing=exponental"], "got exponental"),
         (["fit", "--config", str(DIGITS), "--model.init_args.pad_to=32"], "puts more than a patch of 1 pixels around"),
@@ -380,6 +381,63 @@ def test_right_keys_pass(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) 
         assert stop.value.code == 0
     else:
         parse(monkeypatch, "fit", "--config", str(DIGITS), *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--trainer.strategy=lightning.pytorch.strategies.DDPStrategy"],
+        ["--trainer.strategy", "lightning.pytorch.strategies.DDPStrategy"],
+        ["--trainer.strategy=DDPStrategy"],
+        ["--trainer.strategy={class_path: DDPStrategy}"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_strategy_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    config = parse(
+        monkeypatch, "fit", "--config", str(DIGITS), *arguments, "--trainer.strategy.find_unused_parameters=true"
+    ).config.fit.trainer.strategy
+    assert config.class_path == "lightning.pytorch.strategies.DDPStrategy"
+    assert config.init_args.find_unused_parameters
+
+
+def test_a_strategy_in_a_file_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "overlay.yaml"
+    path.write_text(
+        "trainer: {accelerator: cpu, strategy: lightning.pytorch.strategies.DDPStrategy, fast_dev_run: true}\n"
+    )
+    monkeypatch.setattr(SuiteCLI, "_run_subcommand", lambda self, name: None)
+    monkeypatch.setattr(sys, "argv", ["lightning", "fit", "--config", str(DIGITS), "--config", str(path)])
+    assert type(SuiteCLI().trainer.strategy).__name__ == "DDPStrategy"
+
+
+@pytest.mark.parametrize("form", ["--config={}", "--config {}", "-c {}"])
+def test_options_may_stand_where_a_file_could(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Also where they are longer than the name of a file may be."""
+    monitors = [{"class_path": "LearningRateMonitor", "init_args": {"logging_interval": "step"}}] * 8
+    text = json.dumps({"trainer": {"max_steps": 7, "callbacks": monitors}})
+    assert len(text) > 255
+    words = [word.format(text) if "{}" in word else word for word in form.split(" ")]
+    config = parse(monkeypatch, "fit", "--config", str(DIGITS), *words).config.fit
+    assert config.trainer.max_steps == 7
+    assert len(config.trainer.callbacks) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{trainer: {max_stepz: 3}}", "trainer.max_stepz is not an option of the trainer; did you mean trainer.max_steps?"),
+        ("{trainer: [}", "line 1, column 12"),
+        ("{a: &a [*a]}", "names itself"),
+        ("{a: " + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
+    ],
+)  # fmt: skip
+def test_wrong_options_where_a_file_could_stand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    said = failing(monkeypatch, capsys, "fit", "--config", str(DIGITS), "--config", text)
+    assert said.startswith("error: --config {")
+    assert message in said
 
 
 def test_a_class_may_be_named_by_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

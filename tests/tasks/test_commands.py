@@ -147,10 +147,10 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
     [
         (["--context=64"], {}, "--context is no option for .*some.ckpt, which holds the model of ImageClassifier"),
         ([], {"_class_path": "os.system"}, "was trained with the class os.system: "),
-        ([], {"_class_path": "mhla_tasks.classification.Gone"}, "mhla_tasks.classification.Gone, which is not there"),
-        ([], {"_class_path": "mhla_tasks.gone.Gone"}, "mhla_tasks.gone.Gone, which is not there"),
-        ([], {"_class_path": "lightning.fabric.utilities.cloud_io._load"}, "_load, which is no module of training"),
-        ([], {"_class_path": "lightning.pytorch.LightningModule"}, "LightningModule, which is no module of training"),
+        ([], {"_class_path": "mhla_tasks.classification.Gone"}, "mhla_tasks.classification.Gone: is no class"),
+        ([], {"_class_path": "mhla_tasks.gone.Gone"}, "mhla_tasks.gone.Gone: cannot import mhla_tasks.gone"),
+        ([], {"_class_path": "lightning.fabric.utilities.cloud_io._load"}, "_load: is private"),
+        ([], {"_class_path": "lightning.pytorch.LightningModule"}, "LightningModule: is no TrainingModule"),
         ([], {"unheard_of": 1}, "holds no module of classification, diffusion, language, text_to_image, video"),
     ],
 )
@@ -211,7 +211,8 @@ def test_bash_completes(tmp_path: Path) -> None:
         "lightning prepare ima",
     ]
     asked = "".join(
-        f'COMP_LINE="{line}"; COMP_POINT={len(line)}; _lightning_mhla; echo "${{COMPREPLY[@]}}"\n' for line in lines
+        f'COMP_LINE="{line}"; COMP_POINT={len(line)}; _lightning_mhla lightning; echo "${{COMPREPLY[@]}}"\n'
+        for line in lines
     )
     code = f'PATH={program.parent}:$PATH; before=$COMP_WORDBREAKS; eval "$(lightning completion bash)"\n{asked}'
     code += '[ "$before" = "$COMP_WORDBREAKS" ] && echo kept\n'

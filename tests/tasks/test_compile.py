@@ -80,7 +80,7 @@ def losses(folder: Path) -> dict[int, float]:
 def test_a_compiled_run_is_the_same_run(name: str, tmp_path: Path) -> None:
     """Compiled, and resumed without from its second step; graphs after the first step are counted."""
     backend = "inductor" if name == "classification/digits" else "aot_eager"
-    compiled = ["--model.init_args.compile=true", f"--model.init_args.compile_options.backend={backend}"]
+    compiled = ["--model.compile=true", f"--model.compile_options.backend={backend}"]
     own = ["--allow=lines"] if name == "language" else []
     plain, both, resumed = (tmp_path / name for name in ("plain", "both", "resumed"))
     run_cli("fit", "--config", str(small(plain, name)), *own, folder=plain)
@@ -100,7 +100,7 @@ def test_a_compiled_run_is_the_same_run(name: str, tmp_path: Path) -> None:
 
 def test_compiled_layers_are_sharded(tmp_path: Path) -> None:
     options = ["--config", str(ROOT / "configs/trainer/fsdp.yaml"), "--trainer.accelerator=cpu", "--trainer.devices=2"]
-    compiled = ["--model.init_args.compile=true", "--model.init_args.compile_options.backend=aot_eager"]
+    compiled = ["--model.compile=true", "--model.compile_options.backend=aot_eager"]
     one, two = tmp_path / "one", tmp_path / "two"
     run_cli("fit", "--config", str(small(one, "classification/digits")), *options, folder=one)
     run_cli("fit", "--config", str(small(two, "classification/digits")), *options, *compiled, folder=two)

@@ -81,11 +81,11 @@ def world(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def predict_options(domain: str, world: Path) -> list[str]:
     return {
-        "classification": [f"--data.init_args.predict_dir={world}/images/val"],
-        "diffusion": ["--data.init_args.samples.classes=[0,2]"],
-        "language": [f"--data.init_args.prompts={world}/prompts.txt", "--model.init_args.generation.max_new_tokens=4"],
-        "text_to_image": ["--data.init_args.prompts.prompts=['a red three']"],
-        "video": ["--data.init_args.prompts.prompts=['a one moving up']"],
+        "classification": [f"--data.predict_dir={world}/images/val"],
+        "diffusion": ["--data.samples.classes=[0,2]"],
+        "language": [f"--data.prompts={world}/prompts.txt", "--model.generation.max_new_tokens=4"],
+        "text_to_image": ["--data.prompts.prompts=['a red three']"],
+        "video": ["--data.prompts.prompts=['a one moving up']"],
     }[domain]
 
 

@@ -69,7 +69,7 @@ def test_ddp_resume_is_bitwise_exact(whole: Path, tmp_path: Path, step: int, wor
         "fit",
         *("--config", str(small_config(tmp_path)), "--config", str(DDP)),
         *("--trainer.accelerator=cpu", "--trainer.devices=2"),
-        f"--data.init_args.num_workers={workers}",
+        f"--data.num_workers={workers}",
         f"--ckpt_path={whole / 'checkpoints' / f'step={step}.ckpt'}",
     )
     expected = {k: v for k, v in logged(whole, "train/loss").items() if k >= step}
@@ -81,13 +81,13 @@ def test_ddp_resume_is_bitwise_exact(whole: Path, tmp_path: Path, step: int, wor
 
 
 def test_two_processes_see_the_samples_that_one_sees(whole: Path, tmp_path: Path) -> None:
-    run_cli("fit", "--config", str(small_config(tmp_path)), "--model.init_args.drop_path=0", "--trainer.max_epochs=1")
+    run_cli("fit", "--config", str(small_config(tmp_path)), "--model.drop_path=0", "--trainer.max_epochs=1")
     folder = tmp_path / "two"
     config = str(small_config(folder))
     options = (
         "--trainer.accelerator=cpu",
         "--trainer.devices=2",
-        "--model.init_args.drop_path=0",
+        "--model.drop_path=0",
         "--trainer.max_epochs=1",
     )
     run_cli("fit", "--config", config, "--config", str(DDP), *options, launch=True)

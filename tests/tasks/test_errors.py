@@ -153,7 +153,7 @@ def test_a_log_that_cannot_be_written(server: ForkServer, small: Path, tmp_path:
 
 def test_too_few_open_files(server: ForkServer, small: Path, tmp_path: Path) -> None:
     said = fit(
-        server, small, f"--run_dir={tmp_path}/run", "--data.init_args.num_workers=2", prelude=LIMIT.format(name="NOFILE", limit=24)
+        server, small, f"--run_dir={tmp_path}/run", "--data.num_workers=2", prelude=LIMIT.format(name="NOFILE", limit=24)
     )  # fmt: skip
     assert "too many open files: the limit is 24" in said
     assert "raise the limit of this process (ulimit -n 65536), or use fewer worker processes" in said

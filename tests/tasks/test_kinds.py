@@ -18,13 +18,13 @@ SHORT = ["--trainer.max_steps=2", "--trainer.max_epochs=-1", "--trainer.val_chec
          "--trainer.check_val_every_n_epoch=null", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu",
          "--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0"]  # fmt: skip
 SMALL = {
-    "classification/digits": ["--model.init_args.depth=2"],
-    "diffusion/digits": ["--model.init_args.depth=2", "--model.init_args.sampling.steps=2"],
-    "language/stdlib": ["--model.init_args.depth=2", "--model.init_args.dim=32", "--model.init_args.context=64",
-                        "--model.init_args.vocab_size=512", "--data.init_args.vocab_size=512",
-                        "--data.init_args.context=64", "--model.init_args.generation.max_new_tokens=4"],
-    "text_to_image/digits_finetune": ["--model.init_args.transformer.num_layers=2", "--model.init_args.sampling.steps=2"],
-    "video/digits_finetune": ["--model.init_args.transformer.num_layers=2", "--model.init_args.sampling.steps=2"],
+    "classification/digits": ["--model.depth=2"],
+    "diffusion/digits": ["--model.depth=2", "--model.sampling.steps=2"],
+    "language/stdlib": ["--model.depth=2", "--model.dim=32", "--model.context=64",
+                        "--model.vocab_size=512", "--data.vocab_size=512",
+                        "--data.context=64", "--model.generation.max_new_tokens=4"],
+    "text_to_image/digits_finetune": ["--model.transformer.num_layers=2", "--model.sampling.steps=2"],
+    "video/digits_finetune": ["--model.transformer.num_layers=2", "--model.sampling.steps=2"],
 }  # fmt: skip
 
 
@@ -47,14 +47,14 @@ def start(domain: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("pretrained")
     config = str(ROOT / f"configs/{domain.replace('finetune', 'pretrain')}.yaml")
     run(folder, "fit", "--config", config, *SMALL[domain], *SHORT, "--trainer.callbacks=[]")
-    return [f"--model.init_args.pretrained={next(folder.rglob('*.ckpt'))}"]
+    return [f"--model.pretrained={next(folder.rglob('*.ckpt'))}"]
 
 
 @pytest.mark.parametrize("kind", NEW)
 def test_one_command_trains(kind: str, domain: str, start: list[str], tmp_path: Path, cache_dir: Path) -> None:
-    options = [*SMALL[domain], *SHORT, *start, f"--model.init_args.attention.kind={kind}"]
+    options = [*SMALL[domain], *SHORT, *start, f"--model.attention.kind={kind}"]
     if domain == "language/stdlib":
-        options.append(f"--data.init_args.cache_dir={cache_dir}")
+        options.append(f"--data.cache_dir={cache_dir}")
     if domain == "diffusion/digits":
         options.append("--trainer.callbacks=[]")  # FID of digits has a test of its own
     run(tmp_path, "fit", "--config", str(ROOT / f"configs/{domain}.yaml"), *options)
@@ -73,15 +73,15 @@ def test_one_command_trains(kind: str, domain: str, start: list[str], tmp_path: 
 @pytest.mark.parametrize("kind", FOR_IMAGES)
 def test_kinds_for_images_train_there_and_are_refused_for_text(kind: str, tmp_path: Path, cache_dir: Path) -> None:
     for name in ("classification/digits", "diffusion/digits"):
-        options = [*SMALL[name], *SHORT, "--trainer.callbacks=[]", f"--model.init_args.attention.kind={kind}"]
+        options = [*SMALL[name], *SHORT, "--trainer.callbacks=[]", f"--model.attention.kind={kind}"]
         run(tmp_path, "fit", "--config", str(ROOT / f"configs/{name}.yaml"), *options)
     assert len(list(tmp_path.glob("runs/*/version_0/checkpoints/last.ckpt"))) == 2
     name = "language/stdlib"
     options = [
         *SMALL[name],
         *SHORT,
-        f"--model.init_args.attention.kind={kind}",
-        f"--data.init_args.cache_dir={cache_dir}",
+        f"--model.attention.kind={kind}",
+        f"--data.cache_dir={cache_dir}",
     ]
     said = run(tmp_path, "fit", "--config", str(ROOT / f"configs/{name}.yaml"), *options, status=1)
     assert f"attention kind {kind!r} sees every token; choose another" in said.strip().splitlines()[-1]
@@ -92,8 +92,8 @@ def test_trained_on_packed_documents_it_writes_exports_and_is_scored(
     kind: str, tmp_path: Path, cache_dir: Path
 ) -> None:
     config = str(ROOT / "configs/language/stdlib.yaml")
-    options = [*SMALL["language/stdlib"], *SHORT, f"--model.init_args.attention.kind={kind}",
-               f"--data.init_args.cache_dir={cache_dir}", "--data.init_args.separate_documents=true"]  # fmt: skip
+    options = [*SMALL["language/stdlib"], *SHORT, f"--model.attention.kind={kind}",
+               f"--data.cache_dir={cache_dir}", "--data.separate_documents=true"]  # fmt: skip
     run(tmp_path, "fit", "--config", config, *options)
     checkpoint = str(next(tmp_path.glob("runs/*/version_0/checkpoints/last.ckpt")))
     run(tmp_path, "generate", checkpoint, "import", "--max_new_tokens=4", module="mhla_tasks")
@@ -130,8 +130,8 @@ def test_what_a_kind_cannot_do_is_refused_in_one_line_before_training(tmp_path: 
         "    def attend(self, inputs):\n"
         "        return inputs.v.cumsum(1)\n"
     )
-    plain = ["--allow=plainkind", "--model.init_args.attention.kind=plain"]
-    language = [*SMALL["language/stdlib"], *SHORT, f"--data.init_args.cache_dir={cache_dir}"]
+    plain = ["--allow=plainkind", "--model.attention.kind=plain"]
+    language = [*SMALL["language/stdlib"], *SHORT, f"--data.cache_dir={cache_dir}"]
     stdlib, digits = (str(ROOT / f"configs/{name}.yaml") for name in ("language/stdlib", "classification/digits"))
     cases = [
         (
@@ -139,7 +139,7 @@ def test_what_a_kind_cannot_do_is_refused_in_one_line_before_training(tmp_path: 
             "'plain' cannot generate: it has no continue_from; leave out predict and TextSamples",
         ),
         (
-            (stdlib, *language, *plain, "--trainer.callbacks=[]", "--data.init_args.separate_documents=true"),
+            (stdlib, *language, *plain, "--trainer.callbacks=[]", "--data.separate_documents=true"),
             "'plain' does not take cu_seqlens: do not pack sequences (separate_documents: false)",
         ),
         ((digits, *SHORT, *plain), "'plain' is causal only"),

@@ -29,9 +29,9 @@ from lightning_mhla.generative.text import read_prompts
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
-    "--data.init_args.image_size=16", "--data.init_args.batch_size=4",
-    "--data.init_args.augment.color_jitter=0", "--model.init_args.dim=8", "--model.init_args.depth=1",
-    "--model.init_args.heads=1", "--model.init_args.attention.block_grid=[2,2]", "--trainer.accelerator=cpu",
+    "--data.image_size=16", "--data.batch_size=4",
+    "--data.augment.color_jitter=0", "--model.dim=8", "--model.depth=1",
+    "--model.heads=1", "--model.attention.block_grid=[2,2]", "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
 ]  # fmt: skip
 
@@ -64,14 +64,14 @@ def test_broken_images_are_counted_and_reported_once_a_run(
     save(tmp_path / "val/a", ["0.png"])
     save(tmp_path / "val/b", ["0.png"])
     command = ["fit", f"--config={ROOT}/configs/classification/folder.yaml", *SMALL, "--trainer.max_epochs=6",
-               f"--data.init_args.num_workers={workers}", f"--data.init_args.train={tmp_path / 'data'}",
-               f"--data.init_args.val={tmp_path / 'val'}"]  # fmt: skip
+               f"--data.num_workers={workers}", f"--data.train={tmp_path / 'data'}",
+               f"--data.val={tmp_path / 'val'}"]  # fmt: skip
     caplog.set_level(logging.WARNING)
-    main([*command, f"--run_dir={tmp_path / 'run'}", "--data.init_args.max_skipped=2"])
+    main([*command, f"--run_dir={tmp_path / 'run'}", "--data.max_skipped=2"])
     said = [record.getMessage() for record in caplog.records if "skipped a broken sample" in record.getMessage()]
     assert sorted(Path(line.split(": ")[1]).parent.name for line in said) == ["a", "b"]
     with pytest.raises(SystemExit, match="2 training samples are broken, more than max_skipped=1"):
-        main([*command, f"--run_dir={tmp_path / 'strict'}", "--data.init_args.max_skipped=1"])
+        main([*command, f"--run_dir={tmp_path / 'strict'}", "--data.max_skipped=1"])
 
 
 # --- which files are samples
@@ -116,11 +116,11 @@ def test_names_of_any_encoding_survive(tmp_path: Path) -> None:
         save(tmp_path / "data" / label, [f"{number}.png" for number in range(4)])
     for name in NAMES:
         save(tmp_path / "new", [os.fsdecode(name)])
-    command = ["fit", f"--config={ROOT}/configs/classification/folder.yaml", *SMALL, "--trainer.max_epochs=1", "--data.init_args.num_workers=0",
-               f"--data.init_args.train={tmp_path / 'data'}", f"--data.init_args.val={tmp_path / 'data'}",
+    command = ["fit", f"--config={ROOT}/configs/classification/folder.yaml", *SMALL, "--trainer.max_epochs=1", "--data.num_workers=0",
+               f"--data.train={tmp_path / 'data'}", f"--data.val={tmp_path / 'data'}",
                f"--run_dir={tmp_path / 'run'}"]  # fmt: skip
     main(command)
-    main(["predict", f"--run_dir={tmp_path / 'run'}", f"--data.init_args.predict_dir={tmp_path / 'new'}"])
+    main(["predict", f"--run_dir={tmp_path / 'run'}", f"--data.predict_dir={tmp_path / 'new'}"])
     rows = list(csv.DictReader((tmp_path / "run/predict/predictions.csv").open(encoding="utf-8", newline="")))
     assert len(rows) == len(NAMES)
     names = {Path(row["path"]).name for row in rows}

@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).parent / "own_kind/toykind.py"
 KIND = [
     "--allow=toykind",
-    "--model.init_args.attention.kind=toy",
-    "--model.init_args.attention.options={sharpness: 2.0}",
+    "--model.attention.kind=toy",
+    "--model.attention.options={sharpness: 2.0}",
 ]
-SHORT = ["--trainer.max_steps=4", "--trainer.max_epochs=-1", "--trainer.val_check_interval=2", "--model.init_args.depth=1",
+SHORT = ["--trainer.max_steps=4", "--trainer.max_epochs=-1", "--trainer.val_check_interval=2", "--model.depth=1",
          "--trainer.check_val_every_n_epoch=null", "--trainer.limit_val_batches=2", "--trainer.accelerator=cpu",
          "--trainer.enable_progress_bar=false"]  # fmt: skip
 
@@ -59,10 +59,10 @@ def test_it_classifies_images(folder: Path) -> None:
 
 def test_it_models_language(folder: Path, cache_dir: Path) -> None:
     config = str(ROOT / "configs/language/stdlib.yaml")
-    small = ["--model.init_args.dim=32", "--model.init_args.context=64", "--model.init_args.vocab_size=512",
-             "--data.init_args.vocab_size=512", f"--data.init_args.cache_dir={cache_dir}",
-             "--model.init_args.generation.max_new_tokens=4"]  # fmt: skip
-    run(folder, "fit", "--config", config, *KIND, "--model.init_args.attention.rotary=false", *small, *SHORT)
+    small = ["--model.dim=32", "--model.context=64", "--model.vocab_size=512",
+             "--data.vocab_size=512", f"--data.cache_dir={cache_dir}",
+             "--model.generation.max_new_tokens=4"]  # fmt: skip
+    run(folder, "fit", "--config", config, *KIND, "--model.attention.rotary=false", *small, *SHORT)
     checkpoint = last_checkpoint(folder)
     streamed = run(
         folder, "generate", checkpoint, "import", "--allow=toykind", "--max-new-tokens=8", module="mhla_tasks"

@@ -86,7 +86,7 @@ def test_optimiser_options_are_obeyed_on_resume(tmp_path: Path, caplog: pytest.L
     config, run = write_config(tmp_path), tmp_path / "run"
     fit(run, config, "--trainer.max_steps=4")
     with caplog.at_level(logging.INFO, "lightning_mhla"):
-        optimizer = "--model.init_args.optimizer"
+        optimizer = "--model.optimizer"
         fit(run, config, "--trainer.max_steps=8", f"{optimizer}.lr=1e-3", f"{optimizer}.weight_decay=0.3")
     state = torch.load(resolve_checkpoint(run), weights_only=True)["optimizer_states"][0]
     groups = {group["name"]: group for group in state["param_groups"]}
@@ -127,10 +127,10 @@ def test_what_may_not_change_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     config, run = write_config(tmp_path), tmp_path / "run"
     fit(run, config, "--trainer.max_steps=4")
     for option, message in (
-        ("--model.init_args.optimizer.layer_decay=0.5", "optimiser has groups of"),
-        ("--data.init_args.batch_size=120", "trained with batch_size=240"),
+        ("--model.optimizer.layer_decay=0.5", "optimiser has groups of"),
+        ("--data.batch_size=120", "trained with batch_size=240"),
         ("--seed_everything=7", "trained with seed=0"),
-        ("--model.init_args.dim=32", "model of other sizes"),
+        ("--model.dim=32", "model of other sizes"),
     ):
         capsys.readouterr()
         with pytest.raises(SystemExit):
@@ -208,7 +208,7 @@ def test_a_failed_start_uses_up_no_version(tmp_path: Path, monkeypatch: pytest.M
     config = write_config(tmp_path)
     for _ in range(2):
         with pytest.raises(SystemExit):
-            main(["fit", "--config", str(config), "--trainer.max_steps=2", "--data.init_args.batch_size=100000"])
+            main(["fit", "--config", str(config), "--trainer.max_steps=2", "--data.batch_size=100000"])
     main(["fit", "--config", str(config), "--trainer.max_steps=2"])
     assert [path.name for path in (tmp_path / "runs/digits").iterdir()] == ["version_0"]
 
@@ -225,8 +225,8 @@ def test_predictions_go_to_the_run_of_the_checkpoint(tmp_path: Path, monkeypatch
         Image.new("L", (30, 20), 50 * number).save(tmp_path / f"photos/{number}.png")
     (tmp_path / "photos/bad.png").write_bytes(b"nothing")
     checkpoint = next((run / "checkpoints/recovery").glob("*.ckpt"))
-    main(["predict", f"--ckpt_path={checkpoint}", "--data.init_args.predict_dir=photos"])
-    main(["predict", f"--run_dir={run}", "--data.init_args.predict_dir=photos"])
+    main(["predict", f"--ckpt_path={checkpoint}", "--data.predict_dir=photos"])
+    main(["predict", f"--run_dir={run}", "--data.predict_dir=photos"])
     rows = list(csv.reader((run / "predict/predictions.csv").open()))
     assert rows[0][:3] == ["path", "predicted", "0"]
     assert [row[0].rpartition("/")[2] for row in rows[1:]] == ["0.png", "1.png", "bad.png"]
@@ -333,7 +333,7 @@ def test_class_folders_grey_pictures_and_their_names(
     for domain, config in configs.items():
         Path(f"{domain}.yaml").write_text(yaml.safe_dump({**config, "trainer": trainer}))
         main(["fit", "--config", f"{domain}.yaml", f"--run_dir={domain}"])  # num_classes and channels are given once
-    main(["predict", "--run_dir=classification", "--data.init_args.predict_dir=val"])
+    main(["predict", "--run_dir=classification", "--data.predict_dir=val"])
     rows = list(csv.DictReader((tmp_path / "classification/predict/predictions.csv").open()))
     assert len(rows) == 16
     assert list(rows[0]) == ["path", "predicted", "cat", "dog"]

@@ -149,7 +149,7 @@ def test_tensorboard_shows_each_point_once(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("end", [8, 9, 10, 20], ids=["inside", "before the last", "epoch", "validation"])
 def test_a_longer_run_goes_on_where_the_shorter_one_ended(whole: Path, tmp_path: Path, end: int) -> None:
-    words = ["fit", "--config", str(write_config(tmp_path)), "--model.init_args.optimizer.schedule=constant"]
+    words = ["fit", "--config", str(write_config(tmp_path)), "--model.optimizer.schedule=constant"]
     main([*words, f"--run_dir={tmp_path / 'long'}"])
     main([*words, f"--run_dir={tmp_path / 'run'}", f"--trainer.max_steps={end}"])
     main([*words, f"--run_dir={tmp_path / 'run'}"])
@@ -173,7 +173,7 @@ def test_a_signal_to_the_whole_group_loses_nothing(tmp_path: Path, number: signa
     """As schedulers, timeout and Ctrl+C send it: to the processes that load data, too."""
     run, said = tmp_path / "run", tmp_path / "said.txt"
     config = write_config(tmp_path, max_steps=100_000)
-    words = ("fit", "--config", str(config), f"--run_dir={run}", "--data.init_args.num_workers=2")
+    words = ("fit", "--config", str(config), f"--run_dir={run}", "--data.num_workers=2")
     process = fork_server().start(*words, module="mhla_tasks", output=said)
     try:
         until = time.monotonic() + 200

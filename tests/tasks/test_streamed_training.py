@@ -49,8 +49,8 @@ def fit(where: str, *more: str) -> tuple[str, ...]:
     keep = "{class_path: ModelCheckpoint, init_args: {save_last: true, every_n_train_steps: 4, filename: kept}}"
     return (
         "fit", f"--config={ROOT}/configs/text_to_image/digits_pretrain.yaml", "--run_dir=run",
-        *(f"--model.init_args.{option}" for option in model), "--data=mhla_tasks.text_to_image.CaptionedImageShards",
-        *(f"--data.init_args.{option}" for option in [*data, *more]), *(f"--trainer.{option}" for option in trainer),
+        *(f"--model.{option}" for option in model), "--data=mhla_tasks.text_to_image.CaptionedImageShards",
+        *(f"--data.{option}" for option in [*data, *more]), *(f"--trainer.{option}" for option in trainer),
         f"--trainer.callbacks=[{keep}]",
     )  # fmt: skip
 

@@ -195,6 +195,7 @@ def test_help_is_that_of_fit_and_an_edited_configuration_is_another_run(
     assert len(asked) == 3
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))  # a machine of a cluster has sbatch
     assert sweep.run(["--sweep=a=1", "--sweep_sbatch=x.sbatch", "--run_dir=other"]) == 2
     assert "there is no program sbatch here" in capsys.readouterr().err
 
@@ -282,15 +283,35 @@ def test_what_differs_is_shown_and_what_does_not_is_not(tmp_path: Path, capsys: 
     ("content", "message"),
     [
         (None, "holds no run.json; runs write it"),
-        ("{", "cannot be read"),
-        ("{}", "cannot be read"),
-        ("[]", "cannot be read"),
+        ("{", "is no JSON file"),
+        ("{}", "is no record of a run"),
+        ("[]", "holds list, where named values belong"),
+        ("[" * 100_000, "is no JSON file"),
+        ('{"metrics": [], "seconds": 1}', "is no record of a run"),
     ],
 )
 def test_folders_without_runs_are_told(content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "run.json").write_text(content)
     with pytest.raises(SystemExit, match=message):
+        commands.run("compare", [str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "a0: &a0 [1, 1]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9)),
+        "[" * 100_000,
+        "# x\n" * 600_000,
+        "a: !!python/object/apply:os.system [touch ran]",
+        "a: &a [*a]",
+    ],
+    ids=["aliases", "deep", "large", "python", "circle"],
+)
+def test_a_hostile_configuration_in_a_foreign_folder_is_an_error(config: str, tmp_path: Path) -> None:
+    record(tmp_path / "foreign", {})
+    (tmp_path / "foreign/config.yaml").write_text(config)
+    with pytest.raises(SystemExit, match=r"config.yaml cannot be read"):
         commands.run("compare", [str(tmp_path)])
 
 

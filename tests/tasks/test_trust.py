@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import sys
 from pathlib import Path
@@ -14,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse._common import parsing_settings
 from mhla_tasks.cli import main
+
+from lightning_mhla.generative.text import TextConfig, make_encoder
 
 DIGITS = Path(__file__).parents[2] / "configs/classification/digits.yaml"
 RUN = ["--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"]
@@ -154,9 +158,198 @@ def test_fuzzed_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         main()
 
 
+COMMAND = {"class_path": "mhla_tasks.sweep._wait", "init_args": {"command": ["touch", "ran"], "environment": {}}}
+"""A function of the suite that runs a command."""
+
+
+def callback(**options: object) -> dict[str, object]:
+    return {"trainer": {"callbacks": [{"class_path": "LambdaCallback", "init_args": options}]}}
+
+
+def timm_model(value: object) -> dict[str, object]:
+    options = {"model": "vit_tiny_patch16_224", "num_classes": 10, "model_args": {"x": value}}
+    return {"model": {"class_path": "mhla_tasks.classification.TimmClassifier", "init_args": options}}
+
+
+ATTACKS = {
+    "function in a callback": callback(on_fit_start=COMMAND),
+    "function by name": callback(on_fit_start="mhla_tasks.sweep.run"),
+    "function behind a module": callback(on_fit_start="lightning.pytorch.trainer.trainer.os.system"),
+    "method of an allowed class": callback(on_fit_start="lightning.pytorch.callbacks.LambdaCallback.on_fit_start"),
+    "function in a mapping": timm_model(COMMAND),
+    "function deep in a mapping": timm_model({"y": [{"z": COMMAND}]}),
+    "class in a mapping": timm_model({"class_path": "lightning_mhla.checkpoints.runs.RunFolder", "init_args": {"path": "x"}}),
+    "import in a mapping": timm_model({"class_path": "mhla_tasks.own_modules.import_own", "init_args": {"names": ["evilmod"]}}),
+    "pickle in a mapping": timm_model({"class_path": "lightning.fabric.utilities.cloud_io._load", "init_args": {"path_or_url": "x"}}),
+    "metric": callback(on_fit_start={"class_path": "torchmetrics.image.fid.FrechetInceptionDistance", "init_args": {"feature": 64}}),
+    "metric in an average": {"trainer": {"callbacks": [{
+        "class_path": "lightning.pytorch.callbacks.StochasticWeightAveraging",
+        "init_args": {"swa_lrs": 0.1, "avg_fn": {"class_path": "torchmetrics.image.inception.InceptionScore"}},
+    }]}},
+    "function as a callback": {"trainer": {"callbacks": [COMMAND]}},
+    "consolidate as a logger": {"trainer": {"logger": {"class_path": "mhla_tasks.export.load_trained", "init_args": {"checkpoint": "x"}}}},
+    "run folder as data": {"data": {"class_path": "lightning_mhla.checkpoints.runs.RunFolder", "init_args": {"path": "x"}}},
+    "callback as a model": {"model": {"class_path": "lightning.pytorch.callbacks.Timer"}},
+    "command line as a model": {"model": {"class_path": "mhla_tasks.cli.SuiteCLI"}},
+    "checkpoint reader as a plugin": {"trainer": {"plugins": [{"class_path": "mhla_tasks.sweep._wait"}]}},
+    "class under a number": {"trainer": {"max_steps": {"class_path": "lightning_mhla.checkpoints.runs.RunFolder"}}},
+    "class beside the options": {"seed_everything": COMMAND},
+    "model configuration that is none": timm_model({"class_path": "transformers.AutoConfig", "init_args": {"x": 1}}),
+    "unpickling": {"weights_only": False},
+    "unpickling of a sharded checkpoint": {"trainer": {"strategy": "fsdp", "accelerator": "cpu"}},
+    "unpickling by a class": {"trainer": {"strategy": {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"}}},
+    "unpickling in the background": {"trainer": {"plugins": [{"class_path": "lightning.pytorch.plugins.io.AsyncCheckpointIO"}]}},
+    "unpickling by a plugin": {"trainer": {"plugins": [{"class_path": "lightning.pytorch.plugins.io.XLACheckpointIO"}]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_files_run_nothing(
+    evil: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "overlay.yaml"
+    path.write_text(yaml.safe_dump(ATTACKS[name]))
+    said = failing(capsys, monkeypatch, "fit", "--config", str(DIGITS), "--config", str(path), *RUN)
+    assert said.startswith("error: ")
+    assert len(said.splitlines()) == 2 or name.startswith("unpickling")
+    assert not evil.exists()
+    assert {file.name for file in tmp_path.iterdir()} <= {"overlay.yaml", "evilmod.py", "__pycache__"}
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize(
+    "name", ["function in a mapping", "function deep in a mapping", "pickle in a mapping", "class in a mapping"]
+)
+def test_checkpoints_run_nothing(
+    evil: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = ATTACKS[name]["model"]
+    assert isinstance(model, dict)
+    memory = {"_class_path": model["class_path"], **model["init_args"], "image_size": 28}
+    content = {"state_dict": {}, "hyper_parameters": memory, "global_step": 1, "epoch": 0}
+    torch.save({**content, "datamodule_hyper_parameters": {"_class_path": "mhla_tasks.classification.Mnist"}}, "a.ckpt")
+    said = failing(capsys, monkeypatch, command, "--ckpt_path=a.ckpt", *RUN)
+    assert said.startswith("error: a.ckpt: model.model_args.x")
+    assert {file.name for file in tmp_path.iterdir()} <= {"a.ckpt", "evilmod.py", "__pycache__"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--ckpt_path=evilmod.X"],
+        ["--run_dir=evilmod.X"],
+        ["--data.train=evilmod.X"],
+        ["--trainer.default_root_dir=evilmod.X"],
+        ["--data=evilmod.X"],
+        ["--trainer.callbacks+=evilmod.X"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_typed_imports_nothing_from_the_working_folder(
+    evil: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """A value that is no class is never imported; a class of the working folder wants ``--allow``."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "overlay.yaml"
+    path.write_text(yaml.safe_dump(callback(on_fit_start="evilmod.X")))
+    said = failing(capsys, monkeypatch, "fit", "--config", str(DIGITS), "--config", str(path), *words, *RUN)
+    assert "--allow=evilmod" in said or "does not exist" in said or "is not an option" in said
+    assert not evil.exists()
+
+
+def test_a_model_of_others_is_read_as_plain_data(
+    evil: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models that know nothing of this suite unpickle no checkpoint either, by whatever name it is given."""
+
+    class Payload:
+        def __reduce__(self) -> object:
+            return (Path.touch, (tmp_path / "ran",))
+
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {}, "global_step": 1, "epoch": 0, "x": Payload()}, "a.ckpt")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"model": {"class_path": "lightning.pytorch.demos.BoringModel"}}))
+    for name in ("a.ckpt", (tmp_path / "a.ckpt").as_uri()):
+        said = failing(
+            capsys, monkeypatch, "fit", "--config", str(path), "--data=lightning.pytorch.demos.boring_classes.BoringDataModule",
+            f"--ckpt_path={name}", *RUN,
+        )  # fmt: skip
+        assert "error: " in said
+        assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("place", ["tokenizer", "text_encoder"])
+def test_code_in_the_folder_of_a_text_encoder_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    names = {"AutoConfig": "evil.X", "AutoModel": "evil.X", "AutoTokenizer": ["evil.X", "evil.X"]}
+    for name in ("tokenizer", "text_encoder"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "evil.py").write_text(f"from pathlib import Path; Path({str(tmp_path / 'ran')!r}).touch()")
+        mapped = {"auto_map": names, "model_type": "evil"} if name == place else {"model_type": "t5"}
+        (folder / "config.json").write_text(json.dumps(mapped))
+        (folder / "tokenizer_config.json").write_text(json.dumps(mapped))
+    encoder = make_encoder(TextConfig(str(tmp_path), 12), 8)
+    with pytest.raises(FileNotFoundError, match="is no folder and no hub name of a pipeline"):
+        encoder.encode(["a"], torch.device("cpu"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_reader_of_model_folders_leaves_the_question_open() -> None:
+    """transformers asks on the terminal where ``trust_remote_code`` is not given."""
+    readers = {
+        "AutoConfig",
+        "AutoModel",
+        "AutoModelForCausalLM",
+        "AutoTokenizer",
+        "AutoProcessor",
+        "CLIPModel",
+        "CLIPProcessor",
+    }
+    seen = 0
+    for root in ("lightning_mhla", "tasks/mhla_tasks"):
+        for file in (Path(__file__).parents[2] / root).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and node.func.attr in ("from_pretrained", "from_config")
+                    and getattr(node.func.value, "id", "") in readers
+                ):
+                    seen += 1
+                    assert any(each.arg == "trust_remote_code" for each in node.keywords), f"{file}:{node.lineno}"
+    assert seen >= 6
+
+
+def test_classes_are_taken_where_a_parameter_names_their_base() -> None:
+    from lightning import Callback, LightningDataModule, Trainer
+    from mhla_tasks.classification import ImageClassifier
+    from mhla_tasks.trust import find_class, parameter_bases
+
+    from lightning_mhla import AttentionConfig
+
+    assert parameter_bases(Trainer)["callbacks"] == (Callback,)
+    assert parameter_bases(Trainer)["max_steps"] == ()
+    assert parameter_bases(ImageClassifier)["attention"] == (AttentionConfig,)
+    with pytest.raises(ValueError, match="is no LightningDataModule"):
+        find_class("lightning.pytorch.callbacks.Timer", (LightningDataModule,))
+    assert find_class("lightning.pytorch.callbacks.Timer", (Callback,)).__name__ == "Timer"
+
+
 @pytest.mark.parametrize("name", ["lightning_evil.X", "torchmetrics2.X", "mhla_tasksx.video.Y"])
 def test_packages_are_known_by_their_whole_name(name: str) -> None:
     from mhla_tasks.trust import refusal
 
     assert refusal(name) is not None
-    assert refusal("lightning.pytorch.callbacks.Timer") is refusal("torchmetrics.MeanMetric") is None
+    assert refusal("lightning.pytorch.callbacks.Timer") is None
+    assert refusal("torchmetrics.MeanMetric") is not None

@@ -94,8 +94,8 @@ def test_the_shapes_of_a_run(tmp_path: Path) -> None:
         "tune",
         "--config",
         "own.yaml",
-        "--model.init_args.depth=1",
-        "--data.init_args.batch_size=3",
+        "--model.depth=1",
+        "--data.batch_size=3",
         "--seconds",
         "0",
     ]

@@ -210,5 +210,5 @@ def _posterize(image: Any, bits: int, **_: Any) -> Any:
 
 def _predict_folder(folder: str | None) -> str:
     if folder is None:
-        raise ValueError("predict needs images: --data.init_args.predict_dir=FOLDER")
+        raise ValueError("predict needs images: --data.predict_dir=FOLDER")
     return folder

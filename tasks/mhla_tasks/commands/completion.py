@@ -12,10 +12,10 @@ REQUEST = "--complete"
 SCRIPT = """\
 _lightning_mhla() {
     local IFS=$'\\n'
-    COMPREPLY=($(lightning --complete "$COMP_WORDBREAKS" "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+    COMPREPLY=($("$1" --complete "$COMP_WORDBREAKS" "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
     [[ ${COMPREPLY[0]} == *= ]] && compopt -o nospace 2>/dev/null
 }
-complete -o default -F _lightning_mhla lightning lightning-mhla
+complete -o default -F _lightning_mhla lightning mhla lightning-mhla
 """
 SHELLS = {"bash": SCRIPT, "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{SCRIPT}"}
 

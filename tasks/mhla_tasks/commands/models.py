@@ -22,7 +22,7 @@ def export(parser: ArgumentParser) -> Run:
     The folder is what the library of its domain loads: a classifier ``VisionTransformer.from_pretrained``, a class-to-image
     model ``DiTPipeline.from_pretrained`` (network, scheduler and VAE), a video model ``lightning_mhla.load_swapped``, or
     diffusers' own ``from_pretrained`` where no layer was replaced, a language model
-    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. ``--model.init_args.pretrained=FOLDER`` starts
+    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. ``--model.pretrained=FOLDER`` starts
     from it. Its model card, ``README.md``, has data, configuration, metrics, versions, how to load it, and the licence. The
     weights are the moving average where the checkpoint has one; LoRA adapters are added to the weights that they adapt.
     """
@@ -60,7 +60,7 @@ def import_published(parser: ArgumentParser) -> Run:
 
         lightning import Wan_1300M_mhla.pth wan-mhla --block_grid 3 5 10
 
-    Writes ``config.json`` and safetensors, which ``lightning_mhla.load_swapped`` and ``--model.init_args.pretrained`` read.
+    Writes ``config.json`` and safetensors, which ``lightning_mhla.load_swapped`` and ``--model.pretrained`` read.
     """
     parser.add_argument("source", help="file with the authors' names")
     parser.add_argument("folder", type=Path, help="folder to write the model to")

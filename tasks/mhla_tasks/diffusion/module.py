@@ -193,7 +193,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         if self.codec is None and self.network.channels not in (1, 3):
             raise ValueError(
                 f"samples of {self.network.channels} channels are latents; name the VAE that decodes them: "
-                "--model.init_args.vae=FOLDER_OR_NAME"
+                "--model.vae=FOLDER_OR_NAME"
             )
         if self.codec is not None:
             self.codec.model(torch.device("cpu"))
@@ -227,7 +227,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
             what = "latents" if "latent" in batch or self.codec is not None else "images"
             raise ValueError(
                 f"{what} of channels and sides {tuple(clean.shape[1:])} for a model of {expected}; set "
-                "--model.init_args.sample_size and channels, or vae for images that become latents"
+                "--model.sample_size and channels, or vae for images that become latents"
             )
         check_labels(batch["label"].tolist(), self.network.num_classes)
         return clean

@@ -81,7 +81,7 @@ class LatentSamples:
             if side != sample_size:
                 raise ValueError(
                     f"{reader.describe(0)}: latents of {side} x {side} for a model of {sample_size} x {sample_size}; set "
-                    f"--data.init_args.sample_size={side} and --model.init_args.sample_size={side}, or encode images of "
+                    f"--data.sample_size={side} and --model.sample_size={side}, or encode images of "
                     "another size"
                 )
 
@@ -130,7 +130,7 @@ def latent_scale(reader: ShardReader) -> float:
         if "scale" not in content:
             raise ValueError(
                 f"{manifest} is not of latents: encode the shards first (lightning prepare latents), or "
-                "train on images with ImageShards and --model.init_args.vae"
+                "train on images with ImageShards and --model.vae"
             )
         scale, samples, per_shard = content["scale"], content.get("samples"), content.get("per_shard")
         if not isinstance(scale, int | float) or not math.isfinite(scale) or scale <= 0:

@@ -119,7 +119,7 @@ def storage() -> Iterator[Finding]:
         yield Finding(
             "storage", "shared memory", "wrong" if small else "ok",
             f"{room / 1024:.1f} GiB free{pace}",
-            "workers that load data need it: docker run --shm-size=8g, or --data.init_args.num_workers=0" if small else "",
+            "workers that load data need it: docker run --shm-size=8g, or --data.num_workers=0" if small else "",
             {"free_mib": room},
         )  # fmt: skip
 

@@ -61,7 +61,7 @@ class TextData(ResumableDataModule):
     def source(self, stage: str) -> SampleSource:
         if stage == "predict":
             if self.prompts is None:
-                raise ValueError("predict needs prompts: --data.init_args.prompts=FILE")
+                raise ValueError("predict needs prompts: --data.prompts=FILE")
             return PromptFile(self.prompts)
         return self.windows("validate" if stage == "test" else stage)
 
@@ -341,7 +341,7 @@ class TokenShards(TextData):
         if not folder.is_dir():
             raise FileNotFoundError(
                 f"{folder} is not there, so the tokenizer of the shards is unknown; name it with "
-                "--data.init_args.tokenizer (a folder, or a model on the hub)"
+                "--data.tokenizer (a folder, or a model on the hub)"
             )
         return folder
 

@@ -91,7 +91,7 @@ class LinearizedModel(LanguageModel):
         super(LanguageModel, self).__init__(optimizer, ema_decay, compile_options)
         if network is None:
             if pretrained is None:
-                raise ValueError("name the model to linearise: --model.init_args.pretrained=FOLDER_OR_NAME")
+                raise ValueError("name the model to linearise: --model.pretrained=FOLDER_OR_NAME")
             network = source_network(pretrained)
         self.save_hyperparameters(ignore=["pretrained"])
         for saved in saved_hyperparameters(self):
@@ -190,7 +190,7 @@ def source_network(pretrained: str) -> dict[str, Any]:
         if found is None:
             raise ValueError(
                 f"{pretrained} is of no model of transformers: softmax layers of our own backbone become others by "
-                "--model.init_args.attention.kind and pretrained of LanguageModel"
+                "--model.attention.kind and pretrained of LanguageModel"
             )
         options = {"vocab_size": memory.get("vocab_size"), **(found.get("init_args") or {})}
         return {**found, "init_args": options}

@@ -201,14 +201,14 @@ class LanguageModel(TrainingModule):
         if groups and theirs > self.network.config.vocab_size:
             raise ValueError(
                 f"the data has vocab_size={theirs}, the model {self.network.config.vocab_size}; give both the same "
-                "(--model.init_args.vocab_size, --data.init_args.vocab_size)"
+                "(--model.vocab_size, --data.vocab_size)"
             )
         if groups and self.sequence_group is not None:
             raise ValueError("sequences with questions are not spread over processes; set sequence_parallel_size: 1")
         if context is not None and context > self.context:
             raise ValueError(
-                f"samples of {context} tokens (--data.init_args.context) for a model of {self.context} "
-                "(--model.init_args.context); give both the same"
+                f"samples of {context} tokens (--data.context) for a model of {self.context} "
+                "(--model.context); give both the same"
             )
         if stage != "predict":  # a checkpoint brings its own, and the data may not be here
             self._use_tokenizer_of_data()
@@ -247,12 +247,12 @@ class LanguageModel(TrainingModule):
         if len(tokenizer) < config.vocab_size // 2:
             log.warning(
                 "the tokenizer has %d tokens, the model vocab_size=%d: most of its embedding is never used; set "
-                "--model.init_args.vocab_size=%d", len(tokenizer), config.vocab_size, len(tokenizer),
+                "--model.vocab_size=%d", len(tokenizer), config.vocab_size, len(tokenizer),
             )  # fmt: skip
         if len(tokenizer) > config.vocab_size:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size={config.vocab_size}; set "
-                f"--model.init_args.vocab_size={len(tokenizer)} or use the model's own tokenizer"
+                f"--model.vocab_size={len(tokenizer)} or use the model's own tokenizer"
             )
         self.tokenizer, self._tokenizer_files = tokenizer, pack_tokenizer(tokenizer)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -385,7 +385,7 @@ class LanguageModel(TrainingModule):
             if bounds is not None:
                 raise ValueError(
                     "documents that are packed (separate_documents: true) cannot be spread over processes; set "
-                    "--data.init_args.separate_documents=false, or sequence_parallel_size: 1"
+                    "--data.separate_documents=false, or sequence_parallel_size: 1"
                 )
             inputs, targets = share.of(inputs), share.of(targets)
         if bounds is not None:

@@ -192,8 +192,8 @@ class ClipScore(ImagePictures):
             from transformers import CLIPModel, CLIPProcessor
 
             try:
-                model = CLIPModel.from_pretrained(self.model).eval().requires_grad_(False)
-                self._parts = model, CLIPProcessor.from_pretrained(self.model)
+                model = CLIPModel.from_pretrained(self.model, trust_remote_code=False).eval().requires_grad_(False)
+                self._parts = model, CLIPProcessor.from_pretrained(self.model, trust_remote_code=False)
             except (OSError, ValueError) as error:
                 raise FileNotFoundError(
                     f"model {self.model} is no folder and no hub name of a CLIP model ({str(error).splitlines()[0]})"

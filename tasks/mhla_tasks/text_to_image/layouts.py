@@ -58,7 +58,7 @@ def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
         if len(found) < TILES:
             raise FileNotFoundError(
                 f"{images} has {len(found)} images of {name}, DPG-Bench wants {TILES}: "
-                f"--data.init_args.prompts.per_prompt={TILES}"
+                f"--data.prompts.per_prompt={TILES}"
             )
         tiles = [Image.open(path).convert("RGB") for path in found[:TILES]]
         width, height = tiles[0].size

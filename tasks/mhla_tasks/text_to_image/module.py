@@ -142,7 +142,7 @@ class TextToImage(CaptionedDiffusion):
         if self.codec is None and channels not in (1, 3):
             raise ValueError(
                 f"images of {channels} channels are latents; name the autoencoder that decodes them: "
-                "--model.init_args.vae=FOLDER_OR_NAME"
+                "--model.vae=FOLDER_OR_NAME"
             )
         latent_shape(self.network, self.codec, sampling or self.sampling)
         if self.codec is not None:

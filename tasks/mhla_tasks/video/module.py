@@ -117,8 +117,7 @@ class VideoDiffusion(CaptionedDiffusion):
         channels = self.network.config.out_channels
         if self.codec is None and channels not in (1, 3):
             raise ValueError(
-                f"clips of {channels} channels are latents; name the VAE that decodes them: "
-                "--model.init_args.vae=FOLDER_OR_NAME"
+                f"clips of {channels} channels are latents; name the VAE that decodes them: --model.vae=FOLDER_OR_NAME"
             )
         latent_shape(self.network, self.codec, sampling or self.sampling)
         if self.codec is not None:

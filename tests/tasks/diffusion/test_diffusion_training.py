@@ -93,7 +93,7 @@ def predict(folder: Path, checkpoint: Path, *options: str, processes: int = 1) -
     arguments = [
         "predict",
         *places,
-        "--model.init_args.sampling.steps=4",
+        "--model.sampling.steps=4",
         *options,
         "--trainer.enable_progress_bar=false",
     ]
@@ -106,11 +106,11 @@ def predict(folder: Path, checkpoint: Path, *options: str, processes: int = 1) -
 
 def test_predict_draws_the_same_on_any_number_of_processes(whole: Path, tmp_path: Path) -> None:
     checkpoint = whole / "checkpoints/step=8.ckpt"
-    classes = ["--data.init_args.samples.classes=[3,7]", "--data.init_args.samples.per_class=5"]
+    classes = ["--data.samples.classes=[3,7]", "--data.samples.per_class=5"]
     one = predict(tmp_path / "one", checkpoint, *classes)
-    batched = predict(tmp_path / "batched", checkpoint, *classes, "--data.init_args.batch_size=4")
-    two = predict(tmp_path / "two", checkpoint, *classes, "--data.init_args.batch_size=6", processes=2)
-    other = predict(tmp_path / "other", checkpoint, *classes, "--data.init_args.samples.seed=1")
+    batched = predict(tmp_path / "batched", checkpoint, *classes, "--data.batch_size=4")
+    two = predict(tmp_path / "two", checkpoint, *classes, "--data.batch_size=6", processes=2)
+    other = predict(tmp_path / "other", checkpoint, *classes, "--data.samples.seed=1")
     names = [f"{index:06d}-class{(3, 7)[index % 2]}.png" for index in range(10)]
     pictures = {}
     for folder in (one, batched, two, other):
@@ -124,8 +124,8 @@ def test_predict_draws_the_same_on_any_number_of_processes(whole: Path, tmp_path
         tmp_path / "npz",
         checkpoint,
         *classes,
-        "--model.init_args.output=npz",
-        "--data.init_args.batch_size=4",
+        "--model.output=npz",
+        "--data.batch_size=4",
         processes=2,
     )
     with np.load(array / "samples.npz") as content:
@@ -204,15 +204,15 @@ def test_ddpm_with_learned_variance_trains_and_samples(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (
-            ["--model.init_args.optimizer.lr=1e30", "--trainer.max_steps=9"],
+            ["--model.optimizer.lr=1e30", "--trainer.max_steps=9"],
             "at step 1: first in the loss itself, every module's output is finite",
         ),
-        (["--model.init_args.sample_size=16"], "images of channels and sides (1, 8, 8) for a model of (1, 16, 16)"),
-        (["--model.init_args.num_classes=5"], "is not one of 0 to 4"),
-        (["--model.init_args.sampling.sampler=ddim"], "sampler='ddim' does not go with objective 'flow'"),
-        (["--model.init_args.pretrained=nowhere"], "pretrained nowhere is no file, no folder of a DiT"),
-        (["--model.init_args.attention.block_grid=[9,4]"], "9"),
-        (["--data.init_args.batch_size=2000"], "do not fill one batch of batch_size=2000"),
+        (["--model.sample_size=16"], "images of channels and sides (1, 8, 8) for a model of (1, 16, 16)"),
+        (["--model.num_classes=5"], "is not one of 0 to 4"),
+        (["--model.sampling.sampler=ddim"], "sampler='ddim' does not go with objective 'flow'"),
+        (["--model.pretrained=nowhere"], "pretrained nowhere is no file, no folder of a DiT"),
+        (["--model.attention.block_grid=[9,4]"], "9"),
+        (["--data.batch_size=2000"], "do not fill one batch of batch_size=2000"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(
@@ -227,7 +227,7 @@ def test_what_a_user_gets_wrong_is_one_line(
 
 def test_predict_of_a_class_that_there_is_not(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        predict(tmp_path / "wrong", whole / "checkpoints/step=8.ckpt", "--data.init_args.samples.classes=[10]")
+        predict(tmp_path / "wrong", whole / "checkpoints/step=8.ckpt", "--data.samples.classes=[10]")
     assert "class 10 is not one of 0 to 9; see samples.classes" in capsys.readouterr().err
 
 

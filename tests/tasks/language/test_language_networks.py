@@ -56,7 +56,7 @@ def configuration(folder: Path, path: str, **options: Any) -> str:
 @pytest.mark.parametrize("path", NETWORKS)
 def test_trained_resumed_continued_and_exported(path: str, tmp_path: Path, cache_dir: Path) -> None:
     config = configuration(tmp_path, path)
-    fit = ["fit", "--config", config, f"--data.init_args.cache_dir={cache_dir}"]
+    fit = ["fit", "--config", config, f"--data.cache_dir={cache_dir}"]
     said = run(tmp_path, *fit)
     assert "val/bits_per_byte" in said
     checkpoint = next(tmp_path.glob("runs/*/version_0/checkpoints/step000002*.ckpt"))
@@ -142,7 +142,7 @@ def test_decays_of_mamba_are_not_decayed() -> None:
 def test_two_processes_shard_it(tmp_path: Path, cache_dir: Path) -> None:
     config = configuration(tmp_path, "transformers.LlamaConfig")
     fsdp = str(ROOT / "configs/trainer/fsdp.yaml")
-    devices = ["--trainer.devices=2", "--trainer.precision=32-true", f"--data.init_args.cache_dir={cache_dir}"]
+    devices = ["--trainer.devices=2", "--trainer.precision=32-true", f"--data.cache_dir={cache_dir}"]
     said = run(tmp_path, "fit", "--config", config, "--config", fsdp, *devices)
     assert "val/bits_per_byte" in said
 
@@ -165,7 +165,7 @@ def test_wrong_networks_are_named(network: dict[str, Any], message: str) -> None
 
 def test_packed_documents_are_refused_in_one_line(tmp_path: Path, cache_dir: Path) -> None:
     config = configuration(tmp_path, "transformers.LlamaConfig")
-    options = [f"--data.init_args.cache_dir={cache_dir}", "--data.init_args.separate_documents=true"]
+    options = [f"--data.cache_dir={cache_dir}", "--data.separate_documents=true"]
     said = run(tmp_path, "fit", "--config", config, *options, status=1)
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, said

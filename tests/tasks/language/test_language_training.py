@@ -102,9 +102,9 @@ def test_prompts_are_continued_in_their_order(stdlib: SimpleNamespace, tmp_path:
     prompts = ["import os", "def main():", "class Queue:\n    x", "x" * 100, "é"]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
     lightning(
-        "predict", f"--ckpt_path={stdlib.last}", f"--data.init_args.prompts={tmp_path / 'prompts.jsonl'}",
+        "predict", f"--ckpt_path={stdlib.last}", f"--data.prompts={tmp_path / 'prompts.jsonl'}",
         f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false", "--trainer.accelerator=cpu",
-        "--model.init_args.generation.temperature=0", "--trainer.enable_progress_bar=false",
+        "--model.generation.temperature=0", "--trainer.enable_progress_bar=false",
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "continuations.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == prompts
@@ -190,14 +190,14 @@ def test_training_refuses(stdlib: SimpleNamespace, tokenizer: Any, capsys: pytes
             lightning(*arguments)
         return capsys.readouterr().err
 
-    few = "--model.init_args.vocab_size=300"
+    few = "--model.vocab_size=300"
     assert "the tokenizer has 512 tokens, the model vocab_size=300" in failing(
         "fit", "--config", str(stdlib.config), few
     )
     assert "predict needs prompts" in failing("predict", f"--ckpt_path={stdlib.last}")
     empty = stdlib.folder / "empty.txt"
     empty.write_text("\n\n")
-    assert "holds no prompt" in failing("predict", f"--ckpt_path={stdlib.last}", f"--data.init_args.prompts={empty}")
+    assert "holds no prompt" in failing("predict", f"--ckpt_path={stdlib.last}", f"--data.prompts={empty}")
     with pytest.raises(ValueError, match="the model has no tokenizer"):
         small_model().continue_prompts(SENTENCES)
     with pytest.raises(ValueError, match="set temperature: 0"):

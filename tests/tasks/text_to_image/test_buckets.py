@@ -152,9 +152,9 @@ def test_training_on_several_sizes(server: ForkServer, folder: Path, tmp_path: P
     path = config(tmp_path, "sizes", steps=6)
     data = ["--data=mhla_tasks.text_to_image.CaptionedImageShards"]
     options = {"train": folder, "val": folder, "batch_size": 3, "num_workers": 0, "buckets": "[16x16,8x24,24x8]"}
-    words = ["fit", "--config", path, *data, *(f"--data.init_args.{name}={value}" for name, value in options.items())]
+    words = ["fit", "--config", path, *data, *(f"--data.{name}={value}" for name, value in options.items())]
     status, said = server.run(*words, "--trainer.limit_val_batches=0", folder=tmp_path)
     assert status == 0, said[-4000:]
-    status, said = server.run(*words[:-1], "--data.init_args.buckets=[16x16,8x26,24x8]", folder=tmp_path)
+    status, said = server.run(*words[:-1], "--data.buckets=[16x16,8x26,24x8]", folder=tmp_path)
     assert status == 1
     assert "do not divide into patches" in said

@@ -105,7 +105,7 @@ def test_two_processes_train_as_one_does(server: ForkServer, pretrained: Path, t
     alone = fit(server, tmp_path, "validate", "--config", config(tmp_path, "one"), *options)
     both = fit(
         server, tmp_path, "validate", "--config", config(tmp_path, "two"), *options, "--trainer.devices=2",
-        "--trainer.strategy=ddp", "--trainer.limit_val_batches=2", "--data.init_args.batch_size=4",
+        "--trainer.strategy=ddp", "--trainer.limit_val_batches=2", "--data.batch_size=4",
     )  # fmt: skip
     assert "val/samples" in alone
     assert "val/samples" in both

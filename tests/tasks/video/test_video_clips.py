@@ -73,9 +73,7 @@ def test_captions_as_the_pipeline_encodes_them(pipeline: Path) -> None:
     expected, empty = wan.encode_prompt(prompts, ["", ""], max_sequence_length=6)
     for texts, theirs in ((prompts, expected), (["", ""], empty)):  # bfloat16, there with padding
         torch.testing.assert_close(encoder.encode(texts, torch.device("cpu")), theirs.float(), atol=0.02, rtol=0.02)
-    with pytest.raises(
-        ValueError, match=r"embeddings of width 16, not 32; set --model.init_args.transformer\.text_dim"
-    ):
+    with pytest.raises(ValueError, match=r"embeddings of width 16, not 32; set --model.transformer\.text_dim"):
         make_encoder(TextConfig(str(pipeline)), 32).encode(["a"], torch.device("cpu"))
     with pytest.raises(FileNotFoundError, match="no folder and no hub name of a pipeline"):
         make_encoder(TextConfig(str(pipeline / "vae")), 16).encode(["a"], torch.device("cpu"))

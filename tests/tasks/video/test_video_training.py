@@ -198,7 +198,7 @@ def test_layers_improve_by_matching(whole: Path, tmp_path: Path) -> None:
         optimizer={"lr": 0.03, "weight_decay": 0.0},
         ema_decay=None,
     )
-    small = ["--trainer.max_steps=12", "--data.init_args.batch_size=100", "--trainer.limit_val_batches=0"]
+    small = ["--trainer.max_steps=12", "--data.batch_size=100", "--trainer.limit_val_batches=0"]
     cli.main(["fit", "--config", str(config), *small])
     distance = [float(value) for value in column(tmp_path, "train/layer_distance").values()]
     assert sum(distance[-3:]) < 0.8 * sum(distance[:3]), distance
@@ -328,7 +328,7 @@ def predict(folder: Path, start: Path, *options: str, processes: int = 1) -> Pat
     folder.mkdir()
     (folder / "logger.yaml").write_text(yaml.safe_dump({"trainer": {"logger": logger}}))
     arguments = ["predict", f"--ckpt_path={start}", "--config", str(folder / "logger.yaml"), *options]
-    arguments += ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--data.init_args.batch_size=2"]
+    arguments += ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--data.batch_size=2"]
     if processes == 1:
         cli.main(arguments)
     else:
@@ -339,8 +339,8 @@ def predict(folder: Path, start: Path, *options: str, processes: int = 1) -> Pat
 def test_predict_writes_what_vbench_reads(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a one moving up\na two moving left\nthree\ta three moving down, slowly\n")
-    options = [f"--data.init_args.prompts.prompts={prompts}", "--data.init_args.prompts.per_prompt=3"]
-    options += ["--model.init_args.sampling.crf=0"]  # otherwise x264 puts equal frames 8 levels apart, at times
+    options = [f"--data.prompts.prompts={prompts}", "--data.prompts.per_prompt=3"]
+    options += ["--model.sampling.crf=0"]  # otherwise x264 puts equal frames 8 levels apart, at times
     start = whole / "checkpoints/step=8.ckpt"
     folder = predict(tmp_path / "one", start, *options)
     files = sorted(path.name for path in (folder / "videos").iterdir())
@@ -375,7 +375,7 @@ def test_predict_writes_what_vbench_reads(whole: Path, tmp_path: Path, capsys: p
 
 def test_predict_goes_on_where_it_was_stopped(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, output = whole / "checkpoints/step=8.ckpt", tmp_path / "clips"
-    options = [f"--model.init_args.output={output}", "--data.init_args.prompts.prompts=[one,two,three,four,five]"]
+    options = [f"--model.output={output}", "--data.prompts.prompts=[one,two,three,four,five]"]
     drawn: list[list[int]] = []
     draw = VideoDiffusion.draw
 
@@ -400,7 +400,7 @@ def test_predict_goes_on_where_it_was_stopped(whole: Path, tmp_path: Path, monke
     assert drawn == [[2], [4]]
     rows = [json.loads(line) for line in (output / "videos.jsonl").read_text().splitlines()]
     assert [row["file"] for row in rows] == [f"{name}-0.mp4" for name in ("one", "two", "three", "four", "five")]
-    for number, other in enumerate(["--data.init_args.prompts.seed=1", "--model.init_args.sampling.steps=3"]):
+    for number, other in enumerate(["--data.prompts.seed=1", "--model.sampling.steps=3"]):
         with pytest.raises(SystemExit):
             predict(tmp_path / f"other{number}", start, *options, other)
 
@@ -409,9 +409,9 @@ def test_predict_from_weights_without_a_checkpoint(whole: Path, tmp_path: Path) 
     """As the authors' weights are sampled: the same clip as from the checkpoint that has these weights."""
     start = whole / "checkpoints/step=8.ckpt"
     config = digits_config(tmp_path / "config")
-    for name, source in (("a", f"--ckpt_path={start}"), ("b", f"--model.init_args.pretrained={start}")):
-        output = f"--model.init_args.output={tmp_path / name}"
-        cli.main(["predict", "--config", str(config), source, output, "--data.init_args.prompts.prompts=[one]"])
+    for name, source in (("a", f"--ckpt_path={start}"), ("b", f"--model.pretrained={start}")):
+        output = f"--model.output={tmp_path / name}"
+        cli.main(["predict", "--config", str(config), source, output, "--data.prompts.prompts=[one]"])
     one, two = (read_clip((tmp_path / name / "videos/one-0.mp4").read_bytes(), name, 3, None, 0.0) for name in "ab")
     assert torch.equal(one, two)
 
