@@ -88,7 +88,8 @@ class LearningCurves(Callback):
         for axis, (title, names) in zip(axes, panels.items(), strict=False):
             for name in names:
                 axis.plot(*zip(*self.points[name], strict=True), label=name.split("/", 1)[0], linewidth=1.2)
-            axis.set(title=title, xlabel="optimiser step")
+            axis.set_title(title, parse_math=False)
+            axis.set_xlabel("optimiser step")
             axis.grid(alpha=0.3)
             if len(names) > 1:
                 axis.legend()

@@ -61,6 +61,12 @@ def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> No
     )
 
 
+def fenced(text: str, language: str = "") -> str:
+    """Text as a block of code in Markdown, in a fence longer than any in it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as hours and minutes, minutes and seconds, or seconds."""
     minutes, rest = divmod(round(seconds), 60)

@@ -18,6 +18,7 @@ from rich.console import Console
 from lightning_mhla.callbacks.page import PAGE, write_page
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import checkpoint_folder, run_folder
+from lightning_mhla.system.listing import shown
 
 RECORD = "run.json"
 """Name of the record in the folder of a run."""
@@ -127,7 +128,7 @@ class RunReport(Callback):
         console = Console(soft_wrap=True, highlight=False)
         console.rule("result")
         for name, value in lines:
-            console.print(f"{name:<18} {value}")
+            console.print(f"{name:<18} {value}", markup=False)
 
 
 def versions() -> dict[str, str]:
@@ -144,4 +145,4 @@ def _number(value: Any) -> float | None:
 def _short(path: str | Path) -> str:
     """Relative to the working folder where it lies below it."""
     path = Path(path)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    return shown(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_mhla.checkpoints.sharded import check_sharded, is_sharded, load_rest
 from lightning_mhla.system.files import written_whole
+from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import BROKEN, reason
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,17 @@ CHECKPOINTS, RECOVERY, LAST = "checkpoints", "recovery", "last.ckpt"
 
 READ_FROM = "read_from"
 """Entry that a checkpoint gets when it is read: its path."""
+
+
+OPTIONS = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
+"""Entries of a checkpoint that hold options of the user."""
+
+
+def remove_secrets(checkpoint: dict[str, Any]) -> None:
+    """Replace the secrets among the options that a checkpoint holds, in place; see :mod:`lightning_mhla.system.redaction`."""
+    for name in OPTIONS:
+        if name in checkpoint:
+            checkpoint[name] = redacted(checkpoint[name])
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -42,6 +54,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: when it cannot be written, with what to do; earlier checkpoints stay as they are.
         """
+        remove_secrets(checkpoint)
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return

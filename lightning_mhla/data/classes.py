@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.listing import shown, visible_folders
+from lightning_mhla.system.listing import shown, visible_folders, without_controls
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ def read_classes(file: Path) -> list[str] | None:
 
 
 def write_classes(file: Path, names: Sequence[str]) -> None:
-    """Write a ``PREFIX-classes.txt``."""
-    write_whole(file, "".join(f"{name}\n" for name in names))
+    """Write a ``PREFIX-classes.txt``; control characters in names, such as line breaks, as ``\\n``."""
+    write_whole(file, "".join(f"{without_controls(name)}\n" for name in names))
 
 
 def data_set_classes(folder: Path, prefix: str) -> list[str] | None:

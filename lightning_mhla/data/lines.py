@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import fsspec
 
 from lightning_mhla.system.listing import shown
+from lightning_mhla.system.redaction import check_secrets
 from lightning_mhla.system.untrusted import reason
 
 Source = str | os.PathLike[str]
@@ -100,6 +101,7 @@ def open_bytes(source: Source) -> Iterator[BinaryIO]:
     """
     suffix = PurePosixPath(file_name(source)).suffix.lower()
     text = os.fspath(source)
+    check_secrets(text)
     opened: Any = fsspec.open(text, "rb").open() if "://" in text else open(source, "rb")  # noqa: SIM115
     with opened as raw:
         try:

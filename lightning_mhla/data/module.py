@@ -19,6 +19,7 @@ from lightning_mhla.data.source import SampleSource
 from lightning_mhla.data.tables import default_cache
 from lightning_mhla.system.hyperparameters import LoggedApart
 from lightning_mhla.system.listing import visible_folders
+from lightning_mhla.system.redaction import check_secrets
 
 
 class ShardSets:
@@ -63,7 +64,10 @@ class ShardSets:
 
     def find(self, stage: str) -> list[Path]:
         """Local paths of the shards of a stage."""
-        return find_shards(self.locations[stage], self.cache, self.streamed)
+        locations = self.locations[stage]
+        for location in [locations] if isinstance(locations, str) else locations:
+            check_secrets(str(location), f"data.{'train' if stage == 'train' else 'val'}")
+        return find_shards(locations, self.cache, self.streamed)
 
     def reader(self, stage: str) -> ShardReader:
         """The shards of a stage."""

@@ -24,6 +24,7 @@ from rich.progress import track
 from lightning_mhla.data.tables import INDEX, load_table
 from lightning_mhla.system.files import write_whole, written_whole
 from lightning_mhla.system.listing import shown
+from lightning_mhla.system.redaction import redacted
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def resume_order(
     Raises:
         ValueError: naming what has changed.
     """
-    options = json.loads(json.dumps(options))
+    options = redacted(json.loads(json.dumps(options)))
     written = _read(shards)
     if not shards.finished() and not _is_begun(written, options, origins):
         _write(shards, options, _record_all(origins))

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import fsspec
 
 from lightning_mhla.data.source import ShardUnavailableError
+from lightning_mhla.system.redaction import check_secrets
 from lightning_mhla.system.untrusted import reason
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ def url_scheme(name: str) -> str | None:
         raise ValueError(
             f"{name!r}: shards come from a local path or one of {', '.join(SCHEMES)}; nothing else is opened"
         )
+    check_secrets(name)
     return match[1]
 
 
@@ -71,6 +73,7 @@ def kept_at(url: str, folder: Path) -> Path:
     """Where a shard behind a URL is kept, always as ``.tar``; those of one remote folder lie together, if it has no query."""
     address, _, query = url.partition("?")
     parent, _, name = address.rpartition("/")
+    parent = re.sub(r"://[^/]*@", "://", parent)  # names of folders say nothing about passwords
     digest = hashlib.sha256(f"{parent}?{query}".encode()).hexdigest()[:16]
     return folder / digest / (name if name.endswith(".tar") else f"{name}.tar")
 

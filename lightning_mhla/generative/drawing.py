@@ -207,7 +207,7 @@ def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:
     axis.set_yticks([step * label + step / 2 - 1 for label in labels], [str(label) for label in labels])
     axis.set_xticks([])
     axis.tick_params(length=0)
-    axis.set_title(title, fontsize=9)
+    axis.set_title(title, fontsize=9, parse_math=False)
     for spine in axis.spines.values():
         spine.set_visible(False)
     return figure

@@ -18,7 +18,9 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.generative.text import TextConfig, read_prompts
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
+from lightning_mhla.system.listing import shown
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.redaction import redacted
 
 SHOWN = 8
 """Samples that are kept for the picture."""
@@ -155,7 +157,7 @@ class SampleFolder(Callback):
             "written": weights.stat().st_mtime_ns if weights.is_file() else None,  # last.ckpt is overwritten
             **{name: pl_module.hparams[name] for name in ORIGIN},
         }
-        origin = json.loads(json.dumps(origin))
+        origin = redacted(json.loads(json.dumps(origin)))
         before = json.loads(path.read_text()) if path.exists() else origin
         sampling = type(getattr(pl_module, "sampling"))  # noqa: B009  # LightningModule does not declare it
         for record in (origin, before):  # an earlier version knew fewer options
@@ -217,8 +219,9 @@ class SampleFolder(Callback):
         first, seconds = rows[0], median(row["seconds"] for row in rows)
         frames = f"{first['frames']} frames of " if "frames" in first else ""
         Console(soft_wrap=True, highlight=False).print(
-            f"{len(rows)} {self.kind} of {frames}{first['height']} x {first['width']} in {self.folder / self.kind}: "
-            f"{seconds:.2f} s each (median), {first.get('at_once', 1)} at once"
+            f"{len(rows)} {self.kind} of {frames}{first['height']} x {first['width']} in {shown(self.folder / self.kind)}: "
+            f"{seconds:.2f} s each (median), {first.get('at_once', 1)} at once",
+            markup=False,
         )
 
     def _lines(self) -> list[Row]:

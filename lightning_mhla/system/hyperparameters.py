@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 
 from lightning_mhla.system.lightning_private import saved_hyperparameters
+from lightning_mhla.system.redaction import redacted
 
 
 def keep_plain(module: Any) -> None:
@@ -35,7 +36,7 @@ def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class LoggedApart(HyperparametersMixin):
-    """Hyperparameters that loggers get under ``PREFIX/``, so that those of module and data never meet.
+    """Hyperparameters that loggers get under ``PREFIX/``, so that those of module and data never meet, without secrets.
 
     Lightning logs both as one, and stops where a name has two values: ``train`` is a part of the network to one and a folder
     to the other. Checkpoints keep the plain names.
@@ -46,4 +47,5 @@ class LoggedApart(HyperparametersMixin):
     @property
     def hparams_initial(self) -> Any:
         """Hyperparameters for loggers, with their prefix."""
-        return {f"{self.logged_as}/{name}": value for name, value in super().hparams_initial.items() if name[0] != "_"}
+        options = redacted(dict(super().hparams_initial))
+        return {f"{self.logged_as}/{name}": value for name, value in options.items() if name[0] != "_"}

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from unicodedata import category
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,13 @@ def visible_folders(folder: Path) -> list[Path]:
 def with_extension(paths: Sequence[Path], extensions: Collection[str]) -> list[Path]:
     """Select the paths that end in one of the extensions, in lower or upper case."""
     return [path for path in paths if path.suffix.lower().lstrip(".") in extensions]
+
+
+def without_controls(text: str) -> str:
+    r"""Text in one line: line breaks and other control characters as ``\n``, all others as they are."""
+    return "".join(
+        sign.encode("unicode_escape").decode() if category(sign) in ("Cc", "Cs", "Zl", "Zp") else sign for sign in text
+    )
 
 
 def shown(name: str | os.PathLike[str]) -> str:

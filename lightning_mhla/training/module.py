@@ -31,6 +31,7 @@ from lightning_mhla.checkpoints.weights import LIVE, load_weights, shards_weight
 from lightning_mhla.data.module import data_batch_size
 from lightning_mhla.system.hyperparameters import LoggedApart, plain
 from lightning_mhla.system.lightning_private import batches_done, inside_accumulation, steps_between_saves
+from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.sharding import SEQUENCE, is_sharded_module, shard
 from lightning_mhla.system.steps import accumulation, steps_of_epochs, steps_of_run
 from lightning_mhla.system.torch_private import flatten_mesh
@@ -357,7 +358,7 @@ class TrainingModule(LoggedApart, LightningModule):
         ours = {"model": self.hparams, "data": {} if data is None else data.hparams}
         theirs = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}
         for part, key in theirs.items():
-            before, now = plain(checkpoint.get(key) or {}), plain(dict(ours[part]))
+            before, now = (plain(redacted(dict(options or {}))) for options in (checkpoint.get(key), ours[part]))
             for name in sorted(before.keys() & now.keys()):
                 if name[0] != "_" and before[name] != now[name]:
                     log.info("resumed with another option: %s.%s %s -> %s", part, name, before[name], now[name])

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from lightning_mhla.checkpoints.io import READ_FROM, read_file, resolve_checkpoint
+from lightning_mhla.checkpoints.io import READ_FROM, read_file, remove_secrets, resolve_checkpoint
 from lightning_mhla.checkpoints.sharded import load_rest
 from lightning_mhla.checkpoints.sharded_tensors import load_tensors, save_sharded, saved_names
 from lightning_mhla.checkpoints.weights import LIVE, load_weights
@@ -74,6 +74,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         tensors = {name: checkpoint.pop(name) for name in ("state_dict", LIVE) if name in checkpoint}
         for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
             tensors[f"optimizer_{index}"] = state
+        remove_secrets(checkpoint)
         save_sharded(path, tensors, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import yaml
 from mhla_kernels.version import __version__
 
-from lightning_mhla.callbacks.page import duration
+from lightning_mhla.callbacks.page import duration, fenced
+from lightning_mhla.system.redaction import published
 from lightning_mhla.training.module import TrainingModule
+from mhla_tasks.console import harmless
 
 PAPER = "https://arxiv.org/abs/2601.07832"
 
@@ -34,6 +38,8 @@ def write_card(
 ) -> None:
     """Write a card: what the model is, how to load it, data, metrics, configuration, versions, licence.
 
+    Options come without secrets and without the folders of local paths, and no text of the checkpoint is Markdown or HTML.
+
     Args:
         module: that was exported.
         content: its checkpoint, without the tensors.
@@ -49,25 +55,28 @@ def write_card(
     header = {"library_name": "lightning-mhla", "tags": ["mhla", "linear-attention"]}
     header |= {"license": license_name} if license_name else {}
     article = "An" if name[0] in "AEIOU" else "A"
+    quoted = json.dumps(folder, ensure_ascii=not folder.isprintable())  # as Python has it, too
+    code = loading.replace("FOLDER", quoted[1:-1])
     parts = [
-        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {folder}",
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {_plain(folder)}",
         f"{article} `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory)}.",
-        f"## Loading\n\n```python\n{loading.replace('FOLDER', folder)}\n```",
+        f"## Loading\n\n{fenced(code, 'python')}",
         f"## Training data\n\n{_data(content, data)}",
         f"## Metrics\n\n{_metrics(content)}",
         f"## Training\n\n{content.get('global_step', 0):,} optimiser steps, {content.get('epoch', 0) + 1} epochs"
-        f"{_spent(content)}. Options of the model and its optimiser:\n\n```yaml\n{_yaml(memory)}```",
-        f"## Versions\n\nlightning-mhla {__version__}, Lightning {content.get('pytorch-lightning_version', 'unknown')}"
+        f"{_spent(content)}. Options of the model and its optimiser:\n\n{fenced(_yaml(memory), 'yaml')}",
+        "## Versions\n\n"
+        f"lightning-mhla {__version__}, Lightning {_plain(content.get('pytorch-lightning_version', 'unknown'))}"
         + (
-            f" (training); torch {torch_version}"
+            f" (training); torch {_plain(torch_version)}"
             if (torch_version := _report(content).get("versions", {}).get("torch"))
             else ""
         )
         + ".",
-        f"## Licence\n\n{license_name or 'Not stated. Name it with `lightning export --license IDENTIFIER`.'}",
+        f"## Licence\n\n{_plain(license_name or '') or 'Not stated. Name it with `lightning export --license IDENTIFIER`.'}",
     ]
-    text = "\n\n".join(parts) + "\n\n"
-    path.write_text(f"{text}{MARK}{_digest(text)} -->\n")
+    text = ("\n\n".join(parts) + "\n\n").encode(errors="backslashreplace").decode()
+    path.write_text(f"{text}{MARK}{_digest(text)} -->\n", encoding="utf-8")
 
 
 def _options(memory: Any) -> dict[str, Any]:
@@ -81,7 +90,7 @@ def _attention(memory: Mapping[str, Any]) -> str:
     options = memory.get("init_args", memory)
     kind = (options.get("attention") or {}).get("kind")
     kinds = dict.fromkeys(options.get("layer_kinds") or [kind])
-    named = ", ".join(f"`{kind}`" for kind in kinds if kind)
+    named = ", ".join(_code(kind) for kind in kinds if kind)
     return f"; attention: {named}{f' ([paper]({PAPER}))' if 'mhla' in kinds else ''}" if named else ""
 
 
@@ -92,14 +101,14 @@ def _report(content: Mapping[str, Any]) -> dict[str, Any]:
 def _data(content: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     if not data:
         return "The checkpoint does not say which."
-    return f"```yaml\n{_yaml(data)}```"
+    return fenced(_yaml(data), "yaml")
 
 
 def _metrics(content: Mapping[str, Any]) -> str:
     rows = [(name, *points[-1]) for name, points in _report(content).get("points", {}).items() if points]
     if not rows:
         return "The checkpoint holds none; `lightning validate` measures them."
-    lines = [f"| `{name}` | {value:.4g} | {step:,} |" for name, step, value in rows]
+    lines = [f"| {_code(name)} | {value:.4g} | {step:,} |" for name, step, value in rows]
     return "\n".join(["| metric | value | step |", "| --- | ---: | ---: |", *lines])
 
 
@@ -109,7 +118,19 @@ def _spent(content: Mapping[str, Any]) -> str:
 
 
 def _yaml(values: Mapping[str, Any]) -> str:
-    return yaml.dump(values, Dumper=_Plain, sort_keys=False, allow_unicode=True)
+    return yaml.dump(published(values), Dumper=_Plain, sort_keys=False, allow_unicode=True).rstrip()
+
+
+def _plain(text: Any) -> str:
+    """Text in one line that Markdown and HTML show as it is."""
+    line = " ".join(harmless(str(text)).split())
+    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
+
+
+def _code(text: Any) -> str:
+    """Text as code within a line or a cell of a table, where it holds no sign that would end it."""
+    line = str(text)
+    return f"`{line}`" if re.fullmatch(r"[^`|<>\n\r\\]+", line) and harmless(line) == line else _plain(line)
 
 
 class _Plain(yaml.SafeDumper):

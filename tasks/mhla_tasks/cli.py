@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from jsonargparse import Namespace
-from lightning import Trainer
+from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.checkpoints.choice import choose_checkpoint
-from lightning_mhla.checkpoints.io import CHECKPOINTS, read_safely
+from lightning_mhla.checkpoints.io import CHECKPOINTS, read_safely, remove_secrets
 from lightning_mhla.checkpoints.runs import RunFolder
-from lightning_mhla.system.lightning_private import subcommand_parsers
+from lightning_mhla.system.lightning_private import saved_hyperparameters, subcommand_parsers
+from lightning_mhla.system.redaction import hidden_options, redacted
 from mhla_tasks.config_errors import find_repeated_option, find_unknown_key, shorten
 from mhla_tasks.console import ignore_noise, prepare_streams, show_log
 from mhla_tasks.errors import printable, reported
@@ -53,12 +54,37 @@ log = logging.getLogger(__name__)
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the configuration of a run without the folder and the checkpoint of this start: another run may take it."""
+    """Saves the configuration of a run without the folder and the checkpoint of this start: another run may take it.
+
+    Secrets are left out, see :mod:`lightning_mhla.system.redaction`; of the options of every model and data module also from
+    what loggers and checkpoints get.
+
+    Raises:
+        ValueError: for a configuration from which secrets were left out, unless they are given again.
+    """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **options: Any) -> None:
-        kept = config.clone()
+        if hidden := dict.fromkeys(name.replace(".init_args", "") for name in hidden_options(config)):
+            again = " ".join(f"--{name}=..." for name in hidden)
+            raise ValueError(
+                f"{', '.join(hidden)}: secrets, such as passwords and queries of URLs, are not written into "
+                f"files, so that these options are not complete; give them again on the command line: {again}"
+            )
+        kept = redacted(config.clone())
         kept.run_dir = kept.ckpt_path = None
         super().__init__(parser, kept, *args, **options)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for module in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]  # set when the data is attached
+            if module is not None and module.hparams:
+                _, logged = saved_hyperparameters(module)
+                logged.update(redacted(dict(logged)))
+        super().setup(trainer, pl_module, stage)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        remove_secrets(checkpoint)
 
 
 class ShortErrorParser(LightningArgumentParser):

@@ -11,7 +11,9 @@ from typing import Any
 
 from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.report import RECORD
+from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import read_json, read_yaml
+from mhla_tasks.console import harmless
 
 CONFIG = "config.yaml"
 PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
@@ -67,7 +69,7 @@ def _read(path: Path) -> Run:
     record = read_json(path)
     if not isinstance(record.get("metrics"), dict) or not isinstance(record.get("seconds"), int | float):
         raise ValueError(f"{path} is no record of a run: it names no metrics or no seconds")
-    options = flat(read_yaml(config)) if config.exists() else {}
+    options = flat(redacted(read_yaml(config))) if config.exists() else {}
     return Run(path.parent, record, options)
 
 
@@ -157,9 +159,9 @@ def print_table(runs: Sequence[Run]) -> None:
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     options = 1 + len(short_names(differences(runs)))
     for index, name in enumerate(header):
-        shown.add_column(name, justify="left" if index < options else "right", overflow="fold")
+        shown.add_column(Text(harmless(name)), justify="left" if index < options else "right", overflow="fold")
     for row in rows:
-        shown.add_row(*map(Text, row))
+        shown.add_row(*(Text(harmless(cell)) for cell in row))
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=1000)
@@ -193,11 +195,14 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     for axis, metric in zip(axes, metrics, strict=False):
         for run, label in zip(runs, labels(runs), strict=True):
             axis.plot(*zip(*run.record["metrics"][metric], strict=True), label=label, marker=".", linewidth=1.2)
-        axis.set(title=metric, xlabel="optimiser step")
+        axis.set_title(metric, parse_math=False)
+        axis.set_xlabel("optimiser step")
         axis.grid(alpha=0.3)
     for axis in axes[len(metrics) :]:
         axis.remove()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
+    legend = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

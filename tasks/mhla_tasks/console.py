@@ -1,13 +1,16 @@
-"""Output of a command: streams that take any file name, log messages of the suite, and no noise of libraries."""
+"""Output of a command: streams that take any file name, messages without secrets, and no noise of libraries."""
 
 from __future__ import annotations
 
 import io
 import logging
 import os
+import re
 import sys
+import traceback
 import warnings
-from typing import TextIO
+from types import TracebackType
+from typing import Any, TextIO
 
 from typing_extensions import override
 
@@ -32,7 +35,7 @@ def prepare_streams() -> None:
     """Let standard output and standard error take any text.
 
     A file name that is not UTF-8, or a sign that the terminal's encoding lacks, is printed as its number. A stream that is
-    closed becomes one that nobody reads.
+    closed becomes one that nobody reads. Log messages, warnings and tracebacks are those of :func:`harmless`.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -40,6 +43,48 @@ def prepare_streams() -> None:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    logging.setLogRecordFactory(_make_record)
+    sys.excepthook = _print_traceback
+    warnings.formatwarning = _format_warning
+
+
+def harmless(text: str) -> str:
+    r"""Text without secrets (:mod:`lightning_mhla.system.redaction`), control characters written as ``\x1b``."""
+    if re.search("(?i):/|key|token|pass|pwd|secret|credential|authorization", text):
+        from lightning_mhla.system.redaction import redact  # imports torch, which a wrong option should not wait for
+
+        text = redact(text)
+    return "".join(
+        sign if sign.isprintable() or sign in "\n\t" or _is_raw(sign) else sign.encode("unicode_escape").decode()
+        for sign in text
+    )
+
+
+def _is_raw(sign: str) -> bool:
+    """Whether a sign stands for a byte of a file name that is not UTF-8; the stream prints it as its number."""
+    return "\ud800" <= sign <= "\udfff"
+
+
+def _make_record(*args: Any, **options: Any) -> logging.LogRecord:
+    """A log record whose message is harmless, whichever handler prints it."""
+    record = logging.LogRecord(*args, **options)
+    try:
+        text = record.getMessage()
+    except Exception:  # the handler reports a message that does not fit its arguments
+        return record
+    if (shown := harmless(text)) != text:
+        record.msg, record.args = shown, None
+    return record
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(harmless("".join(traceback.format_exception(kind, error, trace))))
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return harmless(f"{filename}:{lineno}: {category.__name__}: {message}\n")
 
 
 def ignore_noise() -> None:

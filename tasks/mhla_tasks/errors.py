@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from mhla_tasks.console import harmless
 from mhla_tasks.failures import chain, explain_failure
 from mhla_tasks.own_modules import name_the_extra
 
@@ -108,13 +109,8 @@ def explain(error: BaseException) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Text without signs that a terminal would obey, and not longer than can be read."""
-    return "".join(sign if sign.isprintable() or sign == "\n" or _is_raw(sign) else "?" for sign in text)[:2000]
-
-
-def _is_raw(sign: str) -> bool:
-    """Whether a sign stands for a byte of a file name that is not UTF-8; it is printed as its number."""
-    return "\ud800" <= sign <= "\udfff"
+    """Text without secrets and without signs that a terminal would obey, and not longer than can be read."""
+    return harmless(text)[:2000]
 
 
 def _report(error: Exception) -> None:
@@ -139,7 +135,8 @@ def _report_thread(thrown: threading.ExceptHookArgs) -> None:
     """Print a failure of the machine that ended a thread, such as the writer of TensorBoard's events, in a line."""
     text = None if thrown.exc_value is None or os.environ.get(TRACEBACK) else explain_failure(thrown.exc_value)
     if text is None:
-        threading.__excepthook__(thrown)
+        lines = traceback.format_exception(thrown.exc_type, thrown.exc_value, thrown.exc_traceback)
+        sys.stderr.write(harmless(f"Exception in thread {thrown.thread and thrown.thread.name}:\n{''.join(lines)}"))
     else:
         name = type(thrown.thread).__name__.strip("_")
         sys.stderr.write(f"error: {printable(text)} (in the thread {name})\n")
@@ -163,6 +160,7 @@ def _leave(text: str, status: int) -> NoReturn:
     if status != 1 or text.startswith("standard output"):  # the interpreter would flush it again, and complain
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    text = harmless(text)
     if text:
         with suppress(OSError):
             sys.stderr.write(f"error: {printable(text)}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from functools import partial
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import Any
 
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.system.files import rebuilt_folder
+from lightning_mhla.system.redaction import published
 from lightning_mhla.training.loading import accepts, load_module
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.card import is_own, write_card
@@ -25,6 +27,13 @@ DOMAINS = {
 }
 """Module classes of the domains. A domain's ``export`` has ``write``, the names of its ``OPTIONS``, ``LOADING``, or
 ``loading`` where that depends on the module, and maybe ``REPLACED``, names that are not kept of an earlier export."""
+
+
+VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
+"""Files of tokenizers whose texts are not paths, whatever they look like."""
+
+LABELS = ("added_tokens_decoder", "chat_template", "class_names", "label_names", "id2label", "label2id")
+"""Entries of configurations of which the same is true."""
 
 
 def write_export(
@@ -58,11 +67,32 @@ def write_export(
     loading = domain.loading(module) if hasattr(domain, "loading") else domain.LOADING
     with rebuilt_folder(folder, partial(_is_replaced, getattr(domain, "REPLACED", ()))) as aside:
         domain.write(module, aside, **options)
+        remove_private(aside)
         card = aside / "README.md"
         if before is not None and not is_own(before):  # written, or edited, by hand
             card.write_text(before, encoding="utf-8")
             card = aside / "README.new.md"
         write_card(module, content, card, folder.resolve().name, loading.replace("NETWORK", network), license_name)
+
+
+def remove_private(folder: Path) -> None:
+    """Remove secrets and the folders of local paths from the configurations in a folder, such as ``config.json``.
+
+    Libraries write there where a model or a tokenizer was loaded from. Vocabularies stay as they are.
+
+    Args:
+        folder: a folder to be published.
+    """
+    for path in folder.rglob("*.json"):
+        if path.name in VOCABULARIES or path.name.endswith(".index.json"):
+            continue
+        content = json.loads(path.read_text(encoding="utf-8"))
+        kept = {name: content[name] for name in LABELS if name in content} if isinstance(content, dict) else {}
+        private = published(content)
+        if kept:
+            private.update(kept)
+        if private != content:
+            path.write_text(json.dumps(private, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _is_replaced(names: Collection[str], path: Path) -> bool:

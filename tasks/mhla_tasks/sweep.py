@@ -29,6 +29,7 @@ from typing import Any
 from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.checkpoints.runs import in_use
 from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.redaction import redact
 from mhla_tasks.compare import common_metrics, draw, print_table, read_runs, short_names
 
 KEPT = "sweep.json"
@@ -106,7 +107,7 @@ def name_of(chosen: dict[str, str]) -> str:
     """Name of the folder of a combination; with a hash where the values themselves are no name."""
     names = short_names(list(chosen))
     text = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
-    name = re.sub(r"[^\w=,.+-]+", "-", text)[:LONGEST]
+    name = re.sub(r"[^\w=,.+-]+", "-", redact(text))[:LONGEST]
     return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
@@ -194,7 +195,10 @@ def _kept(words: Sequence[str]) -> dict[str, Any]:
     pairs = itertools.pairwise([*words, ""])
     paths = [word.partition("=")[2] or after for word, after in pairs if word.split("=")[0] == "--config"]
     files = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths if Path(path).is_file()}
-    return {"words": list(words), "configs": files}
+    return {
+        "words": [redact(word) for word in words],
+        "configs": {redact(path): digest for path, digest in files.items()},
+    }
 
 
 def _begin(folder: Path, words: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning import LightningModule, Trainer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
@@ -21,6 +22,8 @@ from lightning_mhla.generative.fidelity.scores import ImageSet, Scores, assemble
 from lightning_mhla.generative.images import to_pixels
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
+from lightning_mhla.system.listing import shown
+from lightning_mhla.system.redaction import redacted
 
 MOST_REAL = 50_000
 """Images of the data that samples are compared with, at most."""
@@ -189,14 +192,19 @@ class GenerationMetrics(SampleGrid):
             "features_sha256": fingerprint(self.features.network()),
         }
         self.rows = [*(known for known in self.rows if known["step"] < step), row]
-        write_whole(folder / f"{self.name}.jsonl", "".join(json.dumps(line) + "\n" for line in self.rows))
+        write_whole(folder / f"{self.name}.jsonl", "".join(json.dumps(redacted(line)) + "\n" for line in self.rows))
         self.log_values(trainer, self.name, scores.values)
         self._show(trainer, module, folder, grid)
         sampler = f"{drawn['sampler']} {drawn['sampling_steps']} steps, guidance {drawn['guidance']:g}"
         depends = f"{self.samples:,} samples, {sampler}"
-        table = Table("metric", "value", title=f"{self.name}, step {step}: {depends}", caption="\n".join(scores.marks))
+        table = Table(
+            "metric",
+            "value",
+            title=escape(shown(f"{self.name}, step {step}: {depends}")),
+            caption="\n".join(scores.marks),
+        )
         for key, value in scores.values.items():
-            table.add_row(key, f"{value:.4f}")
+            table.add_row(escape(shown(key)), f"{value:.4f}")
         Console().print(table)
 
 

@@ -12,6 +12,7 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from torch import Tensor, nn
 from torch_fidelity.metric_fid import KEY_METRIC_FID, fid_features_to_statistics, fid_statistics_to_metric
@@ -177,7 +178,7 @@ def _from_arrays(
 
 def _shown(batches: Iterable[Tensor], path: Path, count: int) -> Iterable[Tensor]:
     """With a progress bar, on the error stream so that results can be piped."""
-    return track(batches, f"features of {path.name}", total=count, console=Console(stderr=True))
+    return track(batches, f"features of {escape(shown(path.name))}", total=count, console=Console(stderr=True))
 
 
 def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_mhla.system.folders import gather_rows, run_folder
-from lightning_mhla.system.listing import shown
+from lightning_mhla.system.listing import shown, without_controls
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,8 @@ class PredictionTable(Callback):
     r"""Writes ``predictions.csv`` into the log folder: path (or index), predicted class, and the probability of every class.
 
     Rows are in the order of the files, each once, on any number of processes. Files that are not images have a row without a
-    class. The table is UTF-8; bytes of a path that are not are written as ``\xe9``.
+    class. The table is UTF-8; bytes of a path that are not are written as ``\xe9``, line breaks in names as ``\n``. A name
+    that a spreadsheet would take for a formula, such as ``=1+1.jpg``, comes after an apostrophe.
     """
 
     def __init__(self) -> None:
@@ -47,9 +49,10 @@ class PredictionTable(Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.writer(stream)
+            names = [_cell(name) for name in names]
             writer.writerow(["path", "predicted", *names])
             for index, file in images.items():
-                image = shown(file) if isinstance(file, Path) else file
+                image = _cell(shown(file)) if isinstance(file, Path) else file
                 probability = probabilities.get(index)
                 if probability is None:
                     writer.writerow([image, "", *("" for _ in names)])
@@ -61,3 +64,10 @@ class PredictionTable(Callback):
             log.warning(
                 "%d files are not images that can be decoded, see above; their rows are empty", len(images) - len(rows)
             )
+
+
+def _cell(name: str) -> str:
+    """A name in one line that no spreadsheet calculates."""
+    line = without_controls(name)
+    number = re.fullmatch(r"[+-]?\d+(\.\d+)?", line)
+    return f"'{line}" if line[:1] in tuple("=+-@") and line and not number else line

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from typing_extensions import override
 
-from mhla_tasks.console import ignore_noise, set_levels, show_log
+from mhla_tasks.console import harmless, ignore_noise, set_levels, show_log
 from mhla_tasks.errors import reported
 
 Run = Callable[[argparse.Namespace], int | None]
@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and leave with status 2."""
-        sys.stderr.write(f"error: {message}\nhelp: {self.prog} --help\n")
+        sys.stderr.write(f"error: {harmless(message)}\nhelp: {self.prog} --help\n")
         sys.exit(2)
 
     @override

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from mhla_tasks.commands import Run, passes_on
+from mhla_tasks.console import harmless
 from mhla_tasks.own_modules import add_allow
 
 
@@ -47,7 +48,9 @@ def export(parser: ArgumentParser) -> Run:
         options = {name: value for name, value in given.items() if value is not None}
         write_export(args.checkpoint, args.folder, args.live, options, args.license)
         written = sorted(path.name for path in args.folder.iterdir())
-        Console(soft_wrap=True).print(f"{args.folder}: {', '.join(written)}")
+        Console(soft_wrap=True).print(
+            f"{harmless(str(args.folder))}: {', '.join(map(harmless, written))}", markup=False
+        )
 
     return run
 
@@ -80,7 +83,7 @@ def import_published(parser: ArgumentParser) -> Run:
         with rebuilt_folder(args.folder) as aside:
             model.save_pretrained(aside)
         count = sum(parameter.numel() for parameter in model.parameters())
-        Console(soft_wrap=True).print(f"{count:,} parameters written to {args.folder}")
+        Console(soft_wrap=True).print(f"{count:,} parameters written to {harmless(str(args.folder))}", markup=False)
 
     return run
 
@@ -103,7 +106,9 @@ def consolidate(parser: ArgumentParser) -> Run:
 
         found = consolidate(args.source, args.target)
         size = args.target.stat().st_size / 2**20
-        Console(soft_wrap=True).print(f"{args.target}: {size:.1f} MiB, from {found}")
+        Console(soft_wrap=True).print(
+            f"{harmless(str(args.target))}: {size:.1f} MiB, from {harmless(str(found))}", markup=False
+        )
 
     return run
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mhla_tasks.commands import Run
+from mhla_tasks.console import harmless
 
 if TYPE_CHECKING:
     from lightning_mhla.data.pack import Packing
@@ -69,7 +70,7 @@ def _report(paths: Sequence[Path], what: str, skipped: int, share: tuple[int, in
 def _say(text: str) -> None:
     from rich.console import Console
 
-    Console(soft_wrap=True, highlight=False).print(text)
+    Console(soft_wrap=True, highlight=False).print(harmless(text), markup=False)
 
 
 def images(parser: ArgumentParser) -> Run:

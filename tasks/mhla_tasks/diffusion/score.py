@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_mhla.generative.fidelity.features import (
@@ -19,6 +20,7 @@ from lightning_mhla.generative.fidelity.features import (
 )
 from lightning_mhla.generative.fidelity.scores import read_set, score
 from lightning_mhla.system.processes import process_device
+from mhla_tasks.console import harmless
 
 NETWORKS: dict[str, type[FeatureNetwork]] = {"digits": DigitFeatures, "mnist": MnistFeatures, "random": RandomFeatures}
 
@@ -56,7 +58,7 @@ def print_scores(found: dict[str, Any], title: str, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
         return
-    table = Table("metric", "value", title=title, caption="\n".join(found["marks"]))
+    table = Table("metric", "value", title=escape(harmless(title)), caption="\n".join(found["marks"]))
     for name, value in found.items():
         if name != "marks":
             table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))

@@ -15,6 +15,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from lightning_mhla.callbacks.page import fenced
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.module import process_share
 from lightning_mhla.data.sampling import kept_random_state, seed_step
@@ -97,8 +98,7 @@ class TextSamples(Callback):
         with kept_random_state():
             seed_step(self.seed, 0, 0)
             texts = pl_module.continue_prompts(self.prompts)  # type: ignore[operator]
-        fence = "````"
-        rows = [f"{fence}\n{prompt}{text}\n{fence}" for prompt, text in zip(self.prompts, texts, strict=True)]
+        rows = [fenced(f"{prompt}{text}") for prompt, text in zip(self.prompts, texts, strict=True)]
         page = f"## step {trainer.global_step}\n\n" + "\n\n".join(rows) + "\n\n"
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "samples.md").open("a") as stream:

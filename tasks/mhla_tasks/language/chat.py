@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer,
 from typing_extensions import override
 
 from lightning_mhla.system.processes import process_device
+from mhla_tasks.console import harmless
 from mhla_tasks.language.conversation import Conversation
 from mhla_tasks.language.export import load_model
 from mhla_tasks.language.networks import longest
@@ -200,4 +201,4 @@ def _note(text: str) -> None:
     """Print a remark beside the conversation, which alone goes to standard output."""
     from rich.console import Console
 
-    Console(stderr=True, highlight=False, soft_wrap=True, style="dim").print(text, markup=False)
+    Console(stderr=True, highlight=False, soft_wrap=True, style="dim").print(harmless(text), markup=False)

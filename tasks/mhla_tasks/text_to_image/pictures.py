@@ -32,6 +32,6 @@ def draw_captioned(images: Sequence[tuple[str, Tensor]], title: str = "") -> Fig
         axis.axis("off")
     for axis, (caption, pixels) in zip(axes, images, strict=False):
         axis.imshow(pixels.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-        axis.set_title("\n".join(textwrap.wrap(caption, LETTERS)[:3]), fontsize=7)
-    figure.suptitle(title, fontsize=9)
+        axis.set_title("\n".join(textwrap.wrap(caption, LETTERS)[:3]), fontsize=7, parse_math=False)
+    figure.suptitle(title, fontsize=9, parse_math=False)
     return figure

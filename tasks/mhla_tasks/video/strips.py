@@ -48,7 +48,7 @@ def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str
 
     figure = Figure(figsize=(wide, high))
     axis = figure.add_axes((margin / wide, 0.05 / high, across / wide, down / high))
-    axis.set_title(title, fontsize=10)
+    axis.set_title(title, fontsize=10, parse_math=False)
     axis.imshow(canvas.permute(1, 2, 0).numpy(), interpolation="nearest")
     positions = [row * (height + 1) + height / 2 for row in range(len(clips))]
     axis.set_yticks(positions, captions, fontsize=9)

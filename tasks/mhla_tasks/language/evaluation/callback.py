@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from lightning import LightningModule, Trainer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
+from mhla_tasks.console import harmless
 from mhla_tasks.language.callbacks import TokenThroughput
 
 log = logging.getLogger(__name__)
@@ -137,7 +139,7 @@ class LMEval(PeriodicEvaluation):
         write_whole(path, json.dumps(kept, indent=2, default=str) + "\n")
         table = Table("task", "metric", "value", title=f"lm-evaluation-harness, step {trainer.global_step}")
         for name, value in self.scores.items():
-            table.add_row(*name.split("/", 1), f"{value:.4f}")
+            table.add_row(*(escape(harmless(part)) for part in name.split("/", 1)), f"{value:.4f}")
         Console().print(table)
 
 
