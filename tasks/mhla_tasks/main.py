@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 from mhla_tasks import commands, shipped
 from mhla_tasks.commands import completion
-from mhla_tasks.console import prepare_streams
+from mhla_tasks.console import harmless, prepare_streams
 from mhla_tasks.errors import reported
 from mhla_tasks.late_imports import import_without_compiler, put_off_imports, without_collection
 
@@ -45,7 +45,7 @@ def _run() -> None:
     try:
         sys.argv[1:] = words = shipped.resolve(sys.argv[1:])
     except FileNotFoundError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {harmless(str(error))}\n")
         sys.exit(2)
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(HELP.format(listing=commands.listing()))
@@ -59,11 +59,11 @@ def _run() -> None:
         sys.exit(commands.run(tool, words[len(tool.split()) :]))
     if words[0] in commands.families():
         known = len(words) == 1 or words[1] in ("-h", "--help")
-        message = "" if known else f"error: {' '.join(words[:2])} is no tool\n"
+        message = "" if known else f"error: {harmless(' '.join(words[:2]))} is no tool\n"
         (sys.stdout if known else sys.stderr).write(f"{message}{commands.listing(words[0])}\n")
         sys.exit(0 if known else 2)
     if words[0] not in commands.LIGHTNING and not words[0].startswith("-"):
-        sys.stderr.write(f"error: {words[0]} is no command{commands.nearest(words[0])}\nhelp: lightning --help\n")
+        sys.stderr.write(f"error: {harmless(words[0])} is no command{commands.nearest(words[0])}\nhelp: lightning --help\n")
         sys.exit(2)
     if words[0] == "fit" and any(word.partition("=")[0] == "--sweep" for word in words):
         sys.exit(import_module("mhla_tasks.sweep").run(words[1:]))
