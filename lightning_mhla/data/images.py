@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 FORMATS = ("JPEG", "PNG", "WEBP")
+"""Formats that Pillow may open. Without a list it tries all of its own, and starts Ghostscript for a file of PostScript."""
 
 LARGEST_IMAGE, NARROWEST = 178_956_970, 256
 """Pixels of an image (Pillow's own limit), and the ratio of its sides, beyond which it counts as broken or hostile."""
@@ -40,6 +41,16 @@ CLASSES = "classes.txt"
 Transform = Callable[[Image.Image], Tensor]
 
 
+def open_image(data: bytes) -> Image.Image:
+    """Read the header of a JPEG, PNG or WebP image; whatever opens an image here does it through this function.
+
+    Raises:
+        OSError: when the data is not such an image.
+        Image.DecompressionBombError: when it has far more than :data:`LARGEST_IMAGE` pixels.
+    """
+    return Image.open(io.BytesIO(data), formats=FORMATS)
+
+
 def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
     """Decode a JPEG, PNG or WebP image as a viewer shows it.
 
@@ -51,7 +62,7 @@ def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
             or is more than :data:`NARROWEST` times as long as wide.
     """
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = open_image(data)
         width, height = image.size
         if width * height > LARGEST_IMAGE or max(width, height) > NARROWEST * min(width, height):
             raise BrokenSampleError(

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from rich.progress import track
 
 from lightning_mhla.data.cache import ShardCache
 from lightning_mhla.data.remote import download, kept_at, side_files, url_scheme
-from lightning_mhla.data.source import BrokenSampleError
-from lightning_mhla.data.tables import MemberTable, default_cache, load_table, scan_shard
+from lightning_mhla.data.source import BrokenSampleError, ShardUnavailableError
+from lightning_mhla.data.tables import MemberTable, TarCheck, default_cache, load_table, scan_shard
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.listing import is_visible
 from lightning_mhla.system.untrusted import parse_array
@@ -80,18 +81,18 @@ def _download(urls: list[str], folder: Path) -> list[Path]:
     missing = [(url, target) for url, target in zip(urls, targets, strict=True) if not target.exists()]
     for url, target in track(missing, "downloading shards", disable=not missing):
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+        aside = target.with_name(f"{target.name}.{os.getpid()}.part")
         try:
-            with partial.open("wb") as sink:
-                download(url, sink, LARGEST_SHARD)
-            scan_shard(partial)
-            partial.replace(target)
+            with aside.open("wb") as sink:
+                download(url, sink, LARGEST_SHARD, make_check=partial(TarCheck, url))
+            scan_shard(aside, url)
+            aside.replace(target)
         finally:
-            partial.unlink(missing_ok=True)
+            aside.unlink(missing_ok=True)
     if missing:
         for file, content in side_files(urls, folder):
-            with written_whole(file) as aside:
-                aside.write_bytes(content)
+            with written_whole(file) as unfinished:
+                unfinished.write_bytes(content)
     return targets
 
 
@@ -180,7 +181,12 @@ class ShardReader:
         return int(table.sizes[row, table.extensions.index(extension)])
 
     def read(self, index: int, extension: str, start: int = 0, count: int | None = None) -> bytes:
-        """The bytes of one member that the sample has: all, or ``count`` of them from ``start`` on."""
+        """The bytes of one member that the sample has: all, or ``count`` of them from ``start`` on.
+
+        Raises:
+            BrokenSampleError: if the shard is cut short.
+            ShardUnavailableError: if it was written again since its table was read.
+        """
         shard, row = self._find(index)
         table = self.tables[shard]
         rest = max(0, self.size(index, extension) - start)
@@ -188,8 +194,15 @@ class ShardReader:
         offset = int(table.offsets[row, table.extensions.index(extension)])
         with self._file(shard) as descriptor:
             data = os.pread(descriptor, size, offset + start)
+            status = os.fstat(descriptor)
         if len(data) < size:
             raise BrokenSampleError(f"{self.describe(index)}: .{extension} is cut short, {len(data)} of {size} bytes")
+        written = table.written if self.shards[shard] not in self._urls else status.st_mtime_ns
+        if (status.st_size, status.st_mtime_ns) != (table.size, written):
+            raise ShardUnavailableError(
+                f"{self.shards[shard]} was written again while it is in use, so that its members lie elsewhere; leave shards as "
+                "they are, and call the same command again"
+            )
         return data
 
     def array(self, index: int, extension: str) -> np.ndarray:

@@ -14,6 +14,10 @@ class ShardUnavailableError(OSError):
     """A shard that cannot be fetched now; the message names it. No sample is skipped for it: the run can resume."""
 
 
+class BrokenContentError(ValueError):
+    """A download whose first bytes show that it is not what it should be; the message names its address."""
+
+
 class SampleSource(Protocol):
     """Samples by index. Reading one uses the global random generators freely: they are seeded for each sample.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import tarfile
 import time
 import zipfile
@@ -271,6 +272,24 @@ def test_fuzzed_images(place: int, value: int, cut: int) -> None:
         decode_image(bytes(data[: len(data) - cut]), "a.png")
     except BrokenSampleError as error:
         assert "a.png" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("kind", ["EPS", "BMP", "GIF", "TIFF", "PPM", "ICO", "PCX", "PDF"])
+def test_no_other_format_reaches_its_decoder(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started"))
+    stream = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(stream, kind)
+    with pytest.raises(BrokenSampleError, match=r"a\.png.*not JPEG, PNG or WebP"):
+        decode_image(stream.getvalue(), "a.png")
+
+
+def test_images_are_opened_in_one_place() -> None:
+    root = Path(__file__).parents[2]
+    files = [
+        file for part in ("lightning_mhla", "tasks", "benchmarks", "kernels") for file in (root / part).rglob("*.py")
+    ]
+    opening = [str(file.relative_to(root)) for file in files if re.search(r"Image\.open\(", file.read_text())]
+    assert opening == ["lightning_mhla/data/images.py"], "Pillow without a list of formats starts Ghostscript"
 
 
 def test_a_folder_of_images_holds_files_only(tmp_path: Path) -> None:
