@@ -32,6 +32,12 @@ Source = str | os.PathLike[str]
 CHUNK = 1 << 20
 """Bytes that are decoded at a time."""
 
+LONGEST_LINE = 1 << 26
+"""Characters of a line, which is read into memory, and made into tokens at once."""
+
+LARGEST_UNPACKED = 1 << 28
+"""Characters of a compressed file that is read at once. One that is not compressed costs its author as much as its reader."""
+
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files that are read."""
 
@@ -151,10 +157,21 @@ def read_text(source: Source) -> str:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: naming the file and the line, if it is not text (see :func:`decode_text`).
+        ValueError: naming the file and the line, if it is not text (see :func:`decode_text`); or if it is compressed and has
+            more than :data:`LARGEST_UNPACKED` characters.
     """
+    parts, count = [], 0
+    compressed = PurePosixPath(file_name(source)).suffix.lower() in COMPRESSED
     with open_bytes(source) as stream:
-        text = "".join(_decode(stream, shown(source)))
+        for part in _decode(stream, shown(source)):
+            parts.append(part)
+            count += len(part)
+            if compressed and count > LARGEST_UNPACKED:
+                raise ValueError(
+                    f"{shown(source)} has more than {LARGEST_UNPACKED} characters once it is decompressed, too many for one "
+                    "text; decompress it, or split it"
+                )
+    text = "".join(parts)
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
@@ -164,20 +181,25 @@ def iterate_lines(source: Source) -> Iterator[str]:
     Raises:
         OSError: if it cannot be read.
         ValueError: naming the file and the line, if it is not text (see :func:`decode_text`), or if its lines end in carriage
-            returns alone.
+            returns alone, or one is longer than :data:`LONGEST_LINE`.
     """
     parts: list[str] = []
-    first = True
+    number, length = 1, 0
     with open_bytes(source) as stream:
         for text in _decode(stream, shown(source)):
             head, *others = text.split("\n")
             parts.append(head)
+            length += len(head)
+            if length > LONGEST_LINE:
+                raise ValueError(
+                    f"{shown(source)}: line {number} has more than {LONGEST_LINE} characters; break it into several lines"
+                )
             if others:
                 yield "".join(parts)
                 yield from others[:-1]
-                parts, first = [others[-1]], False
+                parts, length, number = [others[-1]], len(others[-1]), number + len(others)
     last = "".join(parts)
-    if first and "\r" in last.rstrip("\r"):
+    if number == 1 and "\r" in last.rstrip("\r"):
         raise ValueError(
             rf"{shown(source)} has no line feed, only carriage returns; convert it, for example with tr '\r' '\n'"
         )

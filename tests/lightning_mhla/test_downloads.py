@@ -266,11 +266,11 @@ def test_a_body_without_end_is_an_error_at_once(
     server = serve(answer)
     monkeypatch.setattr("lightning_mhla.data.cache.remote_size", lambda url: 1 << 30)
     cache = ShardCache(tmp_path, 1 << 32)
+    read = (
+        (lambda: cache.fetch(cache.add([server.url])[0])) if streamed else (lambda: find_shards(server.url, tmp_path))
+    )
     with pytest.raises(BrokenContentError, match=rf"t-00000\.tar .*{message}"):
-        if streamed:
-            cache.fetch(cache.add([server.url])[0])
-        else:
-            find_shards(server.url, tmp_path)
+        read()
     assert server.asked == 1
     assert not [path for path in tmp_path.rglob("*.tar*") if path.is_file()]
 
