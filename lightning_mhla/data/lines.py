@@ -32,8 +32,8 @@ Source = str | os.PathLike[str]
 CHUNK = 1 << 20
 """Bytes that are decoded at a time."""
 
-LONGEST_LINE = 1 << 26
-"""Characters of a line, which is read into memory, and made into tokens at once."""
+LONGEST_LINE, LONGEST_ARRAY = 1 << 25, 1 << 27
+"""Characters of a line, which is read into memory and made into tokens at once, and of one that holds all rows of a table."""
 
 LARGEST_UNPACKED = 1 << 28
 """Characters of a compressed file that is read at once. One that is not compressed costs its author as much as its reader."""
@@ -175,14 +175,19 @@ def read_text(source: Source) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
-def iterate_lines(source: Source) -> Iterator[str]:
+def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
     r"""All lines of a file without their line feed, blank ones and a ``\r`` at the end included, as they stream in.
+
+    Args:
+        source: path or URL.
+        longest: characters that a line may have; None for :data:`LONGEST_LINE`.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: naming the file and the line, if it is not text (see :func:`decode_text`), or if its lines end in carriage
-            returns alone, or one is longer than :data:`LONGEST_LINE`.
+        ValueError: naming the file and the line, if it is not text (see :func:`decode_text`), if its lines end in carriage
+            returns alone, or if one is longer than ``longest``.
     """
+    longest = longest or LONGEST_LINE
     parts: list[str] = []
     number, length = 1, 0
     with open_bytes(source) as stream:
@@ -190,9 +195,9 @@ def iterate_lines(source: Source) -> Iterator[str]:
             head, *others = text.split("\n")
             parts.append(head)
             length += len(head)
-            if length > LONGEST_LINE:
+            if length > longest:
                 raise ValueError(
-                    f"{shown(source)}: line {number} has more than {LONGEST_LINE} characters; break it into several lines"
+                    f"{shown(source)}: line {number} has more than {longest} characters; break it into several lines"
                 )
             if others:
                 yield "".join(parts)
@@ -207,14 +212,14 @@ def iterate_lines(source: Source) -> Iterator[str]:
         yield last
 
 
-def read_lines(source: Source) -> Iterator[tuple[int, str]]:
+def read_lines(source: Source, longest: int | None = None) -> Iterator[tuple[int, str]]:
     r"""Number, from 1, and text of each line that is not blank, without ``\n`` or ``\r\n``, as they stream in.
 
     Raises:
         OSError: if the file cannot be read.
         ValueError: see :func:`iterate_lines`.
     """
-    for number, line in enumerate(iterate_lines(source), 1):
+    for number, line in enumerate(iterate_lines(source, longest), 1):
         if line.strip():
             yield number, line.removesuffix("\r")
 
