@@ -16,7 +16,7 @@ from lightning_mhla.data.classes import folder_classes, match_classes, read_clas
 from lightning_mhla.data.module import ShardSets
 from lightning_mhla.data.origins import Origin
 from lightning_mhla.data.shards import ShardReader, beside_shard
-from lightning_mhla.data.source import BrokenSampleError
+from lightning_mhla.data.source import BrokenSampleError, read_sample
 from lightning_mhla.system.listing import shown, visible_files, visible_folders, with_extension
 from lightning_mhla.system.untrusted import BROKEN, reason
 
@@ -76,6 +76,11 @@ def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
         raise BrokenSampleError(f"{name}: the image cannot be decoded (it is not JPEG, PNG or WebP)") from error
     except (OSError, Image.DecompressionBombError, *BROKEN) as error:
         raise BrokenSampleError(f"{name}: the image cannot be decoded ({reason(error)})") from error
+
+
+def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
+    """Decode an image file; see :func:`decode_image`."""
+    return decode_image(read_sample(path), shown(path), mode)
 
 
 def _as_shown(image: Image.Image) -> Image.Image:
@@ -161,7 +166,7 @@ class LabelledFolder:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """``image`` as the transform gives it, ``label`` and ``index``."""
         path, label = self.labelled[index]
-        image: Any = decode_image(path.read_bytes(), shown(path))
+        image: Any = decode_file(path)
         return {"image": self.transform(image) if self.transform else image, "label": label, "index": index}
 
     def origins(self) -> list[Origin]:
@@ -258,7 +263,7 @@ class FolderImages:
         """``image`` as the transform gives it, ``index`` into ``paths``, and ``broken``: a black image, after a warning."""
         path = self.paths[index]
         try:
-            image, broken = decode_image(path.read_bytes(), shown(path), self.mode), False
+            image, broken = decode_file(path, self.mode), False
         except BrokenSampleError as error:
             log.warning("skipped: %s", error)
             image, broken = Image.new(self.mode, (64, 64)), True

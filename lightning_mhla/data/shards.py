@@ -22,7 +22,7 @@ from rich.progress import track
 
 from lightning_mhla.data.cache import ShardCache
 from lightning_mhla.data.remote import download, kept_at, side_files, url_scheme
-from lightning_mhla.data.source import BrokenSampleError, ShardUnavailableError
+from lightning_mhla.data.source import LARGEST_SAMPLE, BrokenSampleError, ShardUnavailableError
 from lightning_mhla.data.tables import MemberTable, TarCheck, default_cache, load_table, scan_shard
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.listing import is_visible
@@ -234,13 +234,17 @@ class ShardReader:
         """The bytes of one member that the sample has: all, or ``count`` of them from ``start`` on.
 
         Raises:
-            BrokenSampleError: if the shard is cut short.
+            BrokenSampleError: if the shard is cut short, or the member too large to be read at once.
             ShardUnavailableError: if it was written again since its table was read.
         """
         shard, row = self._find(index)
         table = self.tables[shard]
         rest = max(0, self.size(index, extension) - start)
         size = rest if count is None else min(count, rest)
+        if size > LARGEST_SAMPLE:
+            raise BrokenSampleError(
+                f"{self.describe(index)}: .{extension} has {size} bytes, at most {LARGEST_SAMPLE} are read at once"
+            )
         offset = int(table.offsets[row, table.extensions.index(extension)])
         with self._file(shard) as descriptor:
             data = os.pread(descriptor, size, offset + start)

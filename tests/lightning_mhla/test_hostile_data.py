@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightning_mhla.data import BrokenSampleError, ShardReader, find_shards, origins
+from lightning_mhla.data.captioned import FolderFiles
 from lightning_mhla.data.classes import match_classes, read_classes
-from lightning_mhla.data.images import decode_image, image_files
+from lightning_mhla.data.images import LabelledFolder, decode_file, decode_image, image_files
 from lightning_mhla.data.labelled import LabelledShards
 from lightning_mhla.data.origins import ShardSet
 from lightning_mhla.data.shards import expand_braces
@@ -509,3 +510,31 @@ def test_json_and_records_without_end(tmp_path: Path) -> None:
                 stream.write(line)
         with cheap():
             assert origins._read(shards) is None
+
+
+def test_a_sample_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "folder/one").mkdir(parents=True)
+    image, video, tar = (tmp_path / name for name in ("folder/one/a.png", "folder/one/b.mp4", "a.tar"))
+    for path in (image, video, tar):
+        path.write_bytes(png(8, 8))
+        with path.open("r+b") as stream:
+            stream.truncate((40 << 30) + 2048)  # sparse on the disk
+    (tmp_path / "folder/one/b.txt").write_text("a")
+    readers: list[Any] = [
+        lambda: LabelledFolder(tmp_path / "folder")[0],
+        lambda: decode_file(image),
+        lambda: FolderFiles(tmp_path / "folder", ["mp4"], "caption").member(0, ["mp4"]),
+    ]
+    for read in readers:
+        with (
+            cheap(),
+            pytest.raises(BrokenSampleError, match=r"[ab]\.(png|mp4) has 42949675008 bytes, at most 1073741824"),
+        ):
+            read()
+    block = tarfile.TarInfo("x.png")
+    block.size = (8 << 30) - 1
+    with tar.open("r+b") as stream:
+        stream.write(block.tobuf(tarfile.USTAR_FORMAT))
+        stream.truncate(512 + (8 << 30) + 1024)
+    with cheap(), pytest.raises(BrokenSampleError, match=r"a\.tar: sample x: \.png has 8589934591 bytes"):
+        ShardReader([tar]).read(0, "png")

@@ -18,7 +18,7 @@ from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, KEY_METRIC_ISC_STD, i
 from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, KEY_METRIC_KID_STD, kid_features_to_metric
 from torch_fidelity.metric_prc import KEY_METRIC_PRECISION, KEY_METRIC_RECALL, prc_features_to_metric
 
-from lightning_mhla.data.images import decode_image, image_files
+from lightning_mhla.data.images import decode_file, image_files
 from lightning_mhla.generative.fidelity.features import FeatureNetwork, Features
 from lightning_mhla.system.listing import shown
 from lightning_mhla.system.untrusted import read_arrays
@@ -190,7 +190,7 @@ def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
     for start in range(0, len(files), batch_size):
         batch = []
         for path in files[start : start + batch_size]:
-            image = torch.from_numpy(np.array(decode_image(path.read_bytes(), shown(path)))).permute(2, 0, 1)
+            image = torch.from_numpy(np.array(decode_file(path))).permute(2, 0, 1)
             first = first or (path, image.shape)
             if image.shape != first[1]:
                 pairs = (first, (path, image.shape))

@@ -246,7 +246,9 @@ def _rules(step: Any, depth: int) -> Iterator[_Rule]:
     """The steps of a part of a tokenizer that can make a text longer, in order."""
     if not isinstance(step, dict):
         return
-    inside = next((step[name] for name in ("normalizers", "decoders") if isinstance(step.get(name), list)), [])
+    inside: list[Any] = next(
+        (step[name] for name in ("normalizers", "decoders") if isinstance(step.get(name), list)), []
+    )
     if inside and depth >= MOST_DEPTH:
         yield _Rule("", False, "x" * (LONGEST_REPLACEMENT + 1))  # steps inside steps without end are not safe either
         return

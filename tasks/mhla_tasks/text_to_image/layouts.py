@@ -11,8 +11,9 @@ from typing import Any
 from PIL import Image
 
 from lightning_mhla.data import BrokenSampleError
-from lightning_mhla.data.images import decode_image, open_image
+from lightning_mhla.data.images import decode_file, open_image
 from lightning_mhla.data.lines import read_lines
+from lightning_mhla.data.source import read_sample
 from lightning_mhla.generative.text import read_prompts
 from lightning_mhla.system.listing import is_file_name, shown
 from lightning_mhla.system.untrusted import BROKEN
@@ -75,7 +76,7 @@ def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
                 f"{images} has {len(found)} images of {name}, DPG-Bench wants {TILES}: "
                 f"--data.init_args.prompts.per_prompt={TILES}"
             )
-        tiles = [decode_image(path.read_bytes(), shown(path)) for path in found[:TILES]]
+        tiles = [decode_file(path) for path in found[:TILES]]
         width, height = tiles[0].size
         if any(tile.size != tiles[0].size for tile in tiles):
             raise BrokenSampleError(f"{found[0]}: the {TILES} images of a prompt have different sizes; draw them again")
@@ -121,7 +122,7 @@ def _copy(path: Path, target: Path) -> None:
     Raises:
         BrokenSampleError: when the file is not an image.
     """
-    data = path.read_bytes()
+    data = read_sample(path)
     try:
         open_image(data)
     except (OSError, Image.DecompressionBombError, *BROKEN) as error:
