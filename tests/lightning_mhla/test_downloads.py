@@ -361,6 +361,14 @@ def test_unknown_hosts_and_certificates_are_not_asked_again(error: Exception, la
     assert len(asked) == (1 if lasting else 8)
 
 
+def test_a_server_without_tls_is_not_asked_again(
+    serve: Callable[..., Answers], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ShardUnavailableError, match=r"t-00000\.tar cannot be read \(.*SSL.*check the address"):
+        fetched(serve(sends(A)).url.replace("http:", "https:"))
+    assert "attempt 2" not in caplog.text
+
+
 def test_a_disk_that_is_full_is_not_filled_again(serve: Callable[..., Answers]) -> None:
     server = serve(sends(A))
     with open("/dev/full", "wb", buffering=0) as sink, pytest.raises(ShardUnavailableError, match="cannot be kept"):
