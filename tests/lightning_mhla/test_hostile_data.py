@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import pickle
 import re
 import resource
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from fuzzing import fuzz
 from hypothesis import given
@@ -31,6 +33,7 @@ from lightning_mhla.data.labelled import LabelledShards
 from lightning_mhla.data.origins import ShardSet
 from lightning_mhla.data.shards import expand_braces
 from lightning_mhla.data.tables import MOST_MEMBERS, load_table, scan_shard
+from lightning_mhla.generative.text import TextConfig, make_encoder
 from lightning_mhla.system.untrusted import check_yaml, parse_array, read_arrays, read_json
 from lightning_mhla.training.classes import known_classes
 
@@ -538,3 +541,12 @@ def test_a_sample_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
         stream.truncate(512 + (8 << 30) + 1024)
     with cheap(), pytest.raises(BrokenSampleError, match=r"a\.tar: sample x: \.png has 8589934591 bytes"):
         ShardReader([tar]).read(0, "png")
+
+
+def test_the_tokenizer_of_a_text_encoder_is_checked_too(tmp_path: Path) -> None:
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}] * 9
+    (tmp_path / "tokenizer").mkdir()
+    state = {"normalizer": {"type": "Sequence", "normalizers": steps}}
+    (tmp_path / "tokenizer/tokenizer.json").write_text(json.dumps(state))
+    with cheap(20), pytest.raises(ValueError, match="tokenizer is not safe to use: the replacements of its normalizer"):
+        make_encoder(TextConfig(str(tmp_path)), None).encode(["a"], torch.device("cpu"))
