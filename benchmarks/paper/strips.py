@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.paper.study import Row, by_variant
+from lightning_mhla.data.images import open_image
 
 GAP = 2
 """Pixels between two images."""
@@ -29,7 +30,7 @@ def strip(images: Tensor) -> str:
 def draw_strips(rows: list[Row], path: Path) -> None:
     """Write the picture ``path``: of each variant, the strip of its first seed."""
     strips = {name: each[0]["samples"] for name, each in by_variant(rows).items()}
-    pictures = {name: np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))) for name, text in strips.items()}
+    pictures = {name: np.asarray(open_image(base64.b64decode(text))) for name, text in strips.items()}
     height, width = next(iter(pictures.values())).shape
     figure = Figure(figsize=(9, (9 * height / width + 0.25) * len(pictures)), layout="constrained")
     for axis, (name, picture) in zip(

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from lightning_mhla.data.remote import (
     side_files,
 )
 from lightning_mhla.data.source import ShardUnavailableError
-from lightning_mhla.data.tables import INDEX, MemberTable, read_table, scan_shard, table_bytes, table_file
+from lightning_mhla.data.tables import INDEX, MemberTable, TarCheck, read_table, scan_shard, table_bytes, table_file
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class ShardCache:
                 table = read_table(file)
         if table is None:
             with self.open(path):
-                table = scan_shard(path)
+                table = scan_shard(path, self.urls[path])
             self._keep(file, table_bytes(table))
         self.sizes[path] = table.size
         self._check_size(path, self.limit)
@@ -171,12 +172,29 @@ class ShardCache:
             os.ftruncate(descriptor, size)  # seen by others as used
         with open(descriptor, "r+b", closefd=False) as sink:
             try:
-                download(url, sink, size, stop)
+                download(url, sink, size, stop, make_check=partial(TarCheck, url))
             except FileNotFoundError as error:
                 raise ShardUnavailableError(f"{url} is gone; it was there when its table was read") from error
             if sink.tell() < size:
                 raise ShardUnavailableError(f"{url} has {sink.tell()} bytes, not the {size} that are expected")
+        self._check_table(path)
         return True
+
+    def _check_table(self, path: Path) -> None:
+        """Compare a shard that has just come with its table, which is older.
+
+        Raises:
+            ShardUnavailableError: when the server has a different shard now, whose table is kept for the next run.
+        """
+        kept = read_table(table_file(path))
+        if kept is None:
+            return
+        table = scan_shard(path.with_name(f"{path.name}.part"), self.urls[path])
+        if not kept.agrees(table):
+            self._keep(table_file(path), table_bytes(table))
+            raise ShardUnavailableError(
+                f"{self.urls[path]} is not the shard that its table was made of: it has changed on the server; start again"
+            )
 
     def check_window(self, paths: Sequence[Path], window: int | None) -> None:
         """Raise a ValueError where samples of more shards are shuffled together than the limit has room for."""

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_mhla.data.lines import decode_text, has_surrogates, json_lines, parse_json, text_entry
 from lightning_mhla.data.origins import Origin
 from lightning_mhla.data.shards import ShardReader
-from lightning_mhla.data.source import BrokenSampleError
+from lightning_mhla.data.source import BrokenSampleError, read_sample
 from lightning_mhla.system.listing import shown, visible_files, with_extension
 
 log = logging.getLogger(__name__)
@@ -140,11 +140,11 @@ class FolderFiles(CaptionedFiles):
         own = self.paths[index]
         extension = own.suffix.lower().lstrip(".")
         if extension in wanted:
-            return extension, own.read_bytes()
+            return extension, read_sample(own)
         beside = self._beside(index, wanted)
         if beside is None:
             raise BrokenSampleError(f"{shown(own)} has no .{' or .'.join(wanted)} beside it")
-        return beside.suffix.lstrip("."), beside.read_bytes()
+        return beside.suffix.lstrip("."), read_sample(beside)
 
     def _beside(self, index: int, wanted: Sequence[str]) -> Path | None:
         """The first file with one of the extensions beside a sample."""

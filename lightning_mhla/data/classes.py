@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,24 @@ from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.listing import shown, visible_folders, without_controls
 
 log = logging.getLogger(__name__)
+
+
+MOST_CLASSES = 1 << 24
+"""Classes of a data set, far above any published one."""
+
+LARGEST_LIST = 1 << 26
+"""Bytes of a ``PREFIX-classes.txt``."""
+
+
+def check_count(num_classes: int) -> int:
+    """The number of classes, if a model can have as many.
+
+    Raises:
+        ValueError: when it is not positive, or above :data:`MOST_CLASSES`.
+    """
+    if not 1 <= num_classes <= MOST_CLASSES:
+        raise ValueError(f"num_classes={num_classes} must be 1 to {MOST_CLASSES}")
+    return num_classes
 
 
 def folder_classes(folder: Path) -> list[str]:
@@ -21,14 +40,16 @@ def read_classes(file: Path) -> list[str] | None:
     """The names in a ``PREFIX-classes.txt``, a line each; None if there is no such file.
 
     Raises:
-        ValueError: when a name comes twice.
+        ValueError: when a name comes twice, or the file is too large.
     """
     if not file.is_file():
         return None
+    if (size := file.stat().st_size) > LARGEST_LIST:
+        raise ValueError(f"{file} has {size} bytes, at most {LARGEST_LIST} are read; write a name on each line")
     names = file.read_text(encoding="utf-8").split("\n")
     names = names[:-1] if names and not names[-1] else names
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"{file} lists {twice!r} twice")
     return names
 
@@ -72,7 +93,8 @@ def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list
         raise ValueError(
             f"{where} has classes that the training data does not have: {_some(unknown)}; it has {_some(wanted)}"
         )
-    missing = [name for name in wanted if name not in set(own)]
+    there = set(own)
+    missing = [name for name in wanted if name not in there]
     if missing:
         log.warning("%s has no images of the classes %s", where, _some(missing))
     return [numbers[name] for name in own]

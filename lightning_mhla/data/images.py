@@ -16,7 +16,7 @@ from lightning_mhla.data.classes import folder_classes, match_classes, read_clas
 from lightning_mhla.data.module import ShardSets
 from lightning_mhla.data.origins import Origin
 from lightning_mhla.data.shards import ShardReader, beside_shard
-from lightning_mhla.data.source import BrokenSampleError
+from lightning_mhla.data.source import BrokenSampleError, read_sample
 from lightning_mhla.system.listing import shown, visible_files, visible_folders, with_extension
 from lightning_mhla.system.untrusted import BROKEN, reason
 
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 FORMATS = ("JPEG", "PNG", "WEBP")
+"""Formats that Pillow may open. Without a list it tries all of its own, and starts Ghostscript for a file of PostScript."""
 
 LARGEST_IMAGE, NARROWEST = 178_956_970, 256
 """Pixels of an image (Pillow's own limit), and the ratio of its sides, beyond which it counts as broken or hostile."""
@@ -40,6 +41,16 @@ CLASSES = "classes.txt"
 Transform = Callable[[Image.Image], Tensor]
 
 
+def open_image(data: bytes) -> Image.Image:
+    """Read the header of a JPEG, PNG or WebP image; whatever opens an image here does it through this function.
+
+    Raises:
+        OSError: when the data is not such an image.
+        Image.DecompressionBombError: when it has far more than :data:`LARGEST_IMAGE` pixels.
+    """
+    return Image.open(io.BytesIO(data), formats=FORMATS)
+
+
 def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
     """Decode a JPEG, PNG or WebP image as a viewer shows it.
 
@@ -51,7 +62,7 @@ def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
             or is more than :data:`NARROWEST` times as long as wide.
     """
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = open_image(data)
         width, height = image.size
         if width * height > LARGEST_IMAGE or max(width, height) > NARROWEST * min(width, height):
             raise BrokenSampleError(
@@ -65,6 +76,11 @@ def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
         raise BrokenSampleError(f"{name}: the image cannot be decoded (it is not JPEG, PNG or WebP)") from error
     except (OSError, Image.DecompressionBombError, *BROKEN) as error:
         raise BrokenSampleError(f"{name}: the image cannot be decoded ({reason(error)})") from error
+
+
+def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
+    """Decode an image file; see :func:`decode_image`."""
+    return decode_image(read_sample(path), shown(path), mode)
 
 
 def _as_shown(image: Image.Image) -> Image.Image:
@@ -150,7 +166,7 @@ class LabelledFolder:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """``image`` as the transform gives it, ``label`` and ``index``."""
         path, label = self.labelled[index]
-        image: Any = decode_image(path.read_bytes(), shown(path))
+        image: Any = decode_file(path)
         return {"image": self.transform(image) if self.transform else image, "label": label, "index": index}
 
     def origins(self) -> list[Origin]:
@@ -247,7 +263,7 @@ class FolderImages:
         """``image`` as the transform gives it, ``index`` into ``paths``, and ``broken``: a black image, after a warning."""
         path = self.paths[index]
         try:
-            image, broken = decode_image(path.read_bytes(), shown(path), self.mode), False
+            image, broken = decode_file(path, self.mode), False
         except BrokenSampleError as error:
             log.warning("skipped: %s", error)
             image, broken = Image.new(self.mode, (64, 64)), True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_mhla.data.classes import check_count
 from lightning_mhla.data.images import class_names, shard_labels
 from lightning_mhla.data.module import ShardSets
 from lightning_mhla.data.remote import url_scheme
@@ -40,7 +41,7 @@ class LabelledShards:
 
     @num_classes.setter
     def num_classes(self, value: int | None) -> None:
-        self._num_classes = value
+        self._num_classes = None if value is None else check_count(value)
 
     @property
     def class_names(self) -> list[str] | None:

@@ -33,6 +33,12 @@ Source = str | os.PathLike[str]
 CHUNK = 1 << 20
 """Bytes that are decoded at a time."""
 
+LONGEST_LINE, LONGEST_ARRAY = 1 << 25, 1 << 27
+"""Characters of a line, which is read into memory and made into tokens at once, and of one that holds all rows of a table."""
+
+LARGEST_UNPACKED = 1 << 28
+"""Characters of a compressed file that is read at once. One that is not compressed costs its author as much as its reader."""
+
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files that are read."""
 
@@ -153,33 +159,54 @@ def read_text(source: Source) -> str:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: naming the file and the line, if it is not text (see :func:`decode_text`).
+        ValueError: naming the file and the line, if it is not text (see :func:`decode_text`); or if it is compressed and has
+            more than :data:`LARGEST_UNPACKED` characters.
     """
+    parts, count = [], 0
+    compressed = PurePosixPath(file_name(source)).suffix.lower() in COMPRESSED
     with open_bytes(source) as stream:
-        text = "".join(_decode(stream, shown(source)))
+        for part in _decode(stream, shown(source)):
+            parts.append(part)
+            count += len(part)
+            if compressed and count > LARGEST_UNPACKED:
+                raise ValueError(
+                    f"{shown(source)} has more than {LARGEST_UNPACKED} characters once it is decompressed, too many for one "
+                    "text; decompress it, or split it"
+                )
+    text = "".join(parts)
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
-def iterate_lines(source: Source) -> Iterator[str]:
+def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
     r"""All lines of a file without their line feed, blank ones and a ``\r`` at the end included, as they stream in.
+
+    Args:
+        source: path or URL.
+        longest: characters that a line may have; None for :data:`LONGEST_LINE`.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: naming the file and the line, if it is not text (see :func:`decode_text`), or if its lines end in carriage
-            returns alone.
+        ValueError: naming the file and the line, if it is not text (see :func:`decode_text`), if its lines end in carriage
+            returns alone, or if one is longer than ``longest``.
     """
+    longest = longest or LONGEST_LINE
     parts: list[str] = []
-    first = True
+    number, length = 1, 0
     with open_bytes(source) as stream:
         for text in _decode(stream, shown(source)):
             head, *others = text.split("\n")
             parts.append(head)
+            length += len(head)
+            if length > longest:
+                raise ValueError(
+                    f"{shown(source)}: line {number} has more than {longest} characters; break it into several lines"
+                )
             if others:
                 yield "".join(parts)
                 yield from others[:-1]
-                parts, first = [others[-1]], False
+                parts, length, number = [others[-1]], len(others[-1]), number + len(others)
     last = "".join(parts)
-    if first and "\r" in last.rstrip("\r"):
+    if number == 1 and "\r" in last.rstrip("\r"):
         raise ValueError(
             rf"{shown(source)} has no line feed, only carriage returns; convert it, for example with tr '\r' '\n'"
         )
@@ -187,14 +214,14 @@ def iterate_lines(source: Source) -> Iterator[str]:
         yield last
 
 
-def read_lines(source: Source) -> Iterator[tuple[int, str]]:
+def read_lines(source: Source, longest: int | None = None) -> Iterator[tuple[int, str]]:
     r"""Number, from 1, and text of each line that is not blank, without ``\n`` or ``\r\n``, as they stream in.
 
     Raises:
         OSError: if the file cannot be read.
         ValueError: see :func:`iterate_lines`.
     """
-    for number, line in enumerate(iterate_lines(source), 1):
+    for number, line in enumerate(iterate_lines(source, longest), 1):
         if line.strip():
             yield number, line.removesuffix("\r")
 

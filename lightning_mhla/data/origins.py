@@ -21,12 +21,16 @@ from typing import Any, NamedTuple
 
 from rich.progress import track
 
+from lightning_mhla.data.lines import iterate_lines
 from lightning_mhla.data.tables import INDEX, load_table
 from lightning_mhla.system.files import write_whole, written_whole
 from lightning_mhla.system.listing import shown
 from lightning_mhla.system.redaction import redacted
 
 log = logging.getLogger(__name__)
+
+PACKED = 64
+"""Times as large as its file that a record of origins may be; gzip packs digests by half, zeros by a thousand."""
 
 
 @dataclass(frozen=True)
@@ -238,11 +242,25 @@ def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping
 def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """The options and the origins of shards; None if they are not there or cannot be read."""
     try:
-        with gzip.open(shards.origins, "rt", encoding="ascii") as stream:
-            options, *lines = map(json.loads, stream)
-        return options, [{"name": line["name"], "note": line["note"], "files": line["files"]} for line in lines]
+        _check_unpacked(shards.origins)
+        rows = (json.loads(line) for line in iterate_lines(shards.origins))
+        options = next(rows, None)
+        if not isinstance(options, dict):
+            return None
+        return options, [{"name": line["name"], "note": line["note"], "files": line["files"]} for line in rows]
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
         return None
+
+
+def _check_unpacked(path: Path) -> None:
+    """Raise a ValueError for a gzip file that becomes many times larger than any record of files does."""
+    most = max(PACKED * path.stat().st_size, 1 << 20)
+    with gzip.open(path) as stream:
+        left = most
+        while data := stream.read(1 << 20):
+            left -= len(data)
+            if left < 0:
+                raise ValueError(f"{path} becomes larger than {most} bytes, which is not a record of files")
 
 
 def _is_begun(

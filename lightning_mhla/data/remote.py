@@ -6,16 +6,19 @@ import hashlib
 import io
 import logging
 import re
+import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
 
-from lightning_mhla.data.source import ShardUnavailableError
+from lightning_mhla.data.source import BrokenContentError, ShardUnavailableError
 from lightning_mhla.system.redaction import check_secrets
 from lightning_mhla.system.untrusted import reason
 
@@ -38,8 +41,18 @@ SILENCE = 60
 CHUNK = 1 << 23
 """Bytes of one read."""
 
-ABSENT, PASSING = (401, 403, 404, 410), (408, 429)
-"""HTTP's words for a file that is not there, or not for us, and for a server that is busy."""
+PROGRESS = 1 << 16
+"""Bytes that an attempt has to bring, and that have to come in :data:`SILENCE` seconds, to count as progress."""
+
+ABSENT, PASSING, NEVER, RANGE_OUTSIDE = (401, 403, 404, 410), (408, 429), (501, 505), 416
+"""HTTP's statuses of a file that is not there, or not for us; of a server that is busy; of one that will never send it; and
+of a part that lies behind the end of the file."""
+
+CUT = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+"""TLS errors of a connection that was cut, rather than of one that cannot be trusted."""
+
+INNER = ("os_error", "certificate_error", "reason")
+"""Attributes in which aiohttp's and urllib3's errors keep the one that they stand for."""
 
 LARGEST_SIDE_FILE = 1 << 26
 """Bytes of a file beside the shards."""
@@ -63,7 +76,8 @@ def url_scheme(name: str) -> str | None:
         return None
     if match[1] not in SCHEMES or not name.startswith(f"{match[1]}://"):
         raise ValueError(
-            f"{name!r}: shards come from a local path or one of {', '.join(SCHEMES)}; nothing else is opened"
+            f"{name!r}: shards come from a local path or one of {', '.join(SCHEMES)}; nothing else is opened (for a file whose "
+            f"name has a colon, write ./{name})"
         )
     check_secrets(name)
     return match[1]
@@ -99,49 +113,180 @@ def remote_size(url: str) -> int:
     return size
 
 
-def download(
-    url: str, sink: BinaryIO, most: int, stop: threading.Event | None = None, attempts: int = ATTEMPTS
-) -> None:
-    """Write a remote file into ``sink``, from where it was cut where the server knows ranges.
+@dataclass(frozen=True)
+class Version:
+    """What a server says about one content of a file, by which it is told from the next.
+
+    Attributes:
+        tag: its ETag; None where the server sends none.
+        written: when it was last changed, as the server writes it; None where it does not say.
+        size: bytes of the complete file; None where that is not known.
+    """
+
+    tag: str | None = None
+    written: str | None = None
+    size: int | None = None
+
+    def differs(self, later: Version) -> bool:
+        """Whether anything that both say is different."""
+        pairs = ((self.tag, later.tag), (self.written, later.written), (self.size, later.size))
+        return any(None not in pair and pair[0] != pair[1] for pair in pairs)
+
+    def condition(self) -> dict[str, str]:
+        """The header by which a server sends the rest of this content only; without one for a weak tag and no time."""
+        strong = None if self.tag is None or self.tag.startswith("W/") else self.tag
+        mark = strong or self.written
+        return {"If-Range": mark} if mark else {}
+
+
+class Download:
+    """A download that goes on where it was cut, as long as the server has the same content.
 
     Args:
         url: the file.
         sink: written from its start on.
         most: number of bytes that it may have.
         stop: once set, the download is given up.
-        attempts: in a row that may bring nothing.
+        make_check: makes what is called with all bytes in order, and raises BrokenContentError to end the download.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        sink: BinaryIO,
+        most: int,
+        stop: threading.Event | None = None,
+        make_check: Callable[[], Callable[[bytes], None]] | None = None,
+    ) -> None:
+        self.url, self.sink, self.most, self.stop = url, sink, most, stop
+        self.make_check = make_check or (lambda: lambda data: None)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what has come, which the next attempt fetches again."""
+        self.sink.seek(0)
+        self.version, self.check = Version(), self.make_check()
+
+    def attempt(self) -> None:
+        """Fetch all that is missing.
+
+        Raises:
+            ShardUnavailableError: when the file is larger than it may be, or cannot be kept.
+            BrokenContentError: as by the check.
+            DownloadStoppedError: when ``stop`` was set.
+            Exception: whatever the library raises where an attempt fails.
+        """
+        system, path = _system(self.url)
+        if url_scheme(self.url) in HTTP:
+            self._attempt_http(system, path)
+        else:
+            self._attempt_other(system, path)
+        if self.version.size is not None and self.sink.tell() < self.version.size:
+            raise EOFError(f"the connection ended after {self.sink.tell()} of {self.version.size} bytes")
+        self.sink.truncate()  # what an earlier, longer content has left
+
+    def _attempt_http(self, system: Any, path: str) -> None:
+        start = self.sink.tell()
+        headers = {"Accept-Encoding": "identity"}  # ranges count the bytes that are sent
+        if start:
+            headers |= {"Range": f"bytes={start}-", **self.version.condition()}
+        # any size but 0 spares a request for the size, which the answer has
+        with system.open(path, "rb", block_size=0, size=1, headers=headers) as source:
+            answer = source.r
+            encoded = answer.headers.get("Content-Encoding", "identity") not in ("", "identity")
+            version, first = _described(answer, encoded)
+            if first != start or self.version.differs(version):
+                self.restart()
+                if first:
+                    raise EOFError("the file has changed on the server, or it sends a different part; from the start")
+            self.version = version
+            try:
+                self._copy(source)
+            except BaseException:
+                if encoded:
+                    self.restart()
+                raise
+
+    def _attempt_other(self, system: Any, path: str) -> None:
+        start = self.sink.tell()
+        if start:
+            system.invalidate_cache()
+        version = Version(tag=str(system.ukey(path)), size=system.info(path).get("size"))
+        if self.version.differs(version):
+            self.restart()
+        self.version = version
+        with system.open(path, "rb", block_size=CHUNK, cache_type="none") as source:
+            if self.sink.tell():
+                source.seek(self.sink.tell())
+            self._copy(source)
+
+    def _copy(self, source: Any) -> None:
+        begun, brought = time.monotonic(), 0
+        while chunk := source.read(CHUNK):
+            if self.sink.tell() + len(chunk) > self.most:
+                raise ShardUnavailableError(f"{self.url} has more than the {self.most} bytes that are expected")
+            self.check(chunk)
+            try:
+                self.sink.write(chunk)
+            except OSError as error:  # of the disk, which another attempt does not change
+                raise ShardUnavailableError(f"{self.url} cannot be kept ({reason(error)})") from error
+            if self.stop is not None and self.stop.is_set():
+                raise DownloadStoppedError(self.url)
+            brought += len(chunk)
+            if time.monotonic() - begun > SILENCE:
+                if brought < PROGRESS:
+                    raise TimeoutError(f"only {brought} bytes came in {SILENCE} s")
+                begun, brought = time.monotonic(), 0
+
+
+def _described(answer: Any, encoded: bool) -> tuple[Version, int]:
+    """What an answer of HTTP says about the file, and the place of its first byte in it."""
+    if answer.status not in (200, 206):
+        raise ShardUnavailableError(f"{answer.url} does not send a file (status {answer.status})")
+    size, first = answer.content_length, 0
+    if answer.status == 206:
+        place = re.fullmatch(r"bytes (\d{1,18})-\d{1,18}/(\d{1,18}|\*)", answer.headers.get("Content-Range", ""))
+        first = -1 if place is None else int(place[1])
+        size = None if place is None or place[2] == "*" else int(place[2])
+    return Version(answer.headers.get("ETag"), answer.headers.get("Last-Modified"), None if encoded else size), first
+
+
+def download(
+    url: str,
+    sink: BinaryIO,
+    most: int,
+    stop: threading.Event | None = None,
+    attempts: int = ATTEMPTS,
+    make_check: Callable[[], Callable[[bytes], None]] | None = None,
+) -> None:
+    """Write a remote file into ``sink``: from where it was cut if the server has the same content, else from its start.
+
+    Args:
+        url: the file.
+        sink: written from its start on.
+        most: number of bytes that it may have.
+        stop: once set, the download is given up.
+        attempts: in a row that may bring less than :data:`PROGRESS` bytes each.
+        make_check: see :class:`Download`.
 
     Raises:
         FileNotFoundError: when there is no such file.
         ShardUnavailableError: when the server failed that often, or the file is larger.
+        BrokenContentError: as by the check.
         DownloadStoppedError: when ``stop`` was set.
     """
+    parts = Download(url, sink, most, stop, make_check)
     failures = furthest = 0
     while True:
         try:
-            system, path = _system(url)
-            whole = sink.tell() == 0 and url_scheme(url) in HTTP  # in one request, which any server answers
-            with system.open(path, "rb", block_size=0 if whole else CHUNK, cache_type="none") as source:
-                try:
-                    if sink.tell():
-                        source.seek(sink.tell())
-                    while chunk := source.read(CHUNK):
-                        if sink.tell() + len(chunk) > most:
-                            raise ShardUnavailableError(f"{url} has more than the {most} bytes that are expected")
-                        sink.write(chunk)
-                        if stop is not None and stop.is_set():
-                            raise DownloadStoppedError(url)
-                except ValueError:  # the server gives no parts of files
-                    sink.seek(0)
-                    raise
-            expected = getattr(source, "size", None)
-            if isinstance(expected, int) and sink.tell() < expected:
-                raise EOFError(f"the connection ended after {sink.tell()} of {expected} bytes")
-            return
-        except (DownloadStoppedError, ShardUnavailableError):
+            return parts.attempt()
+        except (DownloadStoppedError, ShardUnavailableError, BrokenContentError):
             raise
         except Exception as error:
-            failures = 1 if sink.tell() > furthest else failures + 1
+            if _status(error) == RANGE_OUTSIDE and sink.tell():
+                parts.restart()  # the file is shorter than it was
+                error = EOFError("the file has changed on the server; from the start")
+            failures = 1 if sink.tell() >= furthest + PROGRESS else failures + 1
             furthest = max(furthest, sink.tell())
             _wait(url, error, failures, attempts, stop)
 
@@ -172,19 +317,18 @@ def _system(url: str) -> tuple[Any, str]:
 
 def _wait(url: str, error: Exception, failures: int, attempts: int, stop: threading.Event | None) -> None:
     """Pause after a failure, or raise what a person should read."""
-    while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # fsspec's words for any failure of a server
-    status = getattr(error, "status", None)
+    error = _root(error)
+    status = _status(error)
     if isinstance(error, FileNotFoundError | PermissionError) or status in ABSENT:
         raise FileNotFoundError(f"{url} does not exist, or may not be read ({reason(error)})") from error
     if isinstance(error, ImportError):
         raise error
-    refused = isinstance(status, int) and 400 <= status < 500 and status not in PASSING
-    if refused or failures >= attempts:
-        tries = "" if refused else f" after {failures} attempts"
+    lasting = _is_lasting(error)
+    if lasting or failures >= attempts:
+        tries = "" if lasting else f" after {failures} attempts"
+        way_out = "check the address" if lasting else "the run resumes from its last checkpoint once the server answers"
         raise ShardUnavailableError(
-            f"{url} cannot be read{tries} ({type(error).__name__}: {reason(error)}); the run resumes from its last "
-            "checkpoint once the server answers"
+            f"{url} cannot be read{tries} ({type(error).__name__}: {reason(error)}); {way_out}"
         ) from error
     pause = min(LONGEST_PAUSE, PAUSE * 2 ** (failures - 1))
     log.warning("%s: %s; attempt %d of %d in %.1f s", url, reason(error), failures + 1, attempts, pause)
@@ -192,3 +336,46 @@ def _wait(url: str, error: Exception, failures: int, attempts: int, stop: thread
         time.sleep(pause)
     elif stop.wait(pause):
         raise DownloadStoppedError(url)
+
+
+def _root(error: Exception) -> Exception:
+    """The failure of a server behind fsspec's FileNotFoundError, which it raises for any."""
+    while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
+
+
+def _status(error: Exception) -> int | None:
+    """HTTP's status of a failure, by any of the libraries; None without."""
+    error = _root(error)
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Whether another attempt would fail the same way: rejected requests, unknown hosts, certificates, redirections."""
+    from aiohttp import InvalidURL, NonHttpUrlClientError, RedirectClientError, TooManyRedirects
+
+    status = _status(error)
+    if status is not None and (400 <= status < 500 or status in NEVER) and status not in PASSING:
+        return True
+    for cause in _causes(error):
+        if isinstance(cause, InvalidURL | NonHttpUrlClientError | RedirectClientError | TooManyRedirects):
+            return True
+        if isinstance(cause, socket.gaierror):
+            return cause.errno != socket.EAI_AGAIN
+        if isinstance(cause, ssl.SSLError):
+            return not isinstance(cause, CUT)
+    return False
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and all that it was raised from, however its library keeps them."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            inner = (each.__cause__, each.__context__, *(getattr(each, name, None) for name in INNER), *each.args)
+            waiting += [cause for cause in inner if isinstance(cause, BaseException)]

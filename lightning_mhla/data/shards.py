@@ -12,23 +12,27 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from braceexpand import braceexpand
+from braceexpand import alphabet, braceexpand
 from rich.progress import track
 
 from lightning_mhla.data.cache import ShardCache
 from lightning_mhla.data.remote import download, kept_at, side_files, url_scheme
-from lightning_mhla.data.source import BrokenSampleError
-from lightning_mhla.data.tables import MemberTable, default_cache, load_table, scan_shard
+from lightning_mhla.data.source import LARGEST_SAMPLE, BrokenSampleError, ShardUnavailableError
+from lightning_mhla.data.tables import MemberTable, TarCheck, default_cache, load_table, scan_shard
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.listing import is_visible
-from lightning_mhla.system.untrusted import parse_array
+from lightning_mhla.system.untrusted import parse_array, reason
 
 LARGEST_SHARD = 1 << 44
 """Bytes of a shard that is downloaded whole."""
+
+MOST_SHARDS, LONGEST_PATTERN, LONGEST_NAMES = 1 << 20, 1 << 12, 1 << 28
+"""Names that a pattern with braces may stand for; characters of the pattern, and of all the names."""
 
 OPEN_FILES = 64
 """Shards that one process keeps open."""
@@ -50,12 +54,59 @@ def find_shards(
         ValueError: for a URL scheme that is not allowed.
     """
     names = [where] if isinstance(where, str) else list(where)
-    expanded = [part for name in names for part in braceexpand(str(name))]
+    expanded = [part for name in names for part in expand_braces(str(name))]
     remote = [name for name in expanded if url_scheme(name)]
     folder = (cache or default_cache()) / "shards"
     paths = (_download(remote, folder) if streamed is None else streamed.add(remote)) if remote else []
     fetched = dict(zip(remote, paths, strict=True))
     return [path for name in expanded for path in ([fetched[name]] if name in fetched else _local(name))]
+
+
+def expand_braces(name: str) -> list[str]:
+    """All names that a pattern with braces stands for.
+
+    Raises:
+        ValueError: naming the pattern, when its braces are not balanced, or stand for too many names.
+    """
+    start = name if len(name) <= 100 else f"{name[:100]}.."
+    count = _count_names(name) if len(name) <= LONGEST_PATTERN else None
+    if count is None or count > MOST_SHARDS or count * len(name) > LONGEST_NAMES:
+        many = f"{len(name)} characters" if count is None else f"{count} names"
+        raise ValueError(f"{start}: {many} are more than shards have (at most {MOST_SHARDS} names); check the braces")
+    try:
+        return list(braceexpand(name))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{start}: the braces cannot be read ({reason(error)}); write a backslash before one that belongs to a name"
+        ) from error
+
+
+def _count_names(pattern: str) -> int:
+    """How many names a pattern stands for, without making them."""
+    sums, products, starts = (
+        [0],
+        [1],
+        [0],
+    )  # of each brace that is open: of the choices so far, and in the one that is read
+    for sign in re.finditer(r"\\.|[{},]", pattern):
+        if sign[0] == "{":
+            sums.append(0)
+            products.append(1)
+            starts.append(sign.end())
+        elif sign[0] == "," and len(sums) > 1:
+            sums[-1] += products[-1]
+            products[-1] = 1
+        elif sign[0] == "}" and len(sums) > 1:
+            count = sums.pop() + products.pop()
+            inside = pattern[starts.pop() : sign.start()]
+            numbers = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?", inside)
+            letters = re.fullmatch(r"[A-Za-z]\.\.[A-Za-z](\.\.-?\d+)?", inside)
+            if numbers:
+                count = abs(int(numbers[2]) - int(numbers[1])) // max(1, int(numbers[3] or 1)) + 1
+            elif letters:
+                count = len(alphabet)
+            products[-1] *= count
+    return products[0]
 
 
 def _local(name: str) -> list[Path]:
@@ -80,18 +131,18 @@ def _download(urls: list[str], folder: Path) -> list[Path]:
     missing = [(url, target) for url, target in zip(urls, targets, strict=True) if not target.exists()]
     for url, target in track(missing, "downloading shards", disable=not missing):
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+        aside = target.with_name(f"{target.name}.{os.getpid()}.part")
         try:
-            with partial.open("wb") as sink:
-                download(url, sink, LARGEST_SHARD)
-            scan_shard(partial)
-            partial.replace(target)
+            with aside.open("wb") as sink:
+                download(url, sink, LARGEST_SHARD, make_check=partial(TarCheck, url))
+            scan_shard(aside, url)
+            aside.replace(target)
         finally:
-            partial.unlink(missing_ok=True)
+            aside.unlink(missing_ok=True)
     if missing:
         for file, content in side_files(urls, folder):
-            with written_whole(file) as aside:
-                aside.write_bytes(content)
+            with written_whole(file) as unfinished:
+                unfinished.write_bytes(content)
     return targets
 
 
@@ -180,16 +231,32 @@ class ShardReader:
         return int(table.sizes[row, table.extensions.index(extension)])
 
     def read(self, index: int, extension: str, start: int = 0, count: int | None = None) -> bytes:
-        """The bytes of one member that the sample has: all, or ``count`` of them from ``start`` on."""
+        """The bytes of one member that the sample has: all, or ``count`` of them from ``start`` on.
+
+        Raises:
+            BrokenSampleError: if the shard is cut short, or the member too large to be read at once.
+            ShardUnavailableError: if it was written again since its table was read.
+        """
         shard, row = self._find(index)
         table = self.tables[shard]
         rest = max(0, self.size(index, extension) - start)
         size = rest if count is None else min(count, rest)
+        if size > LARGEST_SAMPLE:
+            raise BrokenSampleError(
+                f"{self.describe(index)}: .{extension} has {size} bytes, at most {LARGEST_SAMPLE} are read at once"
+            )
         offset = int(table.offsets[row, table.extensions.index(extension)])
         with self._file(shard) as descriptor:
             data = os.pread(descriptor, size, offset + start)
+            status = os.fstat(descriptor)
         if len(data) < size:
             raise BrokenSampleError(f"{self.describe(index)}: .{extension} is cut short, {len(data)} of {size} bytes")
+        written = table.written if self.shards[shard] not in self._urls else status.st_mtime_ns
+        if (status.st_size, status.st_mtime_ns) != (table.size, written):
+            raise ShardUnavailableError(
+                f"{self.shards[shard]} was written again while it is in use, so that its members lie elsewhere; leave shards "
+                "as they are, and call the same command again"
+            )
         return data
 
     def array(self, index: int, extension: str) -> np.ndarray:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
+
+from lightning_mhla.system.listing import shown
 
 
 class BrokenSampleError(ValueError):
@@ -12,6 +15,26 @@ class BrokenSampleError(ValueError):
 
 class ShardUnavailableError(OSError):
     """A shard that cannot be fetched now; the message names it. No sample is skipped for it: the run can resume."""
+
+
+LARGEST_SAMPLE = 1 << 30
+"""Bytes of a file of a sample, which is read into memory at once."""
+
+
+def read_sample(path: Path) -> bytes:
+    """The bytes of a file of a sample.
+
+    Raises:
+        BrokenSampleError: naming the file, when it has more than :data:`LARGEST_SAMPLE` bytes.
+    """
+    size = path.stat().st_size
+    if size > LARGEST_SAMPLE:
+        raise BrokenSampleError(f"{shown(path)} has {size} bytes, at most {LARGEST_SAMPLE} are read at once")
+    return path.read_bytes()
+
+
+class BrokenContentError(ValueError):
+    """A download whose first bytes show that it is not what it should be; the message names its address."""
 
 
 class SampleSource(Protocol):

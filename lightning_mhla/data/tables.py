@@ -6,6 +6,7 @@ import hashlib
 import io
 import logging
 import os
+import re
 import tarfile
 import threading
 import zlib
@@ -13,10 +14,12 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
+from lightning_mhla.data.source import BrokenContentError
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.untrusted import BROKEN, reason
 
@@ -24,6 +27,12 @@ log = logging.getLogger(__name__)
 
 LONGEST_NAME, MOST_EXTENSIONS, LONGEST_TAIL = 1024, 64, 1 << 24
 """Of a member, in characters; kinds of members; bytes of zeros at a tar file's end. A shard beyond them is rejected."""
+
+MOST_MEMBERS = 100_000
+"""Members of a shard, which are read in two seconds."""
+
+LONGEST_HEADER, MOST_HEADERS = 1 << 20, 1 << 24
+"""Bytes of a header that carries a long name or attributes (PAX, GNU), which is read into memory, and of all of a shard."""
 
 PARSING = threading.Lock()
 """Held while NumPy reads array headers, which it parses as Python: threads that do so at once disturb each other before
@@ -38,7 +47,7 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-mhla"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MemberTable:
     """Where the members of one shard lie.
 
@@ -58,19 +67,113 @@ class MemberTable:
     size: int
     written: int
 
+    def agrees(self, other: MemberTable) -> bool:
+        """Whether the same members lie in the same places."""
+        arrays = ((self.keys, other.keys), (self.offsets, other.offsets), (self.sizes, other.sizes))
+        same = (self.size, self.extensions) == (other.size, other.extensions)
+        return same and all(np.array_equal(one, two) for one, two in arrays)
 
-def scan_shard(path: Path) -> MemberTable:
+
+class _Member(tarfile.TarInfo):
+    """A member whose further headers are read up to a size."""
+
+    def _proc_member(self, archive: Any) -> Any:  # which tarfile's own comments name as what subclasses override
+        if self.type in FURTHER:
+            archive.further = getattr(archive, "further", 0) + self.size
+            if not 0 <= self.size <= LONGEST_HEADER or archive.further > MOST_HEADERS:
+                raise tarfile.ReadError(f"a header of {self.size} bytes, at most {LONGEST_HEADER} are read")
+        return super()._proc_member(archive)  # type: ignore[misc]
+
+
+FURTHER = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+"""Types of tar headers that are followed by text for the next one."""
+
+
+class TarCheck:
+    """Follows the headers of a tar file while its bytes come in, so that the download of anything else ends early.
+
+    Args:
+        name: of the file, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._header, self._further = bytearray(), bytearray()
+        self._left, self._kept = 0, False
+        self._zeros = self._members = 0
+
+    def __call__(self, data: bytes) -> None:
+        """Take the next bytes.
+
+        Raises:
+            BrokenContentError: naming the file, when they do not continue a shard.
+        """
+        rest = memoryview(data)
+        while rest:
+            if self._left:
+                part, rest = rest[: self._left], rest[self._left :]
+                self._left -= len(part)
+                if self._kept:
+                    self._further += part
+                continue
+            count = tarfile.BLOCKSIZE - len(self._header)
+            self._header += rest[:count]
+            rest = rest[count:]
+            if len(self._header) == tarfile.BLOCKSIZE:
+                block = bytes(self._header)
+                self._header.clear()
+                self._take(block)
+
+    def _take(self, block: bytes) -> None:
+        if block.count(0) == len(block):
+            self._zeros += len(block)
+            if self._zeros > LONGEST_TAIL or not self._members:
+                raise BrokenContentError(f"{self.name} is not a tar file: zeros where a member belongs")
+            return
+        try:
+            if self._zeros:
+                raise tarfile.ReadError("something follows its end")
+            member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+            if member.size < 0 or (member.type in FURTHER and member.size > LONGEST_HEADER):
+                raise tarfile.ReadError(f"a header of {member.size} bytes, at most {LONGEST_HEADER} are read")
+        except (tarfile.TarError, *BROKEN) as error:
+            raise BrokenContentError(f"{self.name} is not a whole tar file ({reason(error)})") from error
+        self._members += 1
+        if self._members > MOST_MEMBERS:
+            raise BrokenContentError(f"{self.name} has more than {MOST_MEMBERS} members; write smaller shards")
+        size = member.size
+        if self._kept and (given := re.search(rb"\d+ size=(\d{1,18})\n", self._further)):
+            size = int(given[1])  # of a member of more than 8 GiB
+        self._kept = member.type == tarfile.XHDTYPE
+        self._further.clear()
+        has_content = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES or member.type in FURTHER
+        self._left = -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE if has_content else 0
+
+
+def scan_shard(path: Path, name: str | None = None) -> MemberTable:
     """Read a shard's member table from its headers.
 
+    Args:
+        path: the shard.
+        name: address that it came from, for messages; None for its path.
+
     Raises:
-        ValueError: naming the shard, when it is no tar file, or cut short.
+        ValueError: naming the shard, when it is no tar file, cut short, or has more members than a shard has.
     """
     samples: OrderedDict[str, dict[str, tuple[int, int]]] = OrderedDict()
     stat = path.stat()
-    total, end = stat.st_size, 0
+    total, end, where = stat.st_size, 0, name or str(path)
     try:
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
+        with tarfile.open(path, "r:", tarinfo=_Member) as tar:
+            for number, member in enumerate(tar):
+                if number >= MOST_MEMBERS:
+                    raise tarfile.ReadError(f"more than {MOST_MEMBERS} members; write smaller shards")
                 tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
                 if member.size < 0 or member.issparse():
                     raise tarfile.ReadError(f"{member.name[:80]!r} is sparse, or of negative size")
@@ -85,21 +188,21 @@ def scan_shard(path: Path) -> MemberTable:
     except PermissionError:
         raise
     except (tarfile.TarError, OSError, *BROKEN) as error:
-        raise ValueError(f"{path}: not a whole tar file ({reason(error)}); write or download it again") from error
+        raise ValueError(f"{where}: not a whole tar file ({reason(error)}); write or download it again") from error
     extensions = tuple(sorted({extension for members in samples.values() for extension in members}))
     if len(extensions) > MOST_EXTENSIONS:
-        raise ValueError(f"{path}: {len(extensions)} kinds of members, at most {MOST_EXTENSIONS} are read")
+        raise ValueError(f"{where}: {len(extensions)} kinds of members, at most {MOST_EXTENSIONS} are read")
     if end + 512 > total:
         raise ValueError(
-            f"{path}: cut short, {total} bytes where at least {end + 1024} belong; write or download it again"
+            f"{where}: cut short, {total} bytes where at least {end + 1024} belong; write or download it again"
         )
     if total - end > LONGEST_TAIL:
-        raise ValueError(f"{path}: {total - end} bytes follow its last member; write or download it again")
+        raise ValueError(f"{where}: {total - end} bytes follow its last member; write or download it again")
     with path.open("rb") as stream:
         stream.seek(end)
         if any(chunk.count(0) != len(chunk) for chunk in iter(lambda: stream.read(1 << 20), b"")):
             raise ValueError(
-                f"{path}: not a whole tar file (no member where byte {end} is); write or download it again"
+                f"{where}: not a whole tar file (no member where byte {end} is); write or download it again"
             )
     missing = (-1, 0)
     table = [[members.get(extension, missing) for extension in extensions] for members in samples.values()]
@@ -170,6 +273,8 @@ def _checked_table(kept: Mapping[str, np.ndarray], total: int, written: int) -> 
     keys, extensions, offsets, sizes = (kept[name] for name in ("keys", "extensions", "offsets", "sizes"))
     shape = (len(keys), len(extensions))
     plain = keys.ndim == extensions.ndim == 1 and keys.dtype.kind == extensions.dtype.kind == "U"
+    if len(keys) > MOST_MEMBERS:
+        raise ValueError(f"more than {MOST_MEMBERS} samples")
     whole = offsets.dtype == sizes.dtype == np.int64 and offsets.shape == sizes.shape == shape
     if not (plain and whole and (offsets >= -1).all() and (sizes >= 0).all()):
         raise ValueError("no member table")

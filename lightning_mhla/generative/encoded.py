@@ -16,11 +16,12 @@ from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, Sh
 from lightning_mhla.data.captioned import CaptionedFiles, caption_members
 from lightning_mhla.data.loader import sample_groups
 from lightning_mhla.data.origins import Origin, sample_key
+from lightning_mhla.data.remote import LARGEST_SIDE_FILE
 from lightning_mhla.data.shards import beside_shard
 from lightning_mhla.data.write import Preparation, array_bytes, readable
 from lightning_mhla.generative.text import CaptionEncoder
 from lightning_mhla.system.files import written_whole
-from lightning_mhla.system.untrusted import read_json
+from lightning_mhla.system.untrusted import check_size, parse_array, read_json
 
 LATENT, EMBEDDING = "latent.npy", "text.npy"
 """Members of an encoded sample: its latent, and the embeddings of its caption's tokens.
@@ -64,7 +65,12 @@ def read_empty_caption(sets: ShardSets, command: str) -> Tensor:
             f"{path} is missing: it is the empty caption, for caption_dropout; copy it along with the shards that "
             f"{command} wrote, or set caption_dropout to 0"
         )
-    return torch.from_numpy(np.load(path, allow_pickle=False)).float()
+    check_size(path, LARGEST_SIDE_FILE)
+    try:
+        values = parse_array(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not an array of numbers ({error}); copy or write it again") from error
+    return torch.from_numpy(values).float()
 
 
 class EncodedSamples:

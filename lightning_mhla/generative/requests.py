@@ -18,7 +18,7 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.generative.text import TextConfig, read_prompts
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
-from lightning_mhla.system.listing import shown
+from lightning_mhla.system.listing import is_file_name, shown
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.redaction import redacted
 
@@ -27,9 +27,6 @@ SHOWN = 8
 
 ORIGIN = ("transformer", "attention", "layer_kinds", "sampling", "flow", "text", "vae")
 """Options of the module that a sample depends on."""
-
-LONGEST_NAME = 250
-"""Bytes of a file name, which file systems limit to 255."""
 
 Row = dict[str, Any]
 
@@ -81,8 +78,7 @@ class RequestedSamples:
             raise ValueError("two prompts have one name, so that their files would overwrite each other")
         self.extension = extension
         for name, _ in self.prompts:
-            longest = self._file(name, request.per_prompt)
-            if "/" in name or name.startswith(".") or len(longest.encode()) > LONGEST_NAME:
+            if not name or not is_file_name(self._file(name, request.per_prompt)):
                 raise ValueError(
                     f"the prompt {name[:60]!r} cannot be a file name (a slash, a leading dot, or too long); write "
                     "name<TAB>prompt into the file of prompts"

@@ -163,7 +163,10 @@ class TransformersText(CaptionEncoder):
                 UMT5EncoderModel,
             )
 
+            from lightning_mhla.system.tokenizer_rules import check_folder, check_tokenizer
+
             path, dtype = str(self.config.encoder), torch.bfloat16
+            check_folder(Path(path) / "tokenizer")
             try:
                 tokenizer = AutoTokenizer.from_pretrained(path, subfolder="tokenizer", trust_remote_code=False)
                 config = AutoConfig.from_pretrained(path, subfolder="text_encoder", trust_remote_code=False)
@@ -177,6 +180,7 @@ class TransformersText(CaptionEncoder):
                     f"text.encoder {path} is no folder and no hub name of a pipeline with tokenizer and text_encoder "
                     f"({reason})"
                 ) from error
+            check_tokenizer(tokenizer, path)
             width = model.config.hidden_size
             if self._width not in (None, width):
                 raise ValueError(

@@ -14,6 +14,19 @@ NOISE = ("Thumbs.db", "desktop.ini", "__MACOSX", "__pycache__")
 """Files and folders that Python and other systems leave behind; those of macOS (``._a.jpg``, ``.DS_Store``) are hidden."""
 
 
+LONGEST_NAME = 250
+"""Bytes of the name of a file, which file systems limit to 255."""
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a text can be the name of a visible file: one part of a path, so that it leads nowhere else."""
+    try:
+        length = len(os.fsencode(name))
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return 0 < length <= LONGEST_NAME and not name.startswith(".") and not set("/\0") & set(name)
+
+
 def is_visible(name: str) -> bool:
     """Whether a file or folder of this name is the user's: neither hidden (``.git``, ``.ipynb_checkpoints``) nor noise."""
     return not name.startswith(".") and name not in NOISE

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import struct
 import tokenize
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import yaml
@@ -39,8 +43,11 @@ YAML_DEPTH = 50
 YAML_VALUES = 100_000
 """Bounds of a configuration: far above any honest one, far below what takes seconds to read."""
 
-JSON_BYTES = 1 << 26
-"""Largest JSON file that is read whole: an index of shards or a configuration, never data."""
+LARGEST_JSON = 1 << 27
+"""Bytes of a JSON file, which become many times as many in memory."""
+
+PACKED, NPY_HEADER = 20, 1 << 16
+"""Times as large as its file that an array of an archive may be, and the bytes in which its header has to lie."""
 
 DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.uint16, np.uint32, np.int32, np.int64, np.bool_)
 
@@ -51,15 +58,21 @@ def reason(error: BaseException, length: int = 200) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in lines[0])[:length]
 
 
+def check_size(path: Path, most: int) -> None:
+    """Raise a ValueError that names a file with more bytes than it may have."""
+    size = path.stat().st_size
+    if size > most:
+        raise ValueError(f"{path} has {size} bytes, at most {most} are read; is it the right file?")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        ValueError: naming the file, when it holds anything else.
+        ValueError: naming the file, when it holds anything else, or more than :data:`LARGEST_JSON` bytes.
     """
+    check_size(path, LARGEST_JSON)
     try:
-        if path.stat().st_size > JSON_BYTES:
-            raise ValueError(f"{path.stat().st_size} bytes, and at most {JSON_BYTES} are read")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON file ({reason(error)})") from error
@@ -118,6 +131,41 @@ def read_yaml(path: Path) -> Any:
         return yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read ({reason(error)})") from error
+
+
+def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Arrays of an ``.npz`` file: plain numbers, as many as their headers say and the archive has bytes for.
+
+    Args:
+        path: the file.
+        most: bytes that each array may have, by name; others are not read. A packed array may be larger than its part of the
+            file, up to :data:`PACKED` times the file.
+
+    Raises:
+        ValueError: naming the file, when it is anything else.
+    """
+    arrays = {}
+    try:
+        with ZipFile(path) as archive:
+            infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            limit = max(PACKED * path.stat().st_size, 1 << 20)
+            for name in most.keys() & infos.keys():
+                size = infos[name].file_size
+                if size > min(most[name], limit):
+                    raise ValueError(
+                        f"{name} of {size} bytes in a file of {path.stat().st_size} is larger than is read"
+                    )
+                with archive.open(infos[name]) as stream:
+                    shape, dtype, start = parse_array_header(stream.read(NPY_HEADER))
+                if math.prod(shape) * dtype.itemsize != size - start:
+                    raise ValueError(f"{name} {list(shape)} {dtype} does not fill {size - start} bytes")
+                with archive.open(infos[name]) as stream:
+                    arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
+    except (BadZipFile, zlib.error, NotImplementedError, OSError, *BROKEN) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise ValueError(f"{path} is not an .npz that can be read safely ({reason(error)})") from error
+    return arrays
 
 
 def check_yaml(text: str) -> None:

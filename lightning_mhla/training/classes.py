@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_mhla.data.classes import check_count
 from lightning_mhla.training.module import TrainingModule
 
 
@@ -11,14 +12,14 @@ def known_classes(num_classes: int | None) -> int:
     """The number of classes of a model.
 
     Raises:
-        ValueError: when it is not known.
+        ValueError: when it is not known, or more than a model can have.
     """
     if num_classes is None:
         raise ValueError(
             "num_classes is not known: it follows from data with a folder for each class, or shards with a "
             "PREFIX-classes.txt; otherwise give --model.num_classes"
         )
-    return num_classes
+    return check_count(num_classes)
 
 
 class NamesClasses(TrainingModule):

@@ -12,7 +12,6 @@ from PIL import Image
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lightning_mhla.system.listing import shown
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.vision.preprocessing import Preprocessing
 
@@ -107,9 +106,9 @@ class VisionModel(nn.Module):
                 "the model does not know what its images go through: load an export, or give class_names and preprocessing"
             )
         if not isinstance(image, Image.Image):
-            from lightning_mhla.data.images import decode_image  # brings Lightning
+            from lightning_mhla.data.images import decode_file  # brings Lightning
 
-            image = decode_image(Path(image).read_bytes(), shown(image), self.preprocessing.mode)
+            image = decode_file(Path(image), self.preprocessing.mode)
         like, training = next(self.parameters()), self.training
         pixels = self.preprocessing(image.convert(self.preprocessing.mode))[None].to(like.device, like.dtype)
         probabilities = self.eval()(pixels).float().softmax(-1)[0]

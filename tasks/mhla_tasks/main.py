@@ -63,7 +63,9 @@ def _run() -> None:
         (sys.stdout if known else sys.stderr).write(f"{message}{commands.listing(words[0])}\n")
         sys.exit(0 if known else 2)
     if words[0] not in commands.LIGHTNING and not words[0].startswith("-"):
-        sys.stderr.write(f"error: {harmless(words[0])} is no command{commands.nearest(words[0])}\nhelp: lightning --help\n")
+        sys.stderr.write(
+            f"error: {harmless(words[0])} is no command{commands.nearest(words[0])}\nhelp: lightning --help\n"
+        )
         sys.exit(2)
     if words[0] == "fit" and any(word.partition("=")[0] == "--sweep" for word in words):
         sys.exit(import_module("mhla_tasks.sweep").run(words[1:]))

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import pickle
+import re
+import resource
 import tarfile
 import time
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightning_mhla.data import BrokenSampleError, ShardReader
-from lightning_mhla.data.images import decode_image, image_files
-from lightning_mhla.data.tables import load_table, scan_shard
-from lightning_mhla.system.untrusted import check_yaml, parse_array, read_json
+from lightning_mhla.data import BrokenSampleError, ShardReader, find_shards, origins
+from lightning_mhla.data.captioned import FolderFiles
+from lightning_mhla.data.classes import match_classes, read_classes
+from lightning_mhla.data.images import LabelledFolder, decode_file, decode_image, image_files
+from lightning_mhla.data.labelled import LabelledShards
+from lightning_mhla.data.origins import ShardSet
+from lightning_mhla.data.shards import expand_braces
+from lightning_mhla.data.tables import MOST_MEMBERS, load_table, scan_shard
+from lightning_mhla.generative.text import TextConfig, make_encoder
+from lightning_mhla.system.untrusted import check_yaml, parse_array, read_arrays, read_json
+from lightning_mhla.training.classes import known_classes
 
 
 def npy(array: np.ndarray, **options: Any) -> bytes:
@@ -273,6 +286,24 @@ def test_fuzzed_images(place: int, value: int, cut: int) -> None:
         assert "a.png" in str(error)  # noqa: PT017
 
 
+@pytest.mark.parametrize("kind", ["EPS", "BMP", "GIF", "TIFF", "PPM", "ICO", "PCX", "PDF"])
+def test_no_other_format_reaches_its_decoder(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started"))
+    stream = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(stream, kind)
+    with pytest.raises(BrokenSampleError, match=r"a\.png.*not JPEG, PNG or WebP"):
+        decode_image(stream.getvalue(), "a.png")
+
+
+def test_images_are_opened_in_one_place() -> None:
+    root = Path(__file__).parents[2]
+    files = [
+        file for part in ("lightning_mhla", "tasks", "benchmarks", "kernels") for file in (root / part).rglob("*.py")
+    ]
+    opening = [str(file.relative_to(root)) for file in files if re.search(r"Image\.open\(", file.read_text())]
+    assert opening == ["lightning_mhla/data/images.py"], "Pillow without a list of formats starts Ghostscript"
+
+
 def test_a_folder_of_images_holds_files_only(tmp_path: Path) -> None:
     import os
 
@@ -320,3 +351,202 @@ def test_json_that_is_no_object(tmp_path: Path, text: str) -> None:
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=r"a\.json"):
         read_json(path)
+
+
+@contextmanager
+def cheap(seconds: float = 2.0) -> Iterator[None]:
+    """Inside, no more processor time and memory than a bomb may cost."""
+    begun, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert time.process_time() - begun < seconds
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 1 << 20, "KiB"
+
+
+def further(kind: bytes, size: int, data: bytes = b"") -> bytes:
+    """A header of a tar file that announces ``size`` bytes for the next one."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % 512)
+
+
+ATTRIBUTE = b"1000019 comment=" + b"x" * 1_000_002 + b"\n"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        further(tarfile.XHDTYPE, 100 << 20),
+        further(tarfile.XGLTYPE, 100 << 20),
+        further(tarfile.SOLARIS_XHDTYPE, 100 << 20),
+        further(tarfile.GNUTYPE_LONGNAME, 100 << 20),
+        further(tarfile.GNUTYPE_LONGLINK, 100 << 20),
+        (further(tarfile.XGLTYPE, len(ATTRIBUTE), ATTRIBUTE)) * 20,
+    ],
+    ids=["PAX", "global PAX", "Solaris", "name", "link", "many"],
+)
+def test_headers_without_end_are_not_read(start: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(start + header() + bytes(512))
+    with path.open("r+b") as stream:
+        stream.truncate(len(start) + (200 << 20))  # sparse on the disk
+    with cheap(), pytest.raises(ValueError, match=r"a\.tar: not a whole tar file \(a header of \d+ bytes, at most"):
+        scan_shard(path)
+
+
+def test_more_members_than_a_shard_has_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_mhla.data.tables.MOST_MEMBERS", 1000)
+    blocks = [tarfile.TarInfo(f"{number}.cls").tobuf(tarfile.USTAR_FORMAT) for number in range(1001)]
+    for count, name in ((1000, "fits.tar"), (1001, "many.tar")):
+        (tmp_path / name).write_bytes(b"".join(blocks[:count]) + bytes(1024))
+    assert len(ShardReader([tmp_path / "fits.tar"])) == 1000
+    with pytest.raises(
+        ValueError, match=r"many\.tar: not a whole tar file \(more than 1000 members; write smaller shards"
+    ):
+        ShardReader([tmp_path / "many.tar"])
+
+
+def test_a_hundred_thousand_members_are_read_in_time() -> None:
+    assert MOST_MEMBERS == 100_000, "what tarfile reads in two seconds"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a-{0..9999999999}.tar", "{a,b}" * 40 + ".tar", "{0..999}{0..999}{0..999}.tar", "{a..z}" * 9 + ".tar",
+        "{0..99999999999..2}.tar", "{{0..9999999},{0..9999999}}.tar", "{-9999999..9999999}.tar", "{" * 2000 + "}" * 2000,
+        "{" + "a," * 3000 + "}", f"{{{'0' * 3000}..999999}}.tar", "a{b",
+    ],
+)  # fmt: skip
+def test_braces_that_stand_for_too_much(pattern: str, tmp_path: Path) -> None:
+    with cheap(), pytest.raises(ValueError, match=rf"^{re.escape(pattern[:60])}") as caught:
+        find_shards(pattern, tmp_path)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("train-{0000..1023}.tar", 1024), ("{a,b}-{0..9}", 20), ("{a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q,r,s,t,u,v,w,x,y}", 25),
+        ("{x,{0..99}}", 101), ("{0..100..10}", 11), ("a,b", 1), (r"\{0..9\}", 1), ("{a}", 1), ("", 1), ("{a..e}", 5),
+        ("{0..10000000..1000}", 10001),
+    ],
+)  # fmt: skip
+def test_braces_as_bash_expands_them(pattern: str, count: int) -> None:
+    assert len(expand_braces(pattern)) == count
+
+
+def archive(path: Path, members: dict[str, bytes], packing: int = zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(path, "w", packing, compresslevel=1) as target:
+        for name, data in members.items():
+            with target.open(f"{name}.npy", "w") as stream:
+                stream.write(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"mu": forged("(33554432,)", "<f8", bytes(1 << 28)), "sigma": npy(np.eye(2))},
+        {"mu": npy(np.zeros(2)), "sigma": forged("(1048576, 1048576)", "<f8")},
+        {"mu": forged("(1099511627776,)", "<f8", bytes(8)), "sigma": npy(np.eye(2))},
+        {"mu": npy(np.zeros(2)), "sigma": npy(np.array([{}], object), allow_pickle=True)},
+        {"arr_0": forged("(1000000, 1000, 1000, 3)", "|u1", bytes(8))},
+        {"arr_0": forged("(64, 1024, 1024, 3)", "|u1", bytes(64 * 3 << 20))},
+        {"mu": b"not an array", "sigma": npy(np.eye(2))},
+    ],
+    ids=["zeros", "no bytes", "2^40", "pickle", "images", "black images", "text"],
+)
+def test_statistics_that_are_a_bomb(members: dict[str, bytes], tmp_path: Path) -> None:
+    path = archive(tmp_path / "reference.npz", members)
+    with cheap(), pytest.raises(ValueError, match=r"reference\.npz is not an \.npz that can be read safely"):
+        read_arrays(path, {"arr_0": 1 << 48, "mu": 1 << 28, "sigma": 1 << 28})
+
+
+def test_statistics_as_evaluators_write_them(tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {"mu": np.zeros(2048), "sigma": np.eye(2048), "arr_0": np.zeros((3, 8, 8, 3), np.uint8)}
+    for write in (np.savez, np.savez_compressed):
+        write(tmp_path / "a.npz", **arrays, other=np.array([{}], object))
+        if write is np.savez:
+            found = read_arrays(tmp_path / "a.npz", dict.fromkeys(arrays, 1 << 28))
+            assert all(np.array_equal(found[name], values) for name, values in arrays.items())
+    (tmp_path / "b.npz").write_bytes(b"PK\x03\x04" + bytes(50))
+    with pytest.raises(ValueError, match=r"b\.npz is not an \.npz"):
+        read_arrays(tmp_path / "b.npz", {"mu": 1})
+    with pytest.raises(FileNotFoundError):
+        read_arrays(tmp_path / "none.npz", {"mu": 1})
+
+
+@pytest.mark.parametrize("count", [2**40, 2**31, 2**25, 0, -1])
+def test_classes_that_no_model_has(count: int) -> None:
+    with pytest.raises(ValueError, match=rf"num_classes={count} must be 1 to 16777216"):
+        known_classes(count)
+    with pytest.raises(ValueError, match=rf"num_classes={count} must be 1 to 16777216"):
+        LabelledShards().num_classes = count
+
+
+def test_long_lists_of_classes_cost_no_time(tmp_path: Path) -> None:
+    names = [f"class {number}" for number in range(100_000)]
+    file = tmp_path / "train-classes.txt"
+    file.write_text("\n".join([*names, names[-1]]))
+    with cheap(), pytest.raises(ValueError, match="lists 'class 99999' twice"):
+        read_classes(file)
+    with cheap():
+        assert match_classes(names[1:], names, "x") == list(range(1, 100_000))
+    with file.open("r+b") as stream:
+        stream.truncate(1 << 30)
+    with cheap(), pytest.raises(ValueError, match=r"train-classes\.txt has 1073741824 bytes"):
+        read_classes(file)
+
+
+def test_json_and_records_without_end(tmp_path: Path) -> None:
+    large = tmp_path / "config.json"
+    large.touch()
+    with large.open("r+b") as stream:
+        stream.truncate(1 << 32)
+    with cheap(), pytest.raises(ValueError, match=r"config\.json has 4294967296 bytes, at most"):
+        read_json(large)
+    shards = ShardSet(tmp_path, "train")
+    for line in (b" " * (1 << 20), b"{}\n" * (1 << 18), b'{"name": "a", "note": "", "files": []}\n' * (1 << 15)):
+        with gzip.open(shards.origins, "wb", compresslevel=9) as stream:
+            stream.write(b"{}\n")
+            for _ in range(100):
+                stream.write(line)
+        with cheap():
+            assert origins._read(shards) is None
+
+
+def test_a_sample_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "folder/one").mkdir(parents=True)
+    image, video, tar = (tmp_path / name for name in ("folder/one/a.png", "folder/one/b.mp4", "a.tar"))
+    for path in (image, video, tar):
+        path.write_bytes(png(8, 8))
+        with path.open("r+b") as stream:
+            stream.truncate((40 << 30) + 2048)  # sparse on the disk
+    (tmp_path / "folder/one/b.txt").write_text("a")
+    readers: list[Any] = [
+        lambda: LabelledFolder(tmp_path / "folder")[0],
+        lambda: decode_file(image),
+        lambda: FolderFiles(tmp_path / "folder", ["mp4"], "caption").member(0, ["mp4"]),
+    ]
+    for read in readers:
+        with (
+            cheap(),
+            pytest.raises(BrokenSampleError, match=r"[ab]\.(png|mp4) has 42949675008 bytes, at most 1073741824"),
+        ):
+            read()
+    block = tarfile.TarInfo("x.png")
+    block.size = (8 << 30) - 1
+    with tar.open("r+b") as stream:
+        stream.write(block.tobuf(tarfile.USTAR_FORMAT))
+        stream.truncate(512 + (8 << 30) + 1024)
+    with cheap(), pytest.raises(BrokenSampleError, match=r"a\.tar: sample x: \.png has 8589934591 bytes"):
+        ShardReader([tar]).read(0, "png")
+
+
+def test_the_tokenizer_of_a_text_encoder_is_checked_too(tmp_path: Path) -> None:
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}] * 9
+    (tmp_path / "tokenizer").mkdir()
+    state = {"normalizer": {"type": "Sequence", "normalizers": steps}}
+    (tmp_path / "tokenizer/tokenizer.json").write_text(json.dumps(state))
+    with cheap(20), pytest.raises(ValueError, match="tokenizer is not safe to use: the replacements of its normalizer"):
+        make_encoder(TextConfig(str(tmp_path)), None).encode(["a"], torch.device("cpu"))

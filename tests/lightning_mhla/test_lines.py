@@ -7,12 +7,22 @@ import codecs
 import gzip
 import json
 import lzma
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_mhla.data.lines import decode_text, json_lines, read_lines, read_text, text_entry
+from lightning_mhla.data.lines import (
+    LONGEST_LINE,
+    decode_text,
+    iterate_lines,
+    json_lines,
+    read_lines,
+    read_text,
+    text_entry,
+)
 
 ROWS: list[dict[str, Any]] = [
     {"text": "a\u2028b\u2029c\x85d"},
@@ -144,3 +154,40 @@ def test_entries_that_are_not_text_are_named() -> None:
         text_entry({"a": None}, "a", "x: line 1")
     with pytest.raises(ValueError, match=r"x: line 1: 'a' has half of a surrogate pair"):
         text_entry({"a": "\ud83d"}, "a", "x: line 1")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.xz", "a.bz2"])
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_line_without_end_is_named(name: str, before: int, tmp_path: Path) -> None:
+    data = b"{}\n" * before + b'{"text": "' + b"a" * (LONGEST_LINE + (1 << 20))
+    pack = {
+        ".gz": partial(gzip.compress, compresslevel=1),
+        ".xz": partial(lzma.compress, preset=0),
+        ".bz2": bz2.compress,
+    }
+    (tmp_path / name).write_bytes(pack.get(Path(name).suffix, bytes)(data))
+    begun = time.process_time()
+    with pytest.raises(ValueError, match=rf"{name}: line {before + 1} has more than {LONGEST_LINE} characters"):
+        list(json_lines(tmp_path / name))
+    assert time.process_time() - begun < 2
+
+
+def test_a_line_just_short_enough_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_mhla.data.lines.LONGEST_LINE", 10)
+    (tmp_path / "a.txt").write_text("a" * 10 + "\n" + "b" * 10)
+    assert list(iterate_lines(tmp_path / "a.txt")) == ["a" * 10, "b" * 10]
+    (tmp_path / "a.txt").write_text("a" * 10 + "\n" + "b" * 11)
+    with pytest.raises(ValueError, match=r"a\.txt: line 2 has more than 10 characters"):
+        list(iterate_lines(tmp_path / "a.txt"))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2"])
+def test_a_text_that_becomes_large_is_named(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_mhla.data.lines.LARGEST_UNPACKED", 5 << 20)
+    pack = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}[suffix]
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(pack(b"a\n" * (4 << 20)))
+    with pytest.raises(ValueError, match=rf"a\.txt{suffix} has more than 5242880 characters once it is decompressed"):
+        read_text(path)
+    (tmp_path / "a.txt").write_bytes(b"a\n" * (4 << 20))
+    assert len(read_text(tmp_path / "a.txt")) == 8 << 20, "a file that is not compressed is as large as it is"

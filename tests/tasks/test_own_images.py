@@ -346,6 +346,15 @@ def test_captions_that_would_be_dropped_are_named(tmp_path: Path, caplog: pytest
     assert "1 captions such as a.txt are not used, since metadata.jsonl has captions of the same files" in caplog.text
 
 
+def test_reference_statistics_that_are_a_bomb_are_one_line(tmp_path: Path) -> None:
+    save(tmp_path, ["a.png", "b.png"])
+    np.savez_compressed(tmp_path / "statistics.npz", mu=np.zeros(1 << 25), sigma=np.eye(2))
+    with pytest.raises(
+        SystemExit, match=r"statistics\.npz is not an \.npz that can be read safely \(mu of 268435584 bytes"
+    ):
+        commands.run("score", [str(tmp_path), str(tmp_path / "statistics.npz"), "--features", "random"])
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_a_score_of_images_of_different_sizes_is_an_error(batch_size: int, tmp_path: Path) -> None:
     for number, side in enumerate((16, 16, 16, 24, 16, 16)):

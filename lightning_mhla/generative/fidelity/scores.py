@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -20,9 +19,10 @@ from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, KEY_METRIC_ISC_STD, i
 from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, KEY_METRIC_KID_STD, kid_features_to_metric
 from torch_fidelity.metric_prc import KEY_METRIC_PRECISION, KEY_METRIC_RECALL, prc_features_to_metric
 
-from lightning_mhla.data.images import decode_image, image_files
+from lightning_mhla.data.images import decode_file, image_files
 from lightning_mhla.generative.fidelity.features import FeatureNetwork, Features
 from lightning_mhla.system.listing import shown
+from lightning_mhla.system.untrusted import read_arrays
 
 PUBLISHED_COUNT = 50_000
 """Samples behind a published FID."""
@@ -32,6 +32,10 @@ KID_SUBSET = 1000
 
 SPLITS = 10
 """Parts whose Inception Scores are averaged (torch-fidelity; 5,000 images each at 50,000, as in ADM's evaluator)."""
+
+
+STATISTICS, LARGEST_STATISTICS = ("mu", "sigma", "mu_s", "sigma_s"), 1 << 28
+"""Arrays of an ``.npz`` of reference statistics, and their bytes: a covariance of 5,792 features at most."""
 
 
 class Moments(NamedTuple):
@@ -135,11 +139,7 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
         return image_set(path, _shown(batches, local, -(-len(files) // batch_size)), features, device)
     if not local.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a folder of images, or an .npz of images or statistics")
-    try:
-        with np.load(local, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in ("arr_0", "mu", "sigma", "mu_s", "sigma_s") if name in archive}
-    except (BadZipFile, ValueError, OSError, EOFError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is no .npz that can be read safely ({error})") from error
+    arrays = read_arrays(local, {"arr_0": 1 << 48, **dict.fromkeys(STATISTICS, LARGEST_STATISTICS)})
     return _from_arrays(path, arrays, features, device, batch_size)
 
 
@@ -191,7 +191,7 @@ def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
     for start in range(0, len(files), batch_size):
         batch = []
         for path in files[start : start + batch_size]:
-            image = torch.from_numpy(np.array(decode_image(path.read_bytes(), shown(path)))).permute(2, 0, 1)
+            image = torch.from_numpy(np.array(decode_file(path))).permute(2, 0, 1)
             first = first or (path, image.shape)
             if image.shape != first[1]:
                 pairs = (first, (path, image.shape))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from lightning_mhla.data.lines import (
     COMPRESSED,
+    LONGEST_ARRAY,
+    LONGEST_LINE,
     Source,
     file_name,
     iterate_lines,
@@ -75,7 +76,7 @@ def _json_lines(source: Source, column: str) -> Rows:
 
 
 def _json(source: Source, column: str) -> Rows:
-    lines = read_lines(source)
+    lines = read_lines(source, LONGEST_ARRAY)
     number, line = next(lines, (0, ""))
     if not line:
         return
@@ -119,7 +120,7 @@ def _tsv(source: Source, column: str) -> Rows:
 
 
 def _separated(source: Source, column: str, delimiter: str) -> Rows:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the limit of the process is 128 KiB, less than a long document
+    csv.field_size_limit(LONGEST_LINE)  # the limit of the process is 128 KiB, less than a long document
     rows = csv.reader((f"{line}\n" for line in iterate_lines(source)), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     line = 1

@@ -7,16 +7,14 @@ short text grow without end are errors; no code from a file runs.
 from __future__ import annotations
 
 import base64
-import json
-import string
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tokenizers import Regex, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lightning_mhla.system.tokenizer_rules import check_folder, check_tokenizer
 from lightning_mhla.system.untrusted import reason
 
 PackedFiles = dict[str, str | dict[str, str]]
@@ -27,19 +25,15 @@ MOST_CHARACTERS = 1 << 29
 MOST_DEPTH = 8
 """Bounds of the files of a tokenizer in a checkpoint, far above those of any published one."""
 
-MOST_GROWTH = 100
-LONGEST_REPLACEMENT = 1000
-"""How much longer a text may become under the replacements of a tokenizer, and the longest replacement, in characters."""
-
 
 def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or of a model on the hub.
 
     Raises:
         FileNotFoundError: when there is none, naming the way out.
-        ValueError: when its files are a trap: replacements that blow a text up.
+        ValueError: when its files are a trap: see :mod:`lightning_mhla.system.tokenizer_rules`.
     """
-    _check_folder(Path(where))
+    check_folder(Path(where))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(where), trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises Exception itself
@@ -48,9 +42,7 @@ def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:
             f"{where} is no {kind} with a tokenizer (tokenizer.json); give the folder that holds it, or a model name with "
             f"the network at hand ({reason(error)})"
         ) from error
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        _check_growth(json.loads(backend.to_str()), str(where))
+    check_tokenizer(tokenizer, str(where))
     return tokenizer
 
 
@@ -134,48 +126,3 @@ def _checked(files: Mapping[Any, Any]) -> Iterator[tuple[PurePosixPath, bytes]]:
             yield path, base64.b64decode(text, validate=True) if isinstance(content, dict) else text.encode()
         except ValueError as error:
             raise ValueError(f"the checkpoint's tokenizer has a broken file {name[:80]!r} ({reason(error)})") from error
-
-
-def _check_folder(folder: Path) -> None:
-    """Check a folder's rules before the library applies them, which it does to the tokens it adds."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return  # the library says what is wrong with it
-    _check_growth(state, str(folder))
-
-
-def _check_growth(state: Any, where: str) -> None:
-    """Raise ValueError if the replacements of a tokenizer make a text many times longer, each feeding the next."""
-    for kind in ("normalizer", "decoder"):
-        steps = list(_replacements(state.get(kind) if isinstance(state, dict) else None, 0))
-        text = probe = string.printable + "".join(str(pattern) for pattern, _, _ in steps)[:100_000]
-        for pattern, is_regex, content in steps:
-            try:
-                if len(content) <= LONGEST_REPLACEMENT:
-                    rule = normalizers.Replace(Regex(pattern) if is_regex else pattern, content)
-                    text = rule.normalize_str(text)
-                    if len(text) <= MOST_GROWTH * len(probe):
-                        continue
-            except Exception as error:  # the tokenizers library raises Exception itself
-                raise ValueError(f"the tokenizer in {where} has a broken {kind}: {reason(error)}") from error
-            raise ValueError(
-                f"the tokenizer in {where} is not safe to use: the replacements of its {kind} make a text more than "
-                f"{MOST_GROWTH} times longer, or have more than {LONGEST_REPLACEMENT} characters"
-            )
-
-
-def _replacements(step: Any, depth: int) -> Iterator[tuple[str, bool, str]]:
-    """Pattern, whether it is a regular expression, and replacement of every step, in order."""
-    if not isinstance(step, dict) or depth > MOST_DEPTH:
-        return
-    for inner in next((step[name] for name in ("normalizers", "decoders") if isinstance(step.get(name), list)), []):
-        yield from _replacements(inner, depth + 1)
-    pattern, content = step.get("pattern"), step.get("content")
-    if step.get("type") == "Replace" and isinstance(pattern, dict) and isinstance(content, str):
-        for name, is_regex in (("String", False), ("Regex", True)):
-            if isinstance(pattern.get(name), str):
-                yield pattern[name], is_regex, content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import re
@@ -15,7 +14,7 @@ from rich.progress import track
 
 from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.data.captioned import CaptionedFiles
-from lightning_mhla.data.images import EXTENSIONS, FORMATS, upright_size
+from lightning_mhla.data.images import EXTENSIONS, open_image, upright_size
 from lightning_mhla.system.untrusted import BROKEN
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ def _image_size(files: CaptionedFiles, index: int) -> Size:
     try:
         for data in (files.head(index, EXTENSIONS, HEAD), files.member(index, EXTENSIONS)[1]):
             try:
-                image = Image.open(io.BytesIO(data), formats=FORMATS)
+                image = open_image(data)
                 size = (image.height, image.width)
                 return upright_size(image)
             except (OSError, Image.DecompressionBombError, *BROKEN):

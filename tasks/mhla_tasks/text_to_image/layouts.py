@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
+import io
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.data.images import decode_file, open_image
+from lightning_mhla.data.lines import read_lines
+from lightning_mhla.data.source import read_sample
 from lightning_mhla.generative.text import read_prompts
+from lightning_mhla.system.listing import is_file_name, shown
+from lightning_mhla.system.untrusted import BROKEN
 
 TILES = 4
 """Images of a prompt that DPG-Bench reads, as quarters of one."""
@@ -29,8 +36,17 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
 
     Raises:
         FileNotFoundError: when an image is missing.
+        ValueError: for a name in the list that is not that of a file, one that comes twice, or a file that is not an image.
     """
-    names = [name for name, _ in read_prompts(prompts)]
+    names = [name for name, _ in dict.fromkeys(read_prompts(prompts))]
+    if wrong := [name for name in names if not is_file_name(name)]:
+        raise ValueError(
+            f"{prompts}: the name {wrong[0][:60]!r} cannot be a file name (a slash, a leading dot, or too long), and nothing "
+            "is read or written outside of the folders; correct the list"
+        )
+    if len(set(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise ValueError(f"{prompts}: the name {twice[:60]!r} comes twice, so that one image would overwrite the other")
     if not list(images.glob("*.png")):
         raise FileNotFoundError(f"{images} holds no .png files; give the folder images that predict wrote")
     LAYOUTS[layout](images, names, prompts, target)
@@ -41,13 +57,13 @@ def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) ->
     """``00000/metadata.jsonl`` and ``00000/samples/0000.png``."""
     if prompts.suffix != ".jsonl":
         raise ValueError(f"--prompts {prompts} is not GenEval's evaluation_metadata.jsonl")
-    lines = [line for line in prompts.read_text().splitlines() if line.strip()]
+    lines = [line for _, line in read_lines(prompts)]
     for name, line in zip(names, lines, strict=True):
         folder = target / name
         (folder / "samples").mkdir(parents=True, exist_ok=True)
-        (folder / "metadata.jsonl").write_text(line + "\n")
+        (folder / "metadata.jsonl").write_text(line + "\n", encoding="utf-8")
         for number, path in enumerate(_numbered(images, name)):
-            shutil.copy(path, folder / "samples" / f"{number:04d}.png")
+            _copy(path, folder / "samples" / f"{number:04d}.png")
 
 
 def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
@@ -60,19 +76,23 @@ def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
                 f"{images} has {len(found)} images of {name}, DPG-Bench wants {TILES}: "
                 f"--data.prompts.per_prompt={TILES}"
             )
-        tiles = [Image.open(path).convert("RGB") for path in found[:TILES]]
+        tiles = [decode_file(path) for path in found[:TILES]]
         width, height = tiles[0].size
+        if any(tile.size != tiles[0].size for tile in tiles):
+            raise BrokenSampleError(f"{found[0]}: the {TILES} images of a prompt have different sizes; draw them again")
         canvas = Image.new("RGB", (2 * width, 2 * height))
         for number, tile in enumerate(tiles):
             canvas.paste(tile, (number % 2 * width, number // 2 * height))
-        canvas.save(target / f"{name}.png")
+        stream = io.BytesIO()
+        canvas.save(stream, "PNG")
+        _write(target / f"{name}.png", stream.getvalue())
 
 
 def _mjhq(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
     """``NAME.png``: one image of each prompt."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
-        shutil.copy(_numbered(images, name)[0], target / f"{name}.png")
+        _copy(_numbered(images, name)[0], target / f"{name}.png")
 
 
 LAYOUTS: dict[str, Callable[[Path, Sequence[str], Path, Path], Any]] = {
@@ -94,3 +114,26 @@ def _numbered(images: Path, name: str) -> list[Path]:
     if not found:
         raise FileNotFoundError(f"{images / f'{name}-0.png'} is missing; draw all prompts of the list first")
     return found
+
+
+def _copy(path: Path, target: Path) -> None:
+    """Copy an image, and nothing else that a link of its name may lead to.
+
+    Raises:
+        BrokenSampleError: when the file is not an image.
+    """
+    data = read_sample(path)
+    try:
+        open_image(data)
+    except (OSError, Image.DecompressionBombError, *BROKEN) as error:
+        raise BrokenSampleError(f"{shown(path)} is not a JPEG, PNG or WebP image; draw it again") from error
+    _write(target, data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file in place of the one that is there, or of the link."""
+    aside = path.with_name(f"{path.name}.part")
+    aside.unlink(missing_ok=True)
+    with aside.open("xb") as stream:
+        stream.write(data)
+    aside.replace(path)

@@ -156,7 +156,8 @@ def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
 
     pixels = clip.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().cpu().numpy()
     aside = path.with_name(path.name + ".part")
-    with av.open(str(aside), "w", format="mp4") as container:
+    # ffmpeg gets an open file, never its name, in which it would read 2026-11-25T10:30/a.mp4 as a protocol
+    with aside.open("wb") as file, av.open(file, "w", format="mp4") as container:
         stream: Any = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
         stream.height, stream.width = (pixels.shape[1] // 2 * 2, pixels.shape[2] // 2 * 2)
         stream.pix_fmt, stream.options = "yuv420p", {"crf": str(crf)}

@@ -472,3 +472,33 @@ def test_prompts_that_cannot_be_read_are_named(name: str, data: bytes, message: 
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=message):
         PromptFile(tmp_path / name)
+
+
+def test_one_long_value_is_an_error_that_names_it_in_every_kind_of_table(
+    tmp_path: Path, tokenizer_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "a" * (1 << 25)
+    kinds = {
+        "a.jsonl": json.dumps({"text": long + long}),
+        "a.csv": f'text\n"{long}\n{long}"\n',
+        "a.tsv": f"text\n{long}{long}\n",
+        "a.jsonl.gz": json.dumps({"text": long + long}),
+        "open.csv": 'text\n"' + f"{long[:1000]}\n" * 40_000,
+    }
+    for name, content in kinds.items():
+        path = tmp_path / name
+        data = content.encode()
+        path.write_bytes(gzip.compress(data, 1) if name.endswith(".gz") else data)
+        with pytest.raises(ValueError, match=rf"{name}: line \d+\b.*(has more than 33554432 characters|field limit)"):
+            documents(path)
+    rows = [{"text": "a" * 1000}] * 1000
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    monkeypatch.setattr("lightning_mhla.data.lines.LONGEST_LINE", 10_000)
+    assert len(documents(tmp_path / "rows.json")) == 1000, "an array of all rows may stand in one line"
+    status, said = fork_server().run(
+        "prepare", "text", str(tmp_path / "out"), str(tmp_path / "a.jsonl"), f"--tokenizer={tokenizer_folder}",
+        module="mhla_tasks",
+    )  # fmt: skip
+    assert status == 1
+    assert "a.jsonl: line 1 has more than 33554432 characters" in said
+    assert "Traceback" not in said

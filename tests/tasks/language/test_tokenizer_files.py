@@ -6,6 +6,7 @@ import base64
 import json
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,74 @@ def test_replacements_that_blow_a_text_up_are_an_error(part: str, steps: Any, tm
     files = {path.name: path.read_text() for path in folder.iterdir()}
     with pytest.raises(ValueError, match="is not safe to use"):
         unpack_tokenizer(files)
+
+
+LETTERS = [replacing({"String": chr(0x4E00 + number)}, chr(0x4E01 + number) * 10) for number in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("part", "steps"),
+    [
+        ("normalizer", [replacing({"Regex": r"\p{Han}"}, "b" * 999), replacing({"String": "b"}, "c" * 999)]),
+        ("normalizer", [replacing({"Regex": r"\p{Thai}"}, "x" * 200)]),
+        ("normalizer", [replacing({"String": "q"}, "z" * 500)]),
+        ("normalizer", LETTERS),
+        ("normalizer", [{"type": "Prepend", "prepend": "x" * 1001}]),
+        ("normalizer", [{"type": "Prepend", "prepend": "x" * 900}, replacing({"String": "x"}, "y" * 900)]),
+        ("normalizer", [replacing({"String": "ab"}, "abab")] * 1001),
+        ("normalizer", [replacing({"Regex": ""}, "x" * 150)]),
+        ("decoder", [replacing({"Regex": "[^a]"}, "b" * 150)]),
+    ],
+    ids=["two scripts", "one script", "one letter", "letters", "long", "prepended", "many", "nothing", "decoder"],
+)
+def test_growth_does_not_depend_on_the_text_that_is_tried(part: str, steps: Any, tmp_path: Path) -> None:
+    begun = time.process_time()
+    with pytest.raises(ValueError, match=r"bomb is not safe to use"):
+        load_tokenizer(bomb(tmp_path / "bomb", part, steps))
+    assert time.process_time() - begun < 2
+
+
+def test_many_replacements_that_do_not_feed_each_other_are_read(tmp_path: Path) -> None:
+    steps = [replacing({"String": sign}, "ff") for sign in "ﬀﬁﬂﬃﬄœæ…€№™©®"]
+    assert load_tokenizer(bomb(tmp_path / "ligatures", "normalizer", steps)).encode("a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"padding": {"strategy": {"Fixed": 10**9}}}, "pads each text to 1000000000 tokens"),
+        ({"padding": {"strategy": "BatchLongest", "pad_to_multiple_of": 10**9}}, "pads each text to 1000000000 tokens"),
+        ({"post_processor": {"single": 5000, "ids": 1}}, r"puts \d+ tokens around a text"),
+        ({"post_processor": {"single": 50, "ids": 500}}, r"puts \d+ tokens around a text"),
+    ],
+    ids=["fixed", "multiple", "template", "ids"],
+)
+def test_a_tokenizer_adds_no_more_than_a_few_tokens(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    train_tokenizer(SENTENCES, 300).save_pretrained(tmp_path / "bomb")
+    path = tmp_path / "bomb/tokenizer.json"
+    state = json.loads(path.read_text())
+    for name, value in changes.items():
+        if name == "padding":
+            pad = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+            state[name] = {**pad, **value}
+        else:
+            token = {"SpecialToken": {"id": "x", "type_id": 0}}
+            texts = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}]
+            single = [token] * value["single"] + texts[:1]
+            special = {"id": "x", "ids": [0] * value["ids"], "tokens": ["x"] * value["ids"]}
+            template = {"type": "TemplateProcessing", "single": single, "pair": single + texts[1:]}
+            state[name] = {**template, "special_tokens": {"x": special}}
+    path.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=rf"bomb is not safe to use: it {message}"):
+        load_tokenizer(tmp_path / "bomb")
+
+
+def test_a_tokenizer_of_many_megabytes_is_named_and_not_read(tmp_path: Path) -> None:
+    train_tokenizer(SENTENCES, 300).save_pretrained(tmp_path / "large")
+    with (tmp_path / "large/tokenizer.json").open("r+b") as stream:
+        stream.truncate(1 << 30)  # sparse on the disk
+    with pytest.raises(ValueError, match=r"large/tokenizer.json has 1073741824 bytes"):
+        load_tokenizer(tmp_path / "large")
 
 
 def test_a_regular_expression_without_end_is_one_line(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from mhla_tasks import commands
 from mhla_tasks.text_to_image import ClipScore
+from mhla_tasks.text_to_image.layouts import arrange
 from PIL import Image
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizerFast
 
@@ -67,6 +68,76 @@ def test_dpg_and_mjhq(tmp_path: Path) -> None:
     (tmp_path / "wrong.jsonl").write_text('{"text": 1}')
     with pytest.raises(ValueError, match="line 1 has no 'prompt', only"):
         RequestedSamples(PromptRequest(str(tmp_path / "wrong.jsonl")), [], "png")
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("mjhq", "../ESCAPED"), ("mjhq", "/tmp/ESCAPED"), ("mjhq", "a/b"), ("mjhq", ".."), ("mjhq", ".hidden"), ("mjhq", ""),
+        ("mjhq", "nul\0"), ("mjhq", "x" * 300), ("mjhq", "\ud800"), ("dpg", "../ESCAPED"), ("dpg", "../../x/ESCAPED"),
+    ],
+)  # fmt: skip
+def test_names_lead_out_of_no_folder(layout: str, name: str, tmp_path: Path) -> None:
+    images = tmp_path / "bench/images"
+    images.mkdir(parents=True)
+    for folder in (images, images.parent):
+        for number in range(4):
+            Image.new("RGB", (4, 4)).save(folder / f"ESCAPED-{number}.png")
+    (tmp_path / "prompts.json").write_text(json.dumps({name: {"prompt": "a"}}))
+    there = sorted(tmp_path.rglob("*"))
+    options = ["--prompts", str(tmp_path / "prompts.json"), "--layout", layout]
+    with pytest.raises(SystemExit, match="cannot be a file name"):
+        commands.run("arrange", [str(images), str(tmp_path / "bench/x/y"), *options])
+    assert sorted(tmp_path.rglob("*")) == there
+
+
+def test_a_list_of_lines_is_checked_as_well(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "images/one-0.png")
+    for lines, message in {"../ESCAPED\ta": "cannot be a file name", "one\ta\none\tb": "comes twice"}.items():
+        (tmp_path / "prompts.txt").write_text(lines)
+        with pytest.raises(ValueError, match=message):
+            arrange(tmp_path / "images", tmp_path / "prompts.txt", "mjhq", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_lead_neither_to_other_files_nor_through_them(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "images/one-0.png").symlink_to(tmp_path / "secret")
+    (tmp_path / "prompts.json").write_text(json.dumps({"one": {"prompt": "a"}}))
+    with pytest.raises(ValueError, match=r"one-0.png is not a JPEG, PNG or WebP image"):
+        arrange(tmp_path / "images", tmp_path / "prompts.json", "mjhq", tmp_path / "out")
+    (tmp_path / "images/one-0.png").unlink()
+    Image.new("RGB", (4, 4)).save(tmp_path / "images/one-0.png")
+    (tmp_path / "out/one.png").symlink_to(tmp_path / "secret")
+    arrange(tmp_path / "images", tmp_path / "prompts.json", "mjhq", tmp_path / "out")
+    assert (tmp_path / "secret").read_text() == "mine"
+    assert level(tmp_path / "out/one.png") == 0
+
+
+@pytest.mark.parametrize("layout", ["dpg", "mjhq"])
+@pytest.mark.parametrize("kind", ["EPS", "BMP", "GIF", "PCX"])
+def test_no_other_format_is_opened(layout: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started"))
+    (tmp_path / "images").mkdir()
+    for number in range(4):
+        Image.new("RGB", (4, 4)).save(tmp_path / f"images/one-{number}.png", kind)
+    (tmp_path / "prompts.json").write_text(json.dumps({"one": {"prompt": "a"}}))
+    with pytest.raises(ValueError, match=r"not .*JPEG, PNG or WebP"):
+        arrange(tmp_path / "images", tmp_path / "prompts.json", layout, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("sign", ["\f", "\u2028", "\x85", "\x1c", "\r\n"])
+def test_a_line_of_geneval_ends_at_line_feeds_alone(sign: str, tmp_path: Path) -> None:
+    line = json.dumps({"prompt": f"one{sign}two"}, ensure_ascii=False)
+    (tmp_path / "list.jsonl").write_text(f"{line}\n{line}\n", encoding="utf-8", newline="")
+    (tmp_path / "images").mkdir()
+    for number in range(2):
+        Image.new("RGB", (4, 4)).save(tmp_path / f"images/0000{number}-0.png")
+    assert arrange(tmp_path / "images", tmp_path / "list.jsonl", "geneval", tmp_path / "out") == 2
+    assert (tmp_path / "out/00001/metadata.jsonl").read_text(encoding="utf-8") == line + "\n"
 
 
 def save_clip(folder: Path) -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline
-from mhla_tasks.video.clips import cover, read_clip, to_frames, to_signed, write_clip
+from mhla_tasks.video.clips import check_video, cover, read_clip, to_frames, to_signed, write_clip
 from mhla_tasks.video.digits import MOVES, NAMES, MovingDigitSamples, every_caption, render
 from mhla_tasks.video.sources import ShardClips
 from wan import make_shard
@@ -107,6 +107,16 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         RequestedSamples(PromptRequest(["either/or"]), [], "mp4")
     with pytest.raises(ValueError, match="there are no prompts; name a file of them"):
         RequestedSamples(PromptRequest(), [], "mp4")
+
+
+@pytest.mark.parametrize("name", ["2026-11-25T10:30", "file:a", "concat:a|b", "pipe:1", "-o", "%03d", "http:"])
+def test_no_name_is_a_protocol(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    for path in (Path(name) / "clip.mp4", Path(f"{name}.mp4")):
+        write_clip(path, torch.zeros(3, 3, 16, 16, dtype=torch.uint8), 8)
+        check_video(path.read_bytes(), str(path))
+    assert sorted(str(path) for path in Path().rglob("*.mp4")) == sorted([f"{name}/clip.mp4", f"{name}.mp4"])
 
 
 def brightness(clip: torch.Tensor) -> list[int]:
