@@ -18,6 +18,7 @@ from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.data.module import process_share
 from lightning_mhla.data.sampling import Ticket, evaluation_batches, kept_random_state
 from lightning_mhla.system.folders import run_folder
+from lightning_mhla.system.listing import is_file_name
 from lightning_mhla.system.options import as_dataclass
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class SampleGrid(PeriodicEvaluation):
         super().__init__(every_n_steps, at_end)
         if samples < 1 or batch_size < 1:
             raise ValueError(f"samples={samples} and batch_size={batch_size} must be at least 1")
+        if not is_file_name(name):
+            raise ValueError(f"name={name[:60]!r} is the name of files and cannot have a slash or begin with a dot")
         self.samples, self.sampling = samples, sampling
         self.batch_size, self.seed, self.name = batch_size, seed, name
 

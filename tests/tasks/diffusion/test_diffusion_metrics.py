@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from mhla_tasks import cli, commands
-from mhla_tasks.diffusion import ClassToImage, DigitFeatures, DiT, FeatureNetwork, InceptionFeatures
+from mhla_tasks.diffusion import ClassToImage, DigitFeatures, DiT, FeatureNetwork, GenerationMetrics, InceptionFeatures
+from mhla_tasks.diffusion.callbacks import SampleGrid
 from mhla_tasks.diffusion.sampling import SamplingConfig
 from PIL import Image
 from processes import fork_server, run_cli
@@ -311,3 +312,10 @@ def test_random_features_are_a_function_of_their_seed() -> None:
     _random_network.cache_clear()
     torch.manual_seed(5)
     assert first == fingerprint(RandomFeatures(0).network()) != other
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "/tmp/x", "a\0b"])
+def test_a_name_of_samples_leads_out_of_no_folder(name: str) -> None:
+    for kind in (SampleGrid, GenerationMetrics):
+        with pytest.raises(ValueError, match="cannot have a slash or begin with a dot"):
+            kind(name=name)
