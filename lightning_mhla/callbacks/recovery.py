@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -259,7 +260,7 @@ class Recovery(Checkpoint):
 
 def step_of(path: Path) -> int | None:
     """The optimiser step that the name of a state says; None for any other name."""
-    match = re.fullmatch(r"step=(\d+)\.ckpt", path.name)
+    match = re.fullmatch(r"step=(\d{8,})\.ckpt", path.name)
     return int(match[1]) if match else None
 
 
@@ -284,7 +285,7 @@ def set_aside(folder: Path, step: int) -> None:
     if not moved:
         return
     number = 1
-    while (target := folder / f"set-aside-{number}").exists():
+    while os.path.lexists(target := folder / f"set-aside-{number}"):
         number += 1
     for path in moved:
         (target / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
