@@ -81,9 +81,7 @@ def read_own(path: Path, most: int) -> bytes:
     return content
 
 
-def check_own(
-    path: Path, status: os.stat_result | None = None, is_kind: Callable[[int], bool] = stat.S_ISREG
-) -> None:
+def check_own(path: Path, status: os.stat_result | None = None, is_kind: Callable[[int], bool] = stat.S_ISREG) -> None:
     """Check that nobody else put a file or folder into a cache.
 
     Args:

@@ -138,13 +138,18 @@ class RunFolder:
                     path.rename(path.with_suffix(""))
 
 
-def _folders_of_checkpoints(run: Path) -> Iterator[Path]:
+def _folders_of_checkpoints(run: Path) -> list[Path]:
     """The folder of a run's checkpoints and those below it; not the checkpoints that are folders, nor runs."""
+    found = []
     for place, folders, _ in os.walk(run / CHECKPOINTS):
-        yield Path(place)
-        folders[:] = [
-            name for name in folders if not (is_sharded(Path(place, name)) or os.path.lexists(Path(place, name, LOCK)))
-        ]
+        found.append(Path(place))
+        folders[:] = [name for name in folders if not _is_unit(Path(place, name))]
+    return found
+
+
+def _is_unit(folder: Path) -> bool:
+    is_temporary = UNFINISHED.fullmatch(folder.name) or REPLACED.fullmatch(folder.name)
+    return bool(is_temporary) or is_sharded(folder) or os.path.lexists(folder / LOCK)
 
 
 def _is_lost(old: Path) -> bool:

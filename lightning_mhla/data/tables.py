@@ -115,17 +115,17 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
     stat = path.stat()
     hidden = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     root = cache or default_cache()
-    in_cache = root / "tables" / f"{hidden}.npz"
-    for file in (table_file(path), in_cache):
-        if file == in_cache and not _is_own(file):
+    candidates = [table_file(path), root / "tables" / f"{hidden}.npz"]
+    for file in candidates:
+        if file.is_relative_to(root) and not _is_own(file):
             continue
         kept = read_table(file)
         if kept is not None and (kept.size, kept.written) == (stat.st_size, stat.st_mtime_ns):
             return kept
     table = scan_shard(path)
-    for file in (table_file(path), in_cache):
+    for file in candidates:
         try:
-            if file == in_cache:
+            if file.is_relative_to(root):
                 own_folder(file.parent, root)
             with written_whole(file) as aside:
                 aside.write_bytes(table_bytes(table))
