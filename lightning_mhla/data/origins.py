@@ -85,8 +85,8 @@ class ShardSet:
         """
         if self.finished() and not (_read(self) or _is_manifest(self.manifest)):
             raise ValueError(
-                f"{self.folder / self.prefix}-*.tar are there, and neither {self.origins.name} nor {self.manifest.name} says that "
-                "they were prepared here, so they are not deleted; move them away, or choose another folder or --prefix"
+                f"{self.folder / self.prefix}-*.tar are there, and neither {self.origins.name} nor {self.manifest.name} says "
+                "that they were prepared here, so they are not deleted; move them away, or choose another folder or --prefix"
             )
         self.origins.unlink(missing_ok=True)  # first: shards without it are an error, never resumed
         for shard in self.finished():

@@ -83,11 +83,12 @@ def test_a_planted_link_in_place_of_a_file_is_not_followed(
     shard = kept_at(url, cache / folder)
     shard.parent.mkdir(parents=True)
     shard.with_name(shard.name + ending).symlink_to(victim / "authorized_keys")
-    try:
+    used = {"streamed": ("", ".part", INDEX), "shards": ("",)}[folder]
+    if ending in used:
+        with pytest.raises(ForeignFileError, match=r"is a link, .*: remove it, or choose another folder for the cache"):
+            READERS[folder](url, cache)
+    else:
         assert READERS[folder](url, cache) == 1
-    except ForeignFileError as error:
-        assert "is a link" in str(error)
-        assert "choose another folder for the cache" in str(error)
 
 
 @pytest.mark.parametrize("depth", ["lock", "side file", "folder of a server", "folder of the cache"])

@@ -99,8 +99,7 @@ def test_what_is_written_into_a_folder_while_it_is_replaced_stays(
 def test_a_file_of_the_user_where_a_folder_belongs_is_an_error(tmp_path: Path) -> None:
     make(tmp_path, "model/tokenizer")
     with pytest.raises(FileExistsError, match="tokenizer"), rebuilt_folder(tmp_path / "model") as aside:
-        (aside / "tokenizer").mkdir()
-        (aside / "tokenizer/vocab").write_text("new")
+        make(aside, "tokenizer/vocab")
     assert contents(tmp_path) == {"model/tokenizer": "model/tokenizer"}
 
 

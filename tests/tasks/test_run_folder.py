@@ -275,7 +275,7 @@ def test_a_folder_that_is_not_a_run_is_rejected(
 ) -> None:
     folder = tmp_path / "home"
     make(folder, *names)
-    with pytest.raises(ValueError, match="the folder is not that of a run, and holds .*; give a new or empty folder"):
+    with pytest.raises(ValueError, match=r"the folder is not that of a run, and holds .*; give a new or empty folder"):
         RunFolder(folder)
     assert files_in(folder) == sorted(names)
     assert all((folder / name).read_text() == name for name in names)
