@@ -20,6 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from lightning import Trainer
+from lightning.pytorch.loggers import CSVLogger
+
 from lightning_mhla.checkpoints.io import CHECKPOINTS, RECOVERY
 from lightning_mhla.checkpoints.sharded import MANIFEST, is_sharded
 from lightning_mhla.system.files import REPLACED, UNFINISHED, remove
@@ -82,14 +85,7 @@ class RunFolder:
 
     def keep(self, name: str) -> None:
         """Rename a file of an earlier start that a new one would delete: ``metrics.csv`` to ``metrics-1.csv`` and so on."""
-        file = self.path / name
-        if file.is_file():
-            file.rename(self._numbered(file))
-
-    def _numbered(self, file: Path) -> Path:
-        """The first of ``NAME-1``, ``NAME-2`` and so on that is free."""
-        names = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(1))
-        return next(name for name in names if not os.path.lexists(name))
+        _set_aside(self.path / name)
 
     def _take(self, patience: float) -> None:
         is_new = not _is_marked(self.path)
@@ -123,7 +119,7 @@ class RunFolder:
         """Copy a configuration that the user has put here: the one with all options is going to take its name."""
         config = self.path / CONFIG
         if config.is_file() and not _head(config).startswith(WRITTEN_BY_LIGHTNING):
-            self._numbered(config).write_bytes(config.read_bytes())
+            _numbered(config).write_bytes(config.read_bytes())
 
     def _tidy(self) -> None:
         """Remove what a killed process had begun to write; put a checkpoint back that it was about to replace."""
@@ -244,6 +240,24 @@ def _is_our_output(path: Path) -> bool:
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return True
     return False
+
+
+def keep_tables(trainer: Trainer) -> None:
+    """Rename the tables that a ``CSVLogger`` would delete: it writes into a folder whose version the user has named."""
+    for logger in trainer.loggers if is_first_process() else ():
+        if isinstance(logger, CSVLogger):
+            _set_aside(Path(logger.log_dir) / "metrics.csv")
+
+
+def _set_aside(file: Path) -> None:
+    if file.is_file():
+        file.rename(_numbered(file))
+
+
+def _numbered(file: Path) -> Path:
+    """The first of ``NAME-1``, ``NAME-2`` and so on that is free."""
+    names = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def remove_log_folder(folder: Path) -> None:

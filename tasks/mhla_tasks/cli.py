@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.checkpoints.choice import choose_checkpoint
 from lightning_mhla.checkpoints.io import CHECKPOINTS
-from lightning_mhla.checkpoints.runs import RunFolder, remove_log_folder
+from lightning_mhla.checkpoints.runs import RunFolder, keep_tables, remove_log_folder
 from lightning_mhla.system.lightning_private import subcommand_parsers
 from mhla_tasks.config_errors import find_repeated_option, find_unknown_key, shorten
 from mhla_tasks.console import ignore_noise, prepare_streams, show_log
@@ -208,6 +208,7 @@ class SuiteCLI(LightningCLI):
         if not bars and given.enable_progress_bar in (None, True) and not given.barebones:
             self.trainer_defaults = {**self.trainer_defaults, "callbacks": [EpochBar()]}
         trainer = super().instantiate_trainer(**options)
+        keep_tables(trainer)
         if self._run is not None:
             for callback in trainer.checkpoint_callbacks:
                 if (

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from mhla_tasks import commands
 from mhla_tasks.cli import main
 from mhla_tasks.language.prepare import write_token_shards
@@ -22,7 +24,7 @@ from PIL import Image
 
 from lightning_mhla.callbacks.best import complete, relocate
 from lightning_mhla.callbacks.recovery import set_aside, step_of
-from lightning_mhla.checkpoints.runs import remove_log_folder
+from lightning_mhla.checkpoints.runs import keep_tables, remove_log_folder
 from lightning_mhla.data.write import shard_writer, write_shards
 from lightning_mhla.generative.images import SampleWriter
 from lightning_mhla.swap.saved import remove_stale
@@ -291,3 +293,26 @@ def test_the_log_folder_of_a_failed_start_goes_only_if_it_is_new(tmp_path: Path)
         remove_log_folder(tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version_1", "version_2"]
     assert len(list((tmp_path / "version_1").iterdir())) == 5
+
+
+def test_states_of_another_run_in_the_same_folder_are_set_aside(tmp_path: Path) -> None:
+    """Runs without a logger share a folder; a start from elsewhere would remove earlier states as superseded."""
+    (tmp_path / "recovery").mkdir()
+    for step in (3, 7):
+        torch.save({"state_dict": {}, "global_step": step}, tmp_path / f"recovery/step={step:08d}.ckpt")
+    set_aside(tmp_path, 10)
+    assert len(list((tmp_path / "recovery").iterdir())) == 2, "of this run, and earlier"
+    set_aside(tmp_path, 10, everything=True)
+    assert len(list((tmp_path / "set-aside-1/recovery").iterdir())) == 2
+
+
+def test_the_table_of_a_version_that_the_user_named_is_kept(tmp_path: Path) -> None:
+    """Lightning deletes it, in a folder that is not that of a run."""
+    for number in range(2):
+        logger = CSVLogger(tmp_path, name="mine", version="one")
+        keep_tables(Trainer(logger=logger, accelerator="cpu", enable_progress_bar=False))
+        logger.log_metrics({"x": float(number)}, step=0)
+        logger.save()
+    assert [(tmp_path / f"mine/one/{name}.csv").read_text() for name in ("metrics-1", "metrics")] == [
+        "step,x\n0,0.0\n", "step,x\n0,1.0\n"
+    ]  # fmt: skip

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import sys
 import sysconfig
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -77,8 +76,8 @@ def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
     folder = (cache_dir or default_cache()) / f"stdlib-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
     if folder.is_dir():
         own_folder(folder, folder.parent)
-        with suppress(FileNotFoundError):
-            check_own(folder / "tokens.npz")
+        for file in folder.iterdir():
+            check_own(file)
     if not (folder / "tokens.npz").exists():
         _prepare(texts, vocab_size, folder)
     with np.load(folder / "tokens.npz", allow_pickle=False) as kept:
