@@ -110,7 +110,7 @@ class RunFolder:
         owner = {"host": platform.node(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}
         stream.write(json.dumps(owner))
         stream.flush()
-        self._lock = stream  # held until the process ends
+        self._lock = stream  # held until the process ends, or closes the file under any other descriptor
         if is_new:
             self._keep_configuration()
         self._tidy()
