@@ -10,6 +10,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from mhla_kernels.own_files import own_folder
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client")
 
 
@@ -61,7 +63,7 @@ def _unpacked(cache: Path) -> Installation:
     root = cache / "root"
     complete = cache / "complete"
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        own_folder(cache, cache.parent)  # programs are run from there
         with (cache / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits here, then finds the marker
             if not complete.exists():

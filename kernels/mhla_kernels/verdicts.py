@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import tempfile
 import time
 import warnings
@@ -28,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mhla_kernels.own_files import open_own, own_folder, read_own
+
 FATAL = (torch.OutOfMemoryError, KeyboardInterrupt, SystemExit)
 """Errors that say nothing of the kernel."""
 EXHAUSTED = ("out of memory", "ALLOC_FAILED")
@@ -35,6 +38,10 @@ EXHAUSTED = ("out of memory", "ALLOC_FAILED")
 
 BOUNDS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 4e-2)}
 """Allowed errors of outputs and of gradients, relative to their norm: a few times what a sound kernel has."""
+
+
+LARGEST = 1 << 16
+"""Bytes of a file with a verdict."""
 
 
 @dataclass(frozen=True)
@@ -246,8 +253,8 @@ def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
     lasting = True
     with ExitStack() as held:
         with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(held.enter_context(mark.open("w")), fcntl.LOCK_EX)
+            own_folder(folder, cache_folder())
+            fcntl.flock(held.enter_context(mark.open("x")), fcntl.LOCK_EX)
         try:
             verdict = in_own_thread(trial, torch.device(device))
         except BaseException as error:
@@ -257,33 +264,54 @@ def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
                 raise
             lasting = type(error).__module__.startswith("triton")
             verdict = Verdict(False, short(error), time.perf_counter() - start)
-        with suppress(OSError):
-            if lasting:
-                aside = mark.with_suffix(".part")
-                aside.write_text(json.dumps({**asdict(verdict), "environment": environment(device)}, indent=2) + "\n")
-                aside.replace(folder / f"{kind}.json")
-            for ended in (mark, *_ended_trials(kind, folder)):
-                ended.unlink(missing_ok=True)
+        if lasting and mark.exists():
+            _keep(verdict, mark.with_suffix(".part"), folder / f"{kind}.json", device)
+        for ended in (mark, *_ended_trials(kind, folder)):
+            with suppress(OSError):
+                ended.unlink()
     return verdict
+
+
+def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
+    """Write a verdict to the cache; where that fails, later processes try the kernel again."""
+    text = json.dumps({**asdict(verdict), "environment": environment(device)}, indent=2) + "\n"
+    with suppress(OSError):
+        with aside.open("x") as stream:
+            stream.write(text)
+        aside.replace(path)
+    with suppress(OSError):
+        aside.unlink(missing_ok=True)
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
     """The verdict in the cache, or one against a kind whose trials ended their processes; None for neither."""
     folder = folder_of(device)
-    with suppress(OSError, ValueError, KeyError):
-        found = json.loads((folder / f"{kind}.json").read_text())
-        return Verdict(found["agrees"], f"{found['reason']} (known from {folder / kind}.json)", found["seconds"])
+    if found := _read(folder / f"{kind}.json"):
+        return found
     ended = _ended_trials(kind, folder)
     if len(ended) < 2:  # one may have been stopped from outside
         return None
     return Verdict(False, f"trials of it ended their processes (remove {folder / kind}.*.running to try again)", 0.0)
 
 
+def _read(path: Path) -> Verdict | None:
+    """The verdict in a file; None where there is none, it is damaged, or somebody else put it there."""
+    try:
+        found = json.loads(read_own(path, LARGEST))
+        agrees, reason, seconds = found["agrees"], found["reason"], found["seconds"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if type(agrees) is not bool or not isinstance(reason, str) or type(seconds) not in (int, float):
+        return None
+    printable = "".join(sign if sign.isprintable() else "?" for sign in reason[:1000])
+    return Verdict(agrees, f"{printable} (known from {path})", seconds)
+
+
 def _ended_trials(kind: str, folder: Path) -> list[Path]:
     """Marks of trials whose processes are gone: nobody holds their lock."""
     found = []
     for mark in folder.glob(f"{kind}.*.running"):
-        with suppress(OSError), mark.open() as stream:
+        with suppress(OSError), open(open_own(mark)) as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             found.append(mark)
     return found
@@ -293,5 +321,6 @@ def forget_kept(device: str) -> None:
     """Remove all verdicts that are kept for a device: every kind of kernel is tried again at its next use."""
     with suppress(OSError):
         for path in folder_of(device).iterdir():
-            path.unlink(missing_ok=True)
+            if path.suffix == ".json" or re.fullmatch(r".+\.[0-9a-f]{32}\.(running|part)", path.name):
+                path.unlink(missing_ok=True)
     forget()

@@ -14,6 +14,7 @@ from weakref import proxy
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_mhla.checkpoints.choice import lies_in
 from lightning_mhla.system.files import give_second_name
 from lightning_mhla.system.lightning_private import defer_saves, ended_inside_epoch, stop_deferring
 
@@ -119,8 +120,9 @@ def _is_second_name(request: Request) -> bool:
 
 
 def _inside(paths: Iterable[str], folder: Path) -> list[str]:
-    """Those paths that are below a folder, relative to it."""
-    relative = [os.path.relpath(path, folder) for path in paths if "://" not in path]
+    """Those paths that are below a folder, links followed, relative to it."""
+    inside = [path for path in paths if "://" not in path and lies_in(Path(path).parent, folder)]
+    relative = [os.path.relpath(path, folder) for path in inside]
     return [path for path in relative if not path.startswith("..")]
 
 
@@ -143,10 +145,19 @@ def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
             (folder / path).unlink()
 
 
+def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
+    """Whether a ModelCheckpoint can have written a path: a checkpoint below its folder, links and ``..`` followed."""
+    folder = str(callback.dirpath)
+    if "://" in path or "://" in folder:
+        return path.startswith(folder) and ".." not in path.split("/")
+    return path.endswith(callback.FILE_EXTENSION) and lies_in(Path(path).parent, Path(folder))
+
+
 def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[str] = ()) -> dict[str, Any]:
-    """The state of a ModelCheckpoint with its paths in the present folder, and without files that are gone.
+    """The state of a ModelCheckpoint with its paths in the present folder, and without files that are gone or lie elsewhere.
 
     Lightning drops the state where the text of the folder differs: a relative path, a moved run, a new version of a logger.
+    A ModelCheckpoint removes what is no longer among its best, so files that it cannot have written do not count either.
 
     Args:
         state: state from a checkpoint.
@@ -160,8 +171,9 @@ def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[st
         return os.path.join(now, os.path.relpath(path, before)) if inside else path
 
     scores = {moved(path): score for path, score in state["best_k_models"].items()}
-    scores = {path: score for path, score in scores.items() if path not in gone}
     best, kth = moved(state["best_model_path"]), moved(state["kth_best_model_path"])
+    gone |= {path for path in (best, kth, *scores) if path and not _is_written_by(callback, path)}
+    scores = {path: score for path, score in scores.items() if path not in gone}
     changed: dict[str, Any] = {"dirpath": callback.dirpath, "best_k_models": scores}
     changed |= {"last_model_path": moved(state["last_model_path"]), "kth_best_model_path": kth, "best_model_path": best}
     if best in gone or kth in gone:

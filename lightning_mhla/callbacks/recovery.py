@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -125,7 +126,8 @@ class Recovery(Checkpoint):
         if start is not None and start.resolve() != self._folder.parent.resolve():
             self.started_from = name_of_start(start, self._folder.parent)
         if trainer.is_global_zero:
-            set_aside(self._folder, trainer.global_step)
+            is_of_this_run = start is None or lies_in(start, self._folder.parent)
+            set_aside(self._folder, trainer.global_step, everything=not is_of_this_run)
         if trainer.global_step:
             log_again(trainer, self._row)
             self._row = None
@@ -259,11 +261,11 @@ class Recovery(Checkpoint):
 
 def step_of(path: Path) -> int | None:
     """The optimiser step that the name of a state says; None for any other name."""
-    match = re.fullmatch(r"step=(\d+)\.ckpt", path.name)
+    match = re.fullmatch(r"step=(\d{8,})\.ckpt", path.name)
     return int(match[1]) if match else None
 
 
-def set_aside(folder: Path, step: int) -> None:
+def set_aside(folder: Path, step: int, everything: bool = False) -> None:
     """Move the checkpoints of an abandoned future out of the way: a run that starts at an earlier step would resume from them.
 
     Nothing is deleted. Other checkpoints in the folder, which no later state of this run lists, stay where they are.
@@ -271,8 +273,11 @@ def set_aside(folder: Path, step: int) -> None:
     Args:
         folder: folder of the run's checkpoints.
         step: optimiser step that the run starts at.
+        everything: whether all states there are of another run, whatever their steps: this one would supersede them.
     """
-    later = {path: header for path in _states_in(folder) if (header := _header(path)) and header["global_step"] > step}
+    latest = -1 if everything else step
+    headers = {path: header for path in _states_in(folder) if (header := _header(path))}
+    later = {path: header for path, header in headers.items() if header["global_step"] > latest}
     best = {
         folder / Path(str(name)).name
         for header in later.values()
@@ -280,17 +285,21 @@ def set_aside(folder: Path, step: int) -> None:
         if isinstance(state, dict)
         for name in state.get("best_k_models") or ()
     }
-    moved = [*later, *(path for path in sorted(best) if (header := _header(path)) and header["global_step"] > step)]
+    moved = [*later, *(path for path in sorted(best) if (header := _header(path)) and header["global_step"] > latest)]
     if not moved:
         return
     number = 1
-    while (target := folder / f"set-aside-{number}").exists():
+    while os.path.lexists(target := folder / f"set-aside-{number}"):
         number += 1
     for path in moved:
         (target / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
         path.rename(target / path.relative_to(folder))
     log.warning(
-        "this start continues from step %d: %d checkpoints of later steps are now in %s", step, len(moved), target
+        "this start continues from step %d: %d checkpoints of %s are now in %s",
+        step,
+        len(moved),
+        "another run" if everything else "later steps",
+        target,
     )
 
 

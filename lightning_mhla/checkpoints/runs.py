@@ -1,20 +1,60 @@
-"""One folder for each run, whoever restarts it: found checkpoints, and a lock against a second process at work there."""
+"""One folder for each run, whoever restarts it: found checkpoints, and a lock against a second process at work there.
+
+The file ``lock``, which every start writes, marks a folder as that of a run. In it, only what a killed process of the suite
+had begun to write is removed, which its name tells (:data:`lightning_mhla.system.files.UNFINISHED`).
+"""
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import logging
 import os
 import platform
-import shutil
+import re
+import stat
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from lightning import Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_mhla.checkpoints.io import CHECKPOINTS, RECOVERY
+from lightning_mhla.checkpoints.sharded import MANIFEST, is_sharded
+from lightning_mhla.system.files import REPLACED, UNFINISHED, remove
+from lightning_mhla.system.listing import shown
 from lightning_mhla.system.processes import process_ranks
 
 log = logging.getLogger(__name__)
+
+LOCK, CONFIG = "lock", "config.yaml"
+"""Files in the folder of a run: who trains there, which marks it, and the configuration that it was started with."""
+
+WRITTEN_BY_LIGHTNING = "# lightning"
+"""Beginning of a configuration that a start wrote."""
+
+LOGS = re.compile(r"config\.yaml|hparams\.yaml|metrics\.csv|events\.out\.tfevents\..+")
+"""Names of files that Lightning and its loggers write before the first step."""
+
+STARTED = time.time() - 1
+"""When this process started, about; a second earlier, since file systems round."""
+
+BEFORE = re.compile(
+    r"""
+    [^.].*\.ya?ml | events\.out\.tfevents\..+ | metrics(-\d+)?\.csv  # configurations, and what Lightning's loggers write
+    | run\.json | report\.html | sweep\.json | slurm-job\.txt | compared\.png | crashes  # written by the suite and train.sbatch
+    | \.(scale_batch_size|lr_find)_.+\.ckpt  # Lightning's tuners
+    | (.+[-_.])?(log|out|err|output|stdout|stderr)([-_.]\d+)?(\.txt)?  # logs of a shell, of SLURM
+    | .+\.p?[eo]\d+ | screenlog\.\d+  # logs of other schedulers, and of screen
+    | \.gitignore | \.gitkeep | \.DS_Store | \.nfs\w+
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+"""Names of files that a folder may hold before its run starts."""
 
 WAIT_AFTER_REQUEUE = 120.0
 """Seconds that a requeued job waits for the lock: file servers let go of a dead node's locks after 90."""
@@ -27,7 +67,7 @@ class RunFolder:
         path: path of the folder; made if it is not there.
 
     Raises:
-        ValueError: when another process trains there.
+        ValueError: when another process trains there, or it holds something else than a run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,6 +75,7 @@ class RunFolder:
         self._lock: TextIO | None = None
         path.mkdir(parents=True, exist_ok=True)
         if is_first_process():
+            check_folder(path)
             self._take(WAIT_AFTER_REQUEUE if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 0.0)
 
     @property
@@ -44,13 +85,11 @@ class RunFolder:
 
     def keep(self, name: str) -> None:
         """Rename a file of an earlier start that a new one would delete: ``metrics.csv`` to ``metrics-1.csv`` and so on."""
-        file = self.path / name
-        if file.is_file():
-            stem, suffix = file.stem, file.suffix
-            file.rename(self.path / f"{stem}-{len(list(self.path.glob(f'{stem}-*{suffix}'))) + 1}{suffix}")
+        _set_aside(self.path / name)
 
     def _take(self, patience: float) -> None:
-        stream = (self.path / "lock").open("a+")
+        is_new = not _is_marked(self.path)
+        stream = (self.path / LOCK).open("a+")
         until = time.monotonic() + patience
         while True:
             try:
@@ -71,25 +110,173 @@ class RunFolder:
         owner = {"host": platform.node(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}
         stream.write(json.dumps(owner))
         stream.flush()
-        self._lock = stream  # held until the process ends
+        self._lock = stream  # held until the process ends, or closes the file under any other descriptor
+        if is_new:
+            self._keep_configuration()
         self._tidy()
+
+    def _keep_configuration(self) -> None:
+        """Copy a configuration that the user has put here: the one with all options is going to take its name."""
+        config = self.path / CONFIG
+        if config.is_file() and not _head(config).startswith(WRITTEN_BY_LIGHTNING):
+            _numbered(config).write_bytes(config.read_bytes())
 
     def _tidy(self) -> None:
         """Remove what a killed process had begun to write; put a checkpoint back that it was about to replace."""
-        for old in self.path.rglob("*.ckpt.old"):
-            target = old.with_suffix("")
-            if target.exists():
-                shutil.rmtree(old)
-            else:
-                old.rename(target)
-        for begun in self.path.rglob("*.part"):
-            shutil.rmtree(begun) if begun.is_dir() else begun.unlink()
+        for folder in (self.path, *_folders_of_checkpoints(self.path)):
+            for path in list(folder.iterdir()):
+                replaced = REPLACED.fullmatch(path.name)
+                if replaced and not os.path.lexists(folder / replaced[1]):
+                    path.rename(folder / replaced[1])
+                elif replaced or UNFINISHED.fullmatch(path.name):
+                    remove(path)
+                elif path.name.endswith(".ckpt.old") and _is_lost(path):
+                    path.rename(path.with_suffix(""))
+
+
+def _folders_of_checkpoints(run: Path) -> list[Path]:
+    """The folder of a run's checkpoints and those below it; not the checkpoints that are folders, nor runs."""
+    found = []
+    for place, folders, _ in os.walk(run / CHECKPOINTS):
+        found.append(Path(place))
+        folders[:] = [name for name in folders if not _is_unit(Path(place, name))]
+    return found
+
+
+def _is_unit(folder: Path) -> bool:
+    is_temporary = UNFINISHED.fullmatch(folder.name) or REPLACED.fullmatch(folder.name)
+    return bool(is_temporary) or is_sharded(folder) or os.path.lexists(folder / LOCK)
+
+
+def _is_lost(old: Path) -> bool:
+    """Whether an earlier version was killed between renaming a checkpoint and putting another one in its place."""
+    return is_sharded(old) and (old / MANIFEST).is_file() and not os.path.lexists(old.with_suffix(""))
+
+
+def check_folder(path: Path) -> None:
+    """Check that a folder is that of a run, or holds nothing yet but what may be there before a run starts.
+
+    Raises:
+        ValueError: naming something else in it.
+    """
+    foreign = None if is_run(path) else next(_foreign(path), None)
+    if foreign is not None:
+        raise ValueError(
+            f"--run_dir={shown(path)}: the folder is not that of a run, and holds {shown(foreign.relative_to(path))}; "
+            "give a new or empty folder, or the folder of a run"
+        )
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run: it has the mark, or it is one of an earlier version, with its checkpoints."""
+    if _is_marked(path):
+        return True
+    if os.path.lexists(path / LOCK) and not _is_blank(path / LOCK):
+        return False
+    if any(re.fullmatch(r"step=\d{8,}\.ckpt", file.name) for file in (path / CHECKPOINTS / RECOVERY).glob("*.ckpt")):
+        return True
+    config = _head(path / CONFIG)
+    is_config = config.startswith(WRITTEN_BY_LIGHTNING) or (
+        re.search(r"^model:", config, re.MULTILINE) and re.search(r"^(trainer|data):", config, re.MULTILINE)
+    )
+    return bool(is_config) and any((path / CHECKPOINTS).glob("*.ckpt"))
+
+
+def _is_marked(run: Path) -> bool:
+    """Whether a start of the suite has taken a folder before."""
+    with suppress(ValueError):
+        owner = json.loads(_head(run / LOCK))
+        return isinstance(owner, dict) and {"host", "pid", "job"} <= set(owner)
+    return False
+
+
+def _is_blank(lock: Path) -> bool:
+    """Whether a process was killed before it wrote into the lock."""
+    return stat.S_ISREG(lock.lstat().st_mode) and not _head(lock).strip(" \n\0")
+
+
+def _head(file: Path) -> str:
+    """The beginning of a text file; empty where there is none, or it is a link."""
+    try:
+        if not stat.S_ISREG(file.lstat().st_mode):
+            return ""
+        with file.open(encoding="utf-8", errors="replace") as stream:
+            return stream.read(1 << 16)
+    except OSError:
+        return ""
+
+
+def _foreign(folder: Path) -> Iterator[Path]:
+    """What a folder holds that neither a run nor a shell puts there before a run starts. Other runs in it are no such thing."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from [] if is_run(path) else _foreign_in(path)
+        elif not (path.is_file() and (BEFORE.fullmatch(path.name) or _is_our_output(path) or _is_lock(path))):
+            yield path
+
+
+def _foreign_in(folder: Path) -> Iterator[Path]:
+    try:
+        held = list(folder.iterdir())
+    except OSError:
+        yield folder
+        return
+    if folder.name == CHECKPOINTS:
+        yield from (path for path in held if path.name != RECOVERY and path.suffix != ".ckpt")
+    elif folder.is_symlink() and held:
+        yield folder
+    elif held:
+        yield from _foreign(folder)
+
+
+def _is_lock(path: Path) -> bool:
+    return path.name == LOCK and (_is_marked(path.parent) or _is_blank(path))
+
+
+def _is_our_output(path: Path) -> bool:
+    """Whether a shell has sent the output of this process to a file."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return True
+    return False
+
+
+def keep_tables(trainer: Trainer) -> None:
+    """Rename the tables that a ``CSVLogger`` would delete: it writes into a folder whose version the user has named."""
+    for logger in trainer.loggers if is_first_process() else ():
+        if isinstance(logger, CSVLogger):
+            _set_aside(Path(logger.log_dir) / "metrics.csv")
+
+
+def _set_aside(file: Path) -> None:
+    if file.is_file():
+        file.rename(_numbered(file))
+
+
+def _numbered(file: Path) -> Path:
+    """The first of ``NAME-1``, ``NAME-2`` and so on that is free."""
+    names = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def remove_log_folder(folder: Path) -> None:
+    """Remove the log folder of a start that has failed, if it holds only what this process's loggers have written.
+
+    A folder that was there before, whose version the user named, holds older files, and stays.
+    """
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()] if folder.is_dir() else []
+    if all(LOGS.fullmatch(path.name) and path.lstat().st_ctime >= STARTED for path in files):
+        for path in files:
+            path.unlink()
+        for path in sorted((path for path in (*folder.rglob("*"), folder) if path.is_dir()), reverse=True):
+            path.rmdir()
 
 
 def in_use(path: Path) -> bool:
     """Whether a process trains in the folder of a run."""
     try:
-        with (path / "lock").open("r+") as stream:
+        with (path / LOCK).open("r+") as stream:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

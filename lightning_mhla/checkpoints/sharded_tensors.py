@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lightning_mhla.checkpoints.sharded import LAYOUT, MANIFEST, REST, check_sharded, checksum, load_rest
 from lightning_mhla.checkpoints.sharded_layout import pack_layout, unpack_layout
 from lightning_mhla.system.checkpoint_private import EmptyStateDictLoadPlanner, load_state_dict, set_element
-from lightning_mhla.system.files import exchange, flush, write_whole
+from lightning_mhla.system.files import beside, exchange, flush, remove, write_whole
 from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 
@@ -45,9 +44,10 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
         OSError: when it cannot be written, on every process; what was there before stays.
     """
     rank = dist.get_rank()
-    aside = path.with_name(f"{path.name}.part")
+    name = [beside(path).name]
+    dist.broadcast_object_list(name, src=0)
+    aside = path.with_name(name[0])
     if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
     dist.barrier()
     failure = None
@@ -68,7 +68,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
     failures = [what for what, _ in parts if what]
     if failures:
         if rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
         raise OSError(f"checkpoint {path} could not be written: {failures[0]}")
     if rank == 0:
         listed = {name: facts for _, part in parts for name, facts in part.items()}

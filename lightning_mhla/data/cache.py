@@ -3,6 +3,9 @@
 All processes of a machine share one folder. Each change of what lies there is made under one lock file; a shard that is
 being fetched has its room reserved, and a shard that is being read is locked, so it is not removed. All locks are the
 kernel's (``flock``): they end with the process that held them, and what a killed one left behind is removed by the next.
+
+The folder holds folders with the names that :func:`lightning_mhla.data.remote.kept_at` gives; nothing else in it is counted or
+removed. Others may be able to write to it: links are not followed, and files of other users are not used.
 """
 
 from __future__ import annotations
@@ -20,16 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mhla_kernels.own_files import ForeignFileError, check_own, open_own, own_folder
 
 from lightning_mhla.data.remote import (
     LARGEST_SIDE_FILE,
     download,
+    is_kept_folder,
     kept_at,
     remote_size,
     side_files,
 )
 from lightning_mhla.data.source import ShardUnavailableError
 from lightning_mhla.data.tables import INDEX, MemberTable, TarCheck, read_table, scan_shard, table_bytes, table_file
+from lightning_mhla.system.files import written_whole
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +73,12 @@ class ShardCache:
         Raises:
             ShardUnavailableError: when the server fails.
             ValueError: when the shard is broken, or the limit is below two shards.
+            ForeignFileError: when somebody else put a file into the cache.
         """
         file = table_file(path)
+        self._folder(path.parent)
+        with suppress(FileNotFoundError):
+            check_own(file)
         table = read_table(file)
         if table is None:
             found = io.BytesIO()
@@ -88,10 +98,17 @@ class ShardCache:
     def _keep(self, file: Path, content: bytes) -> None:
         """Write a small file, in room made for it."""
         with self._room_for(len(content), None):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            aside = file.with_name(f"{file.name}.part")
-            aside.write_bytes(content)
-            aside.replace(file)
+            self._folder(file.parent)
+            with written_whole(file) as aside:
+                aside.write_bytes(content)
+
+    def _folder(self, folder: Path) -> Path:
+        """A folder of the cache, made if missing.
+
+        Raises:
+            ForeignFileError: when it is a link, or of another user.
+        """
+        return own_folder(folder, self.folder.parent)
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
@@ -99,6 +116,7 @@ class ShardCache:
 
         Raises:
             ShardUnavailableError: when the server fails.
+            ForeignFileError: when somebody else put it there.
         """
         try:
             descriptor = _open(path, os.O_RDONLY)
@@ -130,13 +148,13 @@ class ShardCache:
             A descriptor of it, locked against removal; None where ``keep`` leaves no room or another process fetches it.
         """
         part = path.with_name(f"{path.name}.part")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._folder(path.parent)
         while True:
             descriptor, mine, whole = _open(part, os.O_RDWR | os.O_CREAT), False, False
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if keep is None else fcntl.LOCK_NB))
                 mine = _is_at(descriptor, part)  # or another process has finished it, or removed what was left
-                if mine and not path.exists():
+                if mine and not os.path.lexists(path):
                     if not self._fill(descriptor, path, keep, stop):
                         return None
                     with self._changing():  # who counts bytes finds it under one name
@@ -215,7 +233,7 @@ class ShardCache:
         kept = 0
         for file in _files(self.folder):
             with suppress(FileNotFoundError):
-                kept += 0 if _is_shard(file) else file.stat().st_size
+                kept += 0 if _is_shard(file) else file.lstat().st_size
         return self.limit - kept
 
     def _check_size(self, path: Path, room: int) -> None:
@@ -235,7 +253,7 @@ class ShardCache:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Exclude all other processes from changes to the folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._folder(self.folder)
         lock = _open(self.folder / "lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -275,7 +293,7 @@ class ShardCache:
         used, shards = 0, []
         for file in _files(self.folder):
             with suppress(FileNotFoundError):
-                stat = file.stat()
+                stat = file.lstat()
                 if file.suffix == ".part" and _remove_unlocked(file):
                     continue  # left by a process that was killed
                 used += stat.st_size
@@ -295,8 +313,9 @@ class ShardCache:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Every file in the folders of a cache."""
-    return [Path(entry.path) for inner in folder.iterdir() if inner.is_dir() for entry in os.scandir(inner)]
+    """Every file in the folders of a cache that hold shards."""
+    inner = [path for path in folder.iterdir() if is_kept_folder(path.name) and path.is_dir() and not path.is_symlink()]
+    return [Path(entry.path) for path in inner for entry in os.scandir(path)]
 
 
 def _is_shard(file: Path) -> bool:
@@ -306,7 +325,7 @@ def _is_shard(file: Path) -> bool:
 def _open(path: Path, flags: int) -> int:
     """A descriptor that processes forked from this one do not keep: neither its lock nor the room of a removed file."""
     with _holding:
-        descriptor = os.open(path, flags)
+        descriptor = open_own(path, flags)
         _held.add(descriptor)
     return descriptor
 
@@ -331,14 +350,17 @@ os.register_at_fork(before=_holding.acquire, after_in_parent=_holding.release, a
 def _is_at(descriptor: int, path: Path) -> bool:
     """Whether a path still leads to an open file."""
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
 
 
 def _remove_unlocked(file: Path) -> bool:
-    """Remove a file that no process has locked."""
-    descriptor = _open(file, os.O_RDONLY)
+    """Remove a file that no process has locked. What somebody else put into the cache stays."""
+    try:
+        descriptor = _open(file, os.O_RDONLY)
+    except ForeignFileError:
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.unlink()

@@ -26,6 +26,7 @@ from lightning_mhla.data.tables import INDEX, load_table
 from lightning_mhla.system.files import write_whole, written_whole
 from lightning_mhla.system.listing import shown
 from lightning_mhla.system.redaction import redacted
+from lightning_mhla.system.untrusted import read_json
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,16 @@ class ShardSet:
         return sorted(path for path in self.folder.glob("*.tar") if pattern.fullmatch(path.name))
 
     def delete(self) -> None:
-        """Delete the shards and what describes them."""
+        """Delete the shards and what describes them.
+
+        Raises:
+            ValueError: when there are shards and neither file that describes them, so that they may be the user's.
+        """
+        if self.finished() and not (_read(self) or _is_manifest(self.manifest)):
+            raise ValueError(
+                f"{self.folder / self.prefix}-*.tar are there, and neither {self.origins.name} nor {self.manifest.name} says "
+                "that they were prepared here, so they are not deleted; move them away, or choose another folder or --prefix"
+            )
         self.origins.unlink(missing_ok=True)  # first: shards without it are an error, never resumed
         for shard in self.finished():
             shard.unlink()
@@ -117,9 +127,10 @@ def resume_order(
         _write(shards, options, _record_all(origins))
         return list(range(len(origins)))
     if written is None:
+        remedy = "--force makes them again, or " if _is_manifest(shards.manifest) else "move them away, or "
         raise ValueError(
             f"{shards.folder / shards.prefix}-*.tar are there, and no {shards.origins.name} says what they were made from; "
-            "--force makes them again, or choose another folder or --prefix"
+            f"{remedy}choose another folder or --prefix"
         )
     begun_with, lines = written
     samples = _compare(lines, origins, _places(shards, len(lines), per_shard))
@@ -261,6 +272,14 @@ def _check_unpacked(path: Path) -> None:
             left -= len(data)
             if left < 0:
                 raise ValueError(f"{path} becomes larger than {most} bytes, which is not a record of files")
+
+
+def _is_manifest(file: Path) -> bool:
+    """Whether a file holds options, as :func:`_write` writes them."""
+    try:
+        return isinstance(read_json(file).get("samples"), int)
+    except (OSError, ValueError):
+        return False
 
 
 def _is_begun(

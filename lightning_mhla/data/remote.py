@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import os
 import re
 import socket
 import ssl
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
+from mhla_kernels.own_files import check_own
 
 from lightning_mhla.data.source import BrokenContentError, ShardUnavailableError
 from lightning_mhla.system.redaction import check_secrets
@@ -90,6 +92,11 @@ def kept_at(url: str, folder: Path) -> Path:
     parent = re.sub(r"://[^/]*@", "://", parent)  # names of folders say nothing about passwords
     digest = hashlib.sha256(f"{parent}?{query}".encode()).hexdigest()[:16]
     return folder / digest / (name if name.endswith(".tar") else f"{name}.tar")
+
+
+def is_kept_folder(name: str) -> bool:
+    """Whether a folder has a name that :func:`kept_at` gives."""
+    return re.fullmatch(r"[0-9a-f]{16}", name) is not None
 
 
 def remote_size(url: str) -> int:
@@ -292,13 +299,19 @@ def download(
 
 
 def side_files(urls: Sequence[str], folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Path and content of what belongs to all shards of a prefix, where the server has it and it is not in ``folder``."""
+    """Path and content of what belongs to all shards of a prefix, where the server has it and it is not in ``folder``.
+
+    Raises:
+        ForeignFileError: when somebody else put one into ``folder``.
+    """
     shards = [url.rpartition("/") for url in urls if "?" not in url]
     for parent, prefix in sorted({(parent, name.rpartition("-")[0]) for parent, _, name in shards if "-" in name}):
         for name in SIDE_FILES:
             url, content = f"{parent}/{prefix}-{name}", io.BytesIO()
             target = kept_at(f"{parent}/{prefix}.tar", folder).with_name(f"{prefix}-{name}")
-            if not target.exists():
+            if os.path.lexists(target):
+                check_own(target)
+            else:
                 with suppress(FileNotFoundError):
                     download(url, content, LARGEST_SIDE_FILE, attempts=FIRST_ATTEMPTS)
                     yield target, content.getvalue()

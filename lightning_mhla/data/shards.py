@@ -11,13 +11,14 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from braceexpand import alphabet, braceexpand
+from mhla_kernels.own_files import check_own, own_folder
 from rich.progress import track
 
 from lightning_mhla.data.cache import ShardCache
@@ -128,17 +129,16 @@ def _local(name: str) -> list[Path]:
 
 def _download(urls: list[str], folder: Path) -> list[Path]:
     targets = [kept_at(url, folder) for url in urls]
+    for target in targets:
+        own_folder(target.parent, folder.parent)
+        with suppress(FileNotFoundError):
+            check_own(target)
     missing = [(url, target) for url, target in zip(urls, targets, strict=True) if not target.exists()]
     for url, target in track(missing, "downloading shards", disable=not missing):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(f"{target.name}.{os.getpid()}.part")
-        try:
-            with aside.open("wb") as sink:
+        with written_whole(target) as unfinished:
+            with unfinished.open("wb") as sink:
                 download(url, sink, LARGEST_SHARD, make_check=partial(TarCheck, url))
-            scan_shard(aside, url)
-            aside.replace(target)
-        finally:
-            aside.unlink(missing_ok=True)
+            scan_shard(unfinished, url)
     if missing:
         for file, content in side_files(urls, folder):
             with written_whole(file) as unfinished:

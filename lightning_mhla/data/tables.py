@@ -14,10 +14,12 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
+from mhla_kernels.own_files import check_own, own_folder
 
 from lightning_mhla.data.source import BrokenContentError
 from lightning_mhla.system.files import written_whole
@@ -215,21 +217,35 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
     """The member table of a shard, from the file that keeps it if that is as old as the shard, else scanned and kept."""
     stat = path.stat()
     hidden = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    candidates = [table_file(path), (cache or default_cache()) / "tables" / f"{hidden}.npz"]
+    root = cache or default_cache()
+    candidates = [table_file(path), root / "tables" / f"{hidden}.npz"]
     for file in candidates:
+        if file.is_relative_to(root) and not _is_own(file):
+            continue
         kept = read_table(file)
         if kept is not None and (kept.size, kept.written) == (stat.st_size, stat.st_mtime_ns):
             return kept
     table = scan_shard(path)
     for file in candidates:
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_relative_to(root):
+                own_folder(file.parent, root)
             with written_whole(file) as aside:
                 aside.write_bytes(table_bytes(table))
             break
         except OSError as error:
             log.info("member table of %s not kept at %s: %s", path, file, error)
     return table
+
+
+def _is_own(file: Path) -> bool:
+    """Whether a file is there, and nobody else put it into the cache."""
+    try:
+        check_own(file.parent, is_kind=S_ISDIR)
+        check_own(file)
+    except OSError:
+        return False
+    return True
 
 
 def table_file(shard: Path) -> Path:

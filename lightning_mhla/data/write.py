@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import io
 import itertools
 import logging
 import os
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_mhla.data.origins import Origin, ShardSet, resume_order, sample_key
 from lightning_mhla.data.source import BrokenSampleError, SampleSource
+from lightning_mhla.system.files import UNFINISHED, beside
 
 log = logging.getLogger(__name__)
 
@@ -303,33 +304,38 @@ def array_bytes(values: Tensor | np.ndarray) -> bytes:
 def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
     """Writes a shard that gets its name when it is complete, whoever else writes the same one.
 
-    The unfinished file ``NAME.part`` belongs to the process that created it. If there is one, of a process that was killed or
-    that writes on a host whose locks are not seen here, the shard is written under a name of this process alone.
+    The unfinished file beside it belongs to this process alone. Those of others are removed at the end if nobody has written
+    to them in the meantime: their processes were killed. One that still writes, on a host whose locks are not seen here,
+    notices that its file is gone, and that the shard is there.
     """
-    aside = path.with_name(path.name + ".part")
-    left = _stamp(aside)
-    try:
-        stream = aside.open("xb")
-    except FileExistsError:
-        aside = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}.part")
-        stream = aside.open("wb")
+    left = {part: _stamp(part) for part in _unfinished(path)}
+    aside = beside(path)
+    stream = aside.open("xb")
     try:
         with stream, wds.TarWriter(stream, mtime=0) as writer:
             yield writer
             writer.close()
             stream.flush()
             os.fsync(stream.fileno())
-            mine = os.fstat(stream.fileno())
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    if aside.exists() and os.path.samestat(mine, aside.stat()):
+    try:
         aside.replace(path)
-    elif not path.exists():  # else somebody without our lock has completed it, and taken this file for a leftover
-        raise FileExistsError(f"{aside} was replaced while it was written; call again once nothing else writes it")
-    first = path.with_name(path.name + ".part")
-    if left is not None and _stamp(first) == left:  # nobody has written to it in the meantime
-        first.unlink(missing_ok=True)
+    except FileNotFoundError as error:  # taken for a leftover by somebody without our lock
+        if not path.exists():
+            raise FileExistsError(
+                f"{aside} was removed while it was written; call again once nothing else writes it"
+            ) from error
+    for part, stamp in left.items():
+        if stamp is not None and _stamp(part) == stamp:
+            part.unlink(missing_ok=True)
+
+
+def _unfinished(path: Path) -> list[Path]:
+    """What processes have begun to write of a shard."""
+    parts = path.parent.glob(f"{glob.escape(path.name)}.*.part")
+    return [part for part in parts if (match := UNFINISHED.fullmatch(part.name)) and match[1] == path.name]
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import ZIP_STORED, ZipFile
@@ -15,11 +17,15 @@ from numpy.lib.format import open_memmap, read_array_header_1_0, read_magic
 from PIL import Image
 from torch import Tensor
 
+from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.folders import run_folder
 
 log = logging.getLogger(__name__)
 
 OutputFormat = Literal["png", "npz"]
+
+NAME = re.compile(r"\d{6,}-class-?\d+\.png")
+"""Names of samples, as :class:`SampleWriter` gives them."""
 
 
 def to_pixels(images: Tensor) -> Tensor:
@@ -32,6 +38,7 @@ class SampleWriter(Callback):
 
     ``png``: ``samples/000017-class3.png`` and so on. ``npz``: ``samples.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8 and
     ``arr_1`` ``[N]`` int64, in order of the index; the processes fill one file together, so they must share the folder.
+    Samples of an earlier call in the same folder are removed, by their names; other files stay.
 
     Args:
         output: ``"png"`` or ``"npz"``.
@@ -50,7 +57,8 @@ class SampleWriter(Callback):
         self._count = len(loaders.source)
         if trainer.is_global_zero:
             (self._folder / "samples").mkdir(parents=True, exist_ok=True)
-            for path in (*(self._folder / "samples").glob("*.png"), *self._arrays()):
+            earlier = [path for path in (self._folder / "samples").iterdir() if NAME.fullmatch(path.name)]
+            for path in (*earlier, *self._arrays()):
                 path.unlink(missing_ok=True)
         trainer.strategy.barrier()
 
@@ -78,17 +86,16 @@ class SampleWriter(Callback):
             log.info("%d samples written to %s", self._count, self._folder / "samples")
             return
         target = self._folder / "samples.npz"
-        aside = target.with_name("samples.npz.part")
-        with ZipFile(aside, "w", ZIP_STORED) as archive:
+        with written_whole(target) as aside, ZipFile(aside, "w", ZIP_STORED) as archive:
             for name, path in zip(("arr_0", "arr_1"), self._arrays(), strict=True):
                 archive.write(path, f"{name}.npy")
                 path.unlink()
-        aside.replace(target)
-        (self._folder / "samples").rmdir()
+        with suppress(OSError):  # it may hold files of the user
+            (self._folder / "samples").rmdir()
         log.info("%d samples written to %s", self._count, target)
 
     def _arrays(self) -> tuple[Path, Path]:
-        return self._folder / "samples" / "images.npy.part", self._folder / "samples" / "labels.npy.part"
+        return self._folder / "samples" / "images.npy.mhla-part", self._folder / "samples" / "labels.npy.mhla-part"
 
     def _make(self, trainer: Trainer, side: int) -> None:
         """The files that all processes fill, made by the first."""

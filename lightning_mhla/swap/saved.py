@@ -8,6 +8,7 @@ the classes here put the right value back before anything is built.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,8 @@ def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str
     path, marked = Path(folder), f".{variant}" if variant else ""
     for kind in ("safetensors", "bin"):
         whole, index = path / f"{stem}{marked}.{kind}", path / f"{stem}.{kind}.index{marked}.json"
-        shards = {Path(name).name for name in read_json(index)["weight_map"].values()} if index.is_file() else set()
+        listed = {Path(name).name for name in read_json(index)["weight_map"].values()} if index.is_file() else set()
+        shards = {name for name in listed if re.fullmatch(rf"{re.escape(stem)}.*-\d{{5}}-of-\d{{5}}.*\.{kind}", name)}
         if kind != suffix and suffix == "bin":
             stale = [whole, index, *(path / shard for shard in shards)]
         elif shards and all((path / shard).is_file() for shard in shards):

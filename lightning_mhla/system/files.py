@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
-import platform
+import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+UNFINISHED = re.compile(r"(.+)\.mhla-[0-9a-f]{12}\.\d+\.part", re.DOTALL)
+"""Names of what :func:`beside` names, while it is written. Nobody else gives such names, so what a killed process left can be
+told from the downloads and the backups of the user (``thesis.zip.part``, ``last.ckpt.old``)."""
+
+REPLACED = re.compile(r"(.+)\.mhla-[0-9a-f]{12}\.\d+\.old", re.DOTALL)
+"""Names of folders that :func:`exchange` is replacing; the group is the name that they had."""
+
+
+def beside(path: Path, ending: str = "part") -> Path:
+    """A new name beside a path, for what becomes it (``part``) or was it (``old``): :data:`UNFINISHED`, :data:`REPLACED`."""
+    return path.with_name(f"{path.name}.mhla-{secrets.token_hex(6)}.{os.getpid()}.{ending}")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -25,7 +37,8 @@ def written_whole(path: Path) -> Iterator[Path]:
 
     Whoever stops in between, or fails, leaves ``path`` as it was.
     """
-    aside = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}.part")
+    aside = beside(path)
+    aside.touch(exist_ok=False)  # a file of its own: whoever may write here cannot have put a link in its place
     try:
         yield aside
         flush(aside)
@@ -59,35 +72,68 @@ def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: Fa
     fixed = folder.is_dir() and (
         os.path.ismount(folder) or Path.cwd().is_relative_to(folder) or not os.access(folder.parent, os.W_OK)
     )
-    aside = Path(tempfile.mkdtemp(dir=folder if fixed else folder.parent, prefix=f".{folder.name}.", suffix=".part"))
+    aside = folder / beside(folder).name if fixed else beside(folder)
+    aside.mkdir()
     try:
-        aside.chmod(0o777 & ~_umask())  # mkdtemp's is for its owner alone
         yield aside
-        for path in aside.rglob("*"):
-            if path.is_file():
-                flush(path)
+        written = set(_files_below(aside))
+        for path in written:
+            if not (aside / path).is_symlink():
+                flush(aside / path)
+
+        def is_carried(path: Path) -> bool:
+            left_by_a_killed_export = UNFINISHED.fullmatch(path.parts[0])
+            return path not in written and not replaced(path) and not left_by_a_killed_export
+
         if fixed:
             for path in _files_below(folder):
-                if replaced(path) and not (aside / path).exists() and aside.name not in path.parts:
+                if replaced(path) and path not in written and aside.name not in path.parts:
                     (folder / path).unlink()
-            for path in _files_below(aside):
+            for path in written:
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (aside / path).replace(folder / path)
             return
-        for path in _files_below(folder) if folder.is_dir() else []:
-            if not (replaced(path) or (aside / path).exists() or (aside / path).is_symlink()):
-                (aside / path).parent.mkdir(parents=True, exist_ok=True)
-                _link(folder / path, aside / path)
-        exchange(aside, folder)
+        if folder.is_dir():
+            _carry(folder, aside, is_carried, _link)
+        old = exchange(aside, folder, keep=True)
+        if old is not None:
+            _carry(old, folder, is_carried, os.replace)  # what somebody wrote there since
+            shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def _carry(
+    source: Path, target: Path, is_carried: Callable[[Path], bool], move: Callable[[Path, Path], object]
+) -> None:
+    """Give the files and the empty folders of ``source`` to ``target``, except those that it has already.
+
+    Raises:
+        FileExistsError: when there is a folder where a file belongs, or the other way round.
+    """
+    for place, folders, files in os.walk(source):
+        empty = Path(place).relative_to(source)
+        if not (folders or files) and empty.parts and is_carried(empty):
+            (target / empty).mkdir(parents=True, exist_ok=True)
+    for path in filter(is_carried, _files_below(source)):
+        new = target / path
+        if os.path.lexists(new) and os.path.samestat(new.lstat(), (source / path).lstat()):
+            continue
+        if new.is_dir() and not new.is_symlink():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        new.parent.mkdir(parents=True, exist_ok=True)
+        move(source / path, new)
+
+
 def _restore(folder: Path) -> None:
     """Bring back a folder that a process was replacing when it was killed."""
-    old = folder.with_name(f"{folder.name}.old")
-    if old.is_dir() and not folder.exists():
-        old.rename(folder)
+    if os.path.lexists(folder) or not folder.parent.is_dir():
+        return
+    with suppress(PermissionError):
+        for old in folder.parent.iterdir():
+            if (match := REPLACED.fullmatch(old.name)) and match[1] == folder.name:
+                old.rename(folder)
+                return
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -96,27 +142,40 @@ def _files_below(folder: Path) -> list[Path]:
     return [path.relative_to(folder) for path in paths if path.is_symlink() or not path.is_dir()]
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def exchange(new: Path, path: Path, keep: bool = False) -> Path | None:
+    """Rename a complete file or folder to ``path``, in place of what is there.
 
-
-def exchange(new: Path, path: Path) -> None:
-    """Rename a complete file or folder to ``path``; what was there is removed afterwards.
-
-    A file replaces a file atomically. A folder that is replaced is called ``NAME.old`` for a moment, from which
+    A file replaces a file atomically. A folder that is replaced is called :data:`REPLACED` for a moment, from which
     :class:`lightning_mhla.checkpoints.runs.RunFolder` restores it if the process dies there.
+
+    Args:
+        new: the file or folder.
+        path: its new name.
+        keep: whether a folder that was replaced is kept under its other name, rather than removed.
+
+    Returns:
+        Path of the folder that was replaced, if it is kept.
     """
-    old = path.with_name(f"{path.name}.old")
+    old = None
     if path.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
+        old = beside(path, "old")
         path.rename(old)
     elif new.is_dir():
         path.unlink(missing_ok=True)
     new.replace(path)
     flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if old is not None and not keep:
+        remove(old)
+        return None
+    return old
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that it holds; one that is gone, or cannot be removed, is left alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def give_second_name(path: Path, name: Path) -> None:
@@ -125,7 +184,7 @@ def give_second_name(path: Path, name: Path) -> None:
     Hard links cost neither time nor space. Where the file system has none, or ``name`` is on another one, it is a copy.
     """
     name.parent.mkdir(parents=True, exist_ok=True)
-    aside = name.with_name(f"{name.name}.{platform.node()}.{os.getpid()}.part")
+    aside = beside(name)
     try:
         if path.is_dir():
             shutil.copytree(path, aside, copy_function=_link)
@@ -133,7 +192,7 @@ def give_second_name(path: Path, name: Path) -> None:
             _link(path, aside)
         exchange(aside, name)
     finally:
-        shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
+        remove(aside)
 
 
 def _link(source: str | Path, target: str | Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from typing_extensions import override
 from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.checkpoints.choice import choose_checkpoint
 from lightning_mhla.checkpoints.io import CHECKPOINTS, read_safely, remove_secrets
-from lightning_mhla.checkpoints.runs import RunFolder
+from lightning_mhla.checkpoints.runs import RunFolder, keep_tables, remove_log_folder
 from lightning_mhla.system.lightning_private import saved_hyperparameters, subcommand_parsers
 from lightning_mhla.system.redaction import hidden_options, redacted
 from mhla_tasks.config_errors import find_repeated_option, find_unknown_key, shorten
@@ -246,6 +245,7 @@ class SuiteCLI(LightningCLI):
             self.trainer_defaults = {**self.trainer_defaults, "callbacks": [EpochBar()]}
         trainer = super().instantiate_trainer(**options)
         read_safely(trainer.strategy)  # for modules of others too
+        keep_tables(trainer)
         if self._run is not None:
             for callback in trainer.checkpoint_callbacks:
                 if (
@@ -270,8 +270,8 @@ def remove_unused(trainer: Trainer) -> None:
     """Remove the numbered log folder of a fit that ended before its first step, so that failures use up no number."""
     folder = Path(trainer.log_dir or "")
     fresh = trainer.is_global_zero and not trainer.global_step and re.fullmatch(r"version_\d+", folder.name)
-    if fresh and folder.is_dir() and not any(folder.rglob("*.ckpt")):
-        shutil.rmtree(folder)
+    if fresh:
+        remove_log_folder(folder)
 
 
 class EpochBar(RichProgressBar):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from functools import partial
 from importlib import import_module
@@ -27,6 +28,9 @@ DOMAINS = {
 }
 """Module classes of the domains. A domain's ``export`` has ``write``, the names of its ``OPTIONS``, ``LOADING``, or
 ``loading`` where that depends on the module, and maybe ``REPLACED``, names that are not kept of an earlier export."""
+
+WEIGHTS = re.compile(r"(model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""Files of weights that the domains write; any other one in the folder of an export is the user's."""
 
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
@@ -97,7 +101,7 @@ def remove_private(folder: Path) -> None:
 
 def _is_replaced(names: Collection[str], path: Path) -> bool:
     """Whether a file of an earlier export would be read beside those of a new one: weights, and files of the domain."""
-    return path.name.endswith((".safetensors", ".safetensors.index.json")) or path.parts[0] in names
+    return WEIGHTS.fullmatch(str(path)) is not None or path.parts[0] in names
 
 
 def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:

@@ -396,3 +396,81 @@ def test_all_processes_of_a_run_choose_alike(server: ForkServer, tmp_path: Path)
     program += "from test_verdicts import work; work(int(os.environ['RANK']), int(os.environ['WORLD_SIZE']))"
     status, said = server.program(program, processes=2, PATH_OF_TESTS=str(Path(__file__).parent))
     assert status == 0, said[-4000:]
+
+
+DAMAGED: dict[str, str | bytes] = {
+    "empty": "",
+    "cut short": '{"agrees": tr',
+    "a list": "[true, 0.0]",
+    "no values": "{}",
+    "text for a truth": '{"agrees": "no", "reason": "", "seconds": 1}',
+    "a number for a truth": '{"agrees": 1, "reason": "", "seconds": 1}',
+    "no text": '{"agrees": true, "reason": null, "seconds": 1}',
+    "no time": '{"agrees": true, "reason": "", "seconds": "long"}',
+    "deep": "[" * 60_000,
+    "large": '{"agrees": true, "reason": "' + "x" * (1 << 17) + '", "seconds": 1}',
+    "not text": b"\xff\xfe\x00",
+}
+
+
+def sound() -> verdicts.Verdict:
+    return verdicts.Verdict(True, "sound", 0.1)
+
+
+def verdict_path(kind: str = "some") -> Path:
+    path = verdicts.folder_of("cpu") / f"{kind}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_verdict_is_replaced_by_a_new_trial(content: str | bytes) -> None:
+    path = verdict_path()
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert verdicts.may_use("some", "cpu", sound)
+    assert json.loads(path.read_text())["reason"] == "sound"
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("what", ["folder", "link", "pipe", "of another user", "second mark"])
+def test_a_verdict_that_somebody_planted_is_not_believed(what: str, tmp_path: Path) -> None:
+    """Nor does a name that cannot be written to condemn the kernel in later processes."""
+    path, victim = verdict_path(), tmp_path / "victim"
+    believed = json.dumps({"agrees": False, "reason": "planted", "seconds": 1})
+    victim.write_text(believed)
+    if what == "folder":
+        path.mkdir()
+    elif what == "link":
+        path.symlink_to(victim)
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif os.geteuid():
+        pytest.skip("only root can give files to another user")
+    elif what == "of another user":
+        path.write_text(believed)
+        os.chown(path, 12345, 12345)
+    else:
+        for number in range(2):
+            mark = path.with_name(f"some.{number:032x}.running")
+            mark.touch()
+            os.chown(mark, 12345, 12345)
+    for _ in range(3):  # as three processes
+        assert verdicts.may_use("some", "cpu", sound)
+        verdicts.forget()
+    assert victim.read_text() == believed
+    assert what == "second mark" or not list(path.parent.glob("*.running"))
+
+
+def test_a_verdict_cannot_write_to_the_terminal() -> None:
+    verdict_path().write_text(json.dumps({"agrees": False, "reason": "\x1b[2Jgone\n", "seconds": 1}))
+    with pytest.warns(RuntimeWarning, match=re.escape("?[2Jgone?")):
+        assert not verdicts.may_use("some", "cpu", sound)
+
+
+def test_only_verdicts_are_forgotten() -> None:
+    path = verdict_path()
+    (path.parent / "thesis.zip.part").write_text("mine")
+    assert verdicts.may_use("some", "cpu", sound)
+    (path.parent / f"some.{0:032x}.running").touch()
+    verdicts.forget_kept("cpu")
+    assert [file.name for file in path.parent.iterdir()] == ["thesis.zip.part"]

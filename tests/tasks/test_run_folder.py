@@ -20,6 +20,7 @@ from benchmarks.kills import differences
 from lightning_mhla.callbacks import Recovery
 from lightning_mhla.callbacks.recovery import TEMPORARY_FAILURE, RunStopped
 from lightning_mhla.checkpoints.runs import RunFolder
+from lightning_mhla.system.files import beside
 
 ROOT = Path(__file__).parents[2]
 STEPS = 24  # two epochs of six steps, validation after each, in batches of 240
@@ -212,19 +213,145 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     RunFolder(tmp_path / "run")
 
 
+def make(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
 def test_what_a_killed_process_left_is_tidied(tmp_path: Path) -> None:
-    for name in (
-        "checkpoints/a.ckpt.host.1.part",
-        "checkpoints/b.ckpt.part/x",
-        "c.ckpt/x",
-        "c.ckpt.old/x",
-        "d.ckpt.old/x",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+    run = tmp_path / "run"
+    RunFolder(run)
+    unfinished = [beside(run / name) for name in ("checkpoints/a.ckpt", "run.json", "checkpoints/recovery/b.ckpt/x")]
+    replaced, other = (beside(run / "checkpoints" / name, "old") for name in ("c.ckpt", "d.ckpt"))
+    make(run, *(str(path.relative_to(run)) for path in unfinished), "checkpoints/c.ckpt/x")
+    make(run, *(str(path.relative_to(run)) + "/x" for path in (replaced, other)))
+    make(run, *(f"checkpoints/e.ckpt.old/{name}" for name in ("meta.pt", "manifest.json")))
+    RunFolder(run)
+    left = ["c.ckpt/x", "d.ckpt/x", "e.ckpt/manifest.json", "e.ckpt/meta.pt"]
+    assert files_in(run) == [*(f"checkpoints/{name}" for name in left), "lock"]
+
+
+FILES_OF_THE_USER = (
+    "Downloads/thesis.zip.part", "thesis.zip.part", "checkpoints/movie.host.12.part", "checkpoints/last.ckpt.old",
+    "checkpoints/best.ckpt.old/meta.pt", "checkpoints/recovery/step=5.ckpt.part", "last.ckpt.old", "notes.mhla.part",
+    "neighbour/checkpoints/a.ckpt.mhla-0123456789ab.1.part", "checkpoints/moved/lock",
+    "checkpoints/moved/a.ckpt.mhla-0123456789ab.1.part", "mhla-0123456789ab.1.part",
+)  # fmt: skip
+
+
+def test_files_of_the_user_in_a_run_stay(tmp_path: Path) -> None:
+    """Downloads and backups in the run's own folders, and what a run in a folder below it is writing."""
+    run = tmp_path / "run"
+    RunFolder(run)
+    make(run, *FILES_OF_THE_USER, "checkpoints/last.ckpt")
+    elsewhere = tmp_path / "elsewhere"
+    make(elsewhere, "kept")
+    beside(run / "linked").symlink_to(elsewhere)
+    RunFolder(run)
+    assert files_in(run) == sorted([*FILES_OF_THE_USER, "checkpoints/last.ckpt", "lock"])
+    assert files_in(elsewhere) == ["kept"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("Downloads/thesis.zip.part",),
+        ("last.ckpt.old", "notes.txt"),
+        ("lock",),
+        ("config.yaml", "checkpoints/model.ckpt", "train.py"),
+        ("model.ckpt",),
+        ("checkpoints/thesis.zip",),
+        ("config.yaml", "logs/photo.jpg"),
+    ],
+    ids=["download", "backup", "a lock of others", "project", "weights", "checkpoints", "below"],
+)
+def test_a_folder_that_is_not_a_run_is_rejected(
+    tmp_path: Path, names: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "home"
+    make(folder, *names)
+    with pytest.raises(ValueError, match=r"the folder is not that of a run, and holds .*; give a new or empty folder"):
+        RunFolder(folder)
+    assert files_in(folder) == sorted(names)
+    assert all((folder / name).read_text() == name for name in names)
+
+
+def test_the_command_line_rejects_a_folder_that_is_not_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "home"
+    make(folder, "thesis.zip.part", "last.ckpt.old")
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(write_config(tmp_path)), f"--run_dir={folder}"])
+    said = capsys.readouterr().err
+    assert (
+        f"--run_dir={folder}: the folder is not that of a run, and holds last.ckpt.old; give a new or empty folder"
+        in said
+    )
+    assert "Traceback" not in said
+    assert files_in(folder) == ["last.ckpt.old", "thesis.zip.part"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("slurm-deit-t-12.out",),
+        ("logs/12_0.err", "logs/12_0.out", "train.log", "nohup.out", "log.txt"),
+        ("sweep.json", "slurm-job.txt"),
+        ("crashes", "job.o123", ".gitkeep"),
+        ("mnist.yaml",),
+        ("config.yaml", "hparams.yaml", "metrics.csv", "events.out.tfevents.1.host.2.0"),
+        ("checkpoints/step=5.ckpt",),
+    ],
+    ids=["SLURM", "logs", "sweep", "batch script", "configuration", "failed start", "copied checkpoints"],
+)
+def test_what_is_there_before_a_run_starts_is_accepted(tmp_path: Path, names: tuple[str, ...]) -> None:
+    make(tmp_path / "run", *names)
+    (tmp_path / "run/checkpoints").mkdir(exist_ok=True)
+    RunFolder(tmp_path / "run")
+    assert set(names) | {"lock"} <= set(files_in(tmp_path / "run"))
+
+
+def test_a_log_of_any_name_is_accepted_if_the_shell_writes_it(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    script = "import sys; from pathlib import Path; from lightning_mhla.checkpoints.runs import RunFolder\n"
+    script += "RunFolder(Path(sys.argv[1])); print('taken')"
+    process = fork_server().start(script, str(tmp_path / "run"), module="-c", output=tmp_path / "run/said")
+    assert process.wait() == 0, (tmp_path / "run/said").read_text()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("config.yaml", "checkpoints/epoch=1.ckpt", "notes.txt"),
+        ("checkpoints/recovery/step=00000007.ckpt", "notes.txt"),
+        ("lock", "notes.txt", "thesis.zip.part"),
+    ],
+    ids=["with its configuration", "with a state", "with its lock"],
+)
+def test_a_run_of_an_earlier_version_resumes(tmp_path: Path, names: tuple[str, ...]) -> None:
+    make(tmp_path, *names)
+    (tmp_path / "config.yaml").write_text("# lightning.pytorch==2.5\nmodel:\n  x: 1\n")
+    if "lock" in names:
+        (tmp_path / "lock").write_text('{"host": "a", "pid": 1, "job": null}')
     RunFolder(tmp_path)
-    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
-    assert left == ["c.ckpt", "c.ckpt/x", "checkpoints", "d.ckpt", "d.ckpt/x", "lock"]
+    assert set(names) <= set(files_in(tmp_path))
+    RunFolder(tmp_path)
+
+
+def test_a_configuration_that_the_user_wrote_there_is_kept(tmp_path: Path) -> None:
+    """The start writes one with all options, and without the comments, under the same name."""
+    (tmp_path / "config.yaml").write_text("# mine\nmodel: {}\n")
+    make(tmp_path, "config-2.yaml")
+    for _ in range(2):
+        RunFolder(tmp_path)
+    assert (tmp_path / "config-1.yaml").read_text() == (tmp_path / "config.yaml").read_text() == "# mine\nmodel: {}\n"
+    assert files_in(tmp_path) == ["config-1.yaml", "config-2.yaml", "config.yaml", "lock"]
 
 
 def test_a_requeued_job_waits_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +401,11 @@ def test_the_tables_of_all_starts_are_kept(tmp_path: Path) -> None:
         (tmp_path / "metrics.csv").write_text(start)
         folder.keep("metrics.csv")
     assert [(tmp_path / f"metrics-{n}.csv").read_text() for n in (1, 2, 3)] == ["first", "second", "third"]
+    (tmp_path / "metrics-1.csv").unlink()
+    for start in ("fourth", "fifth"):
+        (tmp_path / "metrics.csv").write_text(start)
+        folder.keep("metrics.csv")
+    assert [(tmp_path / f"metrics-{n}.csv").read_text() for n in (1, 2, 3, 4)] == ["fourth", "second", "third", "fifth"]
 
 
 def test_the_best_checkpoint_counts_the_last_validation(

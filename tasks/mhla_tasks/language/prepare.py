@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data.origins import Origin, sample_key
 from lightning_mhla.data.write import Preparation, array_bytes, fill_shards
+from lightning_mhla.system.files import rebuilt_folder
 from mhla_tasks.language.corpus import Remarks, read_documents, source_files
 from mhla_tasks.language.documents import encode_documents
 from mhla_tasks.language.text_bytes import MissingBytes, counts_exactly
@@ -123,12 +123,11 @@ def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     if beside.is_dir() and fingerprint(load_tokenizer(beside)) != fingerprint(tokenizer):
         if any(target.glob("*.tar")):
             raise ValueError(f"{target} holds shards of another tokenizer (in {beside}); choose another folder")
-        shutil.rmtree(beside)
+        numbered = (target / f"tokenizer-{number}" for number in itertools.count(1))
+        beside.rename(next(name for name in numbered if not name.exists()))  # it may be the user's
     if not beside.is_dir():
-        aside = target / "tokenizer.part"
-        shutil.rmtree(aside, ignore_errors=True)
-        save_tokenizer(tokenizer, aside)
-        aside.rename(beside)
+        with rebuilt_folder(beside) as aside:
+            save_tokenizer(tokenizer, aside)
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, dtype: Any, control_tokens: bool) -> dict[str, bytes]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import platform
-import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -15,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mhla_kernels.own_files import check_own, own_folder
 from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data.tables import default_cache
+from lightning_mhla.system.files import beside, remove
 from mhla_tasks.language.documents import encode_documents
 from mhla_tasks.language.tokenizer import load_tokenizer, train_tokenizer
 
@@ -65,6 +64,7 @@ def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
     Raises:
         ValueError: for a vocabulary that is too small or too large.
         FileNotFoundError: when this Python has no source files.
+        ForeignFileError: when somebody else put the text into the cache.
     """
     if not 258 <= vocab_size <= 65_536:
         raise ValueError(f"vocab_size={vocab_size} must be 258 (256 bytes and two special tokens) to 65536")
@@ -74,6 +74,10 @@ def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
     texts = {path: path.read_text(encoding="utf-8", errors="replace") for path in files}
     state = repr((vocab_size, sys.version, [(path.name, len(text)) for path, text in texts.items()]))
     folder = (cache_dir or default_cache()) / f"stdlib-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    if folder.is_dir():
+        own_folder(folder, folder.parent)
+        for file in folder.iterdir():
+            check_own(file)
     if not (folder / "tokens.npz").exists():
         _prepare(texts, vocab_size, folder)
     with np.load(folder / "tokens.npz", allow_pickle=False) as kept:
@@ -94,15 +98,16 @@ def _prepare(texts: dict[Path, str], vocab_size: int, folder: Path) -> None:
     for stage, documents in stages.items():
         tokens, arrays[f"{stage}_starts"] = encode_documents(documents, tokenizer)
         arrays[f"{stage}_tokens"] = tokens.astype(np.uint16)
-    aside = folder.with_name(f"{folder.name}.{platform.node()}.{os.getpid()}.part")
-    aside.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(aside)
-    np.savez(aside / "tokens.npz", **arrays)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = beside(folder)
     try:
-        aside.rename(folder)
-    except OSError:
-        if (folder / "tokens.npz").exists():  # another process was faster
-            shutil.rmtree(aside)
-        else:  # cut short by an earlier version, which wrote into the folder
-            shutil.rmtree(folder, ignore_errors=True)
+        tokenizer.save_pretrained(aside)
+        np.savez(aside / "tokens.npz", **arrays)
+        try:
             aside.rename(folder)
+        except OSError:
+            if not (folder / "tokens.npz").exists():  # cut short by an earlier version, which wrote into the folder
+                for path in sorted(aside.iterdir(), key=lambda path: path.name == "tokens.npz"):
+                    path.replace(folder / path.name)
+    finally:
+        remove(aside)

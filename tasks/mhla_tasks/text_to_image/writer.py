@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mhla.generative.requests import SampleFolder
+from lightning_mhla.system.files import written_whole
 from mhla_tasks.text_to_image.pictures import draw_captioned
 
 
@@ -21,9 +22,8 @@ class ImageWriter(SampleFolder):
 
     @override
     def write(self, path: Path, pixels: Tensor, module: Any) -> None:
-        aside = path.with_name(f"{path.name}.part")
-        Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy()).save(aside, format="PNG")
-        aside.replace(path)
+        with written_whole(path) as aside:
+            Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy()).save(aside, format="PNG")
 
     @override
     def show(self, samples: Sequence[tuple[str, Tensor]], path: Path) -> None:

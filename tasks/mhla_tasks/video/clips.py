@@ -13,6 +13,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.system.files import written_whole
 from mhla_tasks.video.decode import Video, open_video
 
 EARLY = 0.25
@@ -155,9 +156,12 @@ def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
     import av
 
     pixels = clip.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().cpu().numpy()
-    aside = path.with_name(path.name + ".part")
     # ffmpeg gets an open file, never its name, in which it would read 2026-11-25T10:30/a.mp4 as a protocol
-    with aside.open("wb") as file, av.open(file, "w", format="mp4") as container:
+    with (
+        written_whole(path) as aside,
+        aside.open("wb") as file,
+        av.open(file, "w", format="mp4") as container,
+    ):
         stream: Any = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
         stream.height, stream.width = (pixels.shape[1] // 2 * 2, pixels.shape[2] // 2 * 2)
         stream.pix_fmt, stream.options = "yuv420p", {"crf": str(crf)}
@@ -167,7 +171,6 @@ def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
             )
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    aside.replace(path)
 
 
 def to_frames(clips: Tensor) -> Tensor:

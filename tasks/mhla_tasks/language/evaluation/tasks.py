@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from mhla_kernels.own_files import own_folder
 
 from lightning_mhla.data.tables import default_cache
 
@@ -64,7 +65,8 @@ def _cache_of(folder: Path) -> Path:
     """Where the data set of a folder is kept converted; ``datasets`` itself would take an older copy of equal layout."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     state = [str(folder), *((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)]
-    return default_cache() / "tasks" / hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+    return own_folder(default_cache() / "tasks" / digest, default_cache())
 
 
 def check_tasks(names: Sequence[str], known: Sequence[str]) -> None:
