@@ -209,7 +209,7 @@ class SuiteCLI(LightningCLI):
             self._run = settle(options, subcommand)
         if subcommand != "fit":
             self.save_config_callback = None  # the folder keeps the configuration that the run was started with
-            own = [source for source in self._sources if options.run_dir is None or source.origin.startswith("-")]
+            own = [source for source in self._sources if options.run_dir is None or source.typed]
             write_beside_checkpoint(options, subcommand, own)
         start = options.get("model", {}).get("init_args", {})
         if options.get("ckpt_path") and "pretrained" in start:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
     """
     parts = {part: options.get(part, {}).get("init_args", {}) for part in ("model", "data")}
     _count_classes(options, parts, sources)
-    files = [source for source in sources if not source.origin.startswith("-")]
+    files = [source for source in sources if not source.typed]
     for name in AGREE:
         values = {part: given[name] for part, given in parts.items() if name in given}
         if len(values) < 2 or values["model"] == values["data"]:
@@ -142,7 +143,7 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
         rank = {}
         for part in parts:
             said = [
-                len(files) if source.origin.startswith("-") else files.index(source)
+                len(files) if source.typed else files.index(source)
                 for source in sources
                 if name in _arguments(source.values.get(part))
             ]
@@ -240,14 +241,14 @@ def inside(source: Source, subcommand: str) -> Source:
     if set(source.values) != {subcommand} or not isinstance(own, dict):
         return source
     lines = {path[1:]: line for path, line in source.lines.items() if len(path) > 1}
-    return Source(source.origin, own, lines, source.problem)
+    return replace(source, values=own, lines=lines)
 
 
 def of_another_command(sources: Sequence[Source], subcommand: str, commands: Collection[str]) -> str:
     """An error message for the first file that holds the options of another command; empty if there is none."""
     for source in sources:
         others = [name for name in commands if name != subcommand and isinstance(source.values.get(name), dict)]
-        if others and not source.origin.startswith("-"):
+        if others and not source.typed:
             return (
                 f"{source.origin} holds options of `lightning {others[0]}`, and this is `lightning {subcommand}`; run that "
                 f"command, or take the options out from under `{others[0]}:`"

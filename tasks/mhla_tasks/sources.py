@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,14 @@ class Source:
         values: nested options; those that a file named in them holds are a source of their own.
         lines: line of each key in the file, by its path; a number stands for a place in a list.
         problem: why the file cannot be read; empty if it can.
+        typed: whether the user typed it, on the command line.
     """
 
     origin: str
     values: dict[str, Any]
     lines: dict[tuple[str | int, ...], int] = field(default_factory=dict)
     problem: str = ""
+    typed: bool = False
 
 
 def read_sources(arguments: Sequence[str]) -> list[Source]:
@@ -55,7 +57,7 @@ def read_sources(arguments: Sequence[str]) -> list[Source]:
         nested: Any = _literal(value)
         for part in reversed(key.split(".")):
             nested = {part: nested}
-        sources += _with_included(Source(word if equals else f"{word} {value}".strip(), nested), Path())
+        sources += _with_included(Source(word if equals else f"{word} {value}".strip(), nested, typed=True), Path())
     return sources
 
 
@@ -94,7 +96,7 @@ def _inline(origin: str, text: str) -> Source:
     origin = origin if len(origin) <= 60 else f"{origin[:60]}..."
     try:
         check_yaml(text)
-        return Source(origin, yaml.safe_load(text))
+        return Source(origin, yaml.safe_load(text), typed=True)
     except yaml.YAMLError as error:
         return Source(origin, {}, problem=f"{origin}: {_where(error)}")
     except (ValueError, RecursionError) as error:
@@ -160,7 +162,7 @@ def _tab_hint(path: Path) -> str:
 def _with_included(source: Source, folder: Path, depth: int = 0) -> Iterator[Source]:
     """A source without the names of files in it, and those files."""
     values, found = _split(source.values, folder, ())
-    yield Source(source.origin, values, source.lines, source.problem)
+    yield replace(source, values=values)
     for keys, path in found:
         if depth == DEPTH:
             yield Source(str(path), {}, problem=f"{path}: more than {DEPTH} configurations name one another")

@@ -61,7 +61,7 @@ def allow_imports(sources: Sequence[Source]) -> None:
         AllowError: when a file allows packages that the command line does not.
         UnknownModuleError: when an allowed package does not exist.
     """
-    given = {name for source in sources if is_typed(source) for name in _names(source.values.get("allow"))}
+    given = {name for source in sources if source.typed for name in _names(source.values.get("allow"))}
     for source in sources:
         if foreign := set(_names(source.values.get("allow"))) - given:
             raise AllowError(f"{source.origin}: allow is for the command line: --allow={','.join(sorted(foreign))}")
@@ -93,7 +93,7 @@ def allow_classes(sources: Sequence[Source], remembered: Source | None = None) -
             elif name not in ("allow", "config"):
                 check.value(source, str(name), value, bases)
     for source, path, text in check.plain:
-        if any(text == name or text.startswith(f"{name}.") for name in check.found) and not is_typed(source):
+        if any(text == name or text.startswith(f"{name}.") for name in check.found) and not source.typed:
             raise AllowError(f"{source.origin}: {path} takes no class or function, got {text}")
     _classes.extend(sorted(check.found))
     _tell_parser()
@@ -154,11 +154,6 @@ def refusal(class_path: str) -> str | None:
     return f"{package} is no package that configurations may import; if you trust it: --allow={package}"
 
 
-def is_typed(source: Source) -> bool:
-    """Whether a source is a word of the command line, not a file or a checkpoint."""
-    return source.origin.startswith("-")
-
-
 class _Check:
     """Walks through the values of sources, with the bases that each parameter takes.
 
@@ -205,7 +200,7 @@ class _Check:
         if bases and "." not in text:
             for kind in _called(text, bases):  # a class may be named without its module
                 self._add(path, kind, f"{kind.__module__}.{kind.__qualname__}")
-        elif bases and DOTTED.fullmatch(text) and (_is_within(text, PACKAGES) or is_typed(source)):
+        elif bases and DOTTED.fullmatch(text) and (_is_within(text, PACKAGES) or source.typed):
             self._named_class(source, path, text, bases)
         elif DOTTED.fullmatch(text):
             self.plain.append((source, path, text))
@@ -224,7 +219,7 @@ class _Check:
             elif not bases:
                 raise AllowError("no class can be given here")
             else:
-                kind = find_class(name, bases, is_typed(source))
+                kind = find_class(name, bases, source.typed)
         except AllowError as error:
             raise AllowError(f"{source.origin}: {path}: {str(name)[:100]}: {error}") from error
         self._add(path, kind, name)

@@ -98,12 +98,12 @@ def test_a_module_in_the_working_folder_is_found(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
     with pytest.raises(ValueError, match="--allow=stripes: there is no module 'stripes'"):
-        allow_imports([Source("--allow=stripes", {"allow": "stripes"})])
+        allow_imports([Source("--allow=stripes", {"allow": "stripes"}, typed=True)])
     assert str(tmp_path) not in sys.path
     (tmp_path / "stripes.py").write_text("")
-    allow_imports([Source("--ckpt_path=last.ckpt", {"ckpt_path": "last.ckpt"})])
+    allow_imports([Source("--ckpt_path=last.ckpt", {"ckpt_path": "last.ckpt"}, typed=True)])
     assert str(tmp_path) not in sys.path
-    allow_imports([Source("--allow=stripes", {"allow": "stripes"})])
+    allow_imports([Source("--allow=stripes", {"allow": "stripes"}, typed=True)])
     assert sys.path[-1] == str(tmp_path)
     del sys.modules["stripes"]
     allow_imports([])

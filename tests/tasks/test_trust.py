@@ -240,6 +240,26 @@ def test_checkpoints_run_nothing(
     assert {file.name for file in tmp_path.iterdir()} <= {"a.ckpt", "evilmod.py", "__pycache__"}
 
 
+@pytest.mark.parametrize("name", ["--run_dir=x.yaml", "-x.yaml", "--config.yaml"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"allow": "evilmod", **callback(on_fit_start="evilmod.X")},
+        {"trainer": {"callbacks": [{"class_path": "evilmod.X"}]}},
+    ],
+    ids=["allow", "class"],
+)
+def test_a_file_that_is_called_like_an_option_is_a_file(
+    evil: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    name: str, content: dict[str, object],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(yaml.safe_dump(content))
+    said = failing(capsys, monkeypatch, "fit", "--config", str(DIGITS), f"--config={name}", *RUN)
+    assert "--allow=evilmod" in said
+    assert not evil.exists()
+
+
 @pytest.mark.parametrize(
     "words",
     [
