@@ -39,7 +39,7 @@ IMAGES = [
 ]
 
 
-def both_ms(shape: Shape, form: str, device: torch.device) -> float:
+def both_ms(shape: Shape, form: str, device: torch.device, seconds: float) -> float:
     """Median milliseconds of forward + backward; bfloat16 on a GPU, float32 on a CPU."""
     q, k, v, mixing = inputs(shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     cotangent = torch.ones_like(v)
@@ -57,16 +57,16 @@ def both_ms(shape: Shape, form: str, device: torch.device) -> float:
         )
         return torch.autograd.grad(out, [q, k, v, mixing], cotangent)
 
-    return milliseconds(run, device, seconds=0.25)
+    return milliseconds(run, device, seconds)
 
 
-def compare_forms(shapes: list[Shape], device: torch.device, console: Console) -> Table:
+def compare_forms(shapes: list[Shape], device: torch.device, seconds: float, console: Console) -> Table:
     """Both forms, the one that ``auto`` picks, and what the choice loses."""
     table = Table(title="forward + backward, milliseconds (median)")
     for title in ("shape", "parallel", "chunked", "auto picks", "loses"):
         table.add_column(title, justify="left" if title == "shape" else "right")
     for shape in track(shapes, "measuring forms", console=console, transient=True):
-        times = {form: both_ms(shape, form, device) for form in ("parallel", "chunked")}
+        times = {form: both_ms(shape, form, device, seconds) for form in ("parallel", "chunked")}
         pick = cheapest_form(
             shape.tokens,
             shape.blocks,
@@ -80,7 +80,7 @@ def compare_forms(shapes: list[Shape], device: torch.device, console: Console) -
     return table
 
 
-def compare_tiles(console: Console) -> Table:
+def compare_tiles(seconds: float, console: Console) -> Table:
     """The chunked form in PyTorch by its tile."""
     table = Table(title="chunked, causal, N=4096, Dk=128, Dv=256: milliseconds by tile")
     for title in ("tile", "C=256", "C=1024", "C=4096"):
@@ -88,7 +88,7 @@ def compare_tiles(console: Console) -> Table:
     kept, cpu = chunked.TILE, torch.device("cpu")
     for tile in track((32, 64, 128, 256), "measuring tiles", console=console, transient=True):
         chunked.TILE = tile
-        times = [both_ms(Shape("", 1, 4, 4096, c, 128, 256, True), "chunked", cpu) for c in (256, 1024, 4096)]
+        times = [both_ms(Shape("", 1, 4, 4096, c, 128, 256, True), "chunked", cpu, seconds) for c in (256, 1024, 4096)]
         table.add_row(str(tile), *(f"{time:.0f}" for time in times))
     chunked.TILE = kept
     return table
@@ -98,12 +98,15 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(prog="lightning bench forms", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    device, console = torch.device(parser.parse_args().device), Console(width=110)
-    if device.type == "cuda":
-        console.print(compare_forms([s for s in MODELS + LENGTHS if s.tokens <= 8192], device, console))
-    else:
-        console.print(compare_forms(LANGUAGE + IMAGES, device, console))
-        console.print(compare_tiles(console))
+    parser.add_argument("--seconds", type=float, default=0.25, help="for each time, roughly (default: 0.25)")
+    parser.add_argument("--longest", type=int, default=8192, help="most tokens of a shape (default: 8192)")
+    asked = parser.parse_args()
+    device, console = torch.device(asked.device), Console(width=110)
+    shapes = MODELS + LENGTHS if device.type == "cuda" else LANGUAGE + IMAGES
+    shapes = [shape for shape in shapes if shape.tokens <= asked.longest]
+    console.print(compare_forms(shapes, device, asked.seconds, console))
+    if device.type == "cpu" and asked.longest >= 4096:
+        console.print(compare_tiles(asked.seconds, console))
     console.print(", ".join(f"{key} {value}" for key, value in describe(device).items()))
 
 

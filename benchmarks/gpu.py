@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe
-from benchmarks.shapes import MODELS
 from lightning_mhla.system.files import write_whole
 
 ROOT = Path(__file__).parents[1]
@@ -60,11 +59,10 @@ def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
     doctor = ("-m", "mhla_tasks", "doctor", "--json")
     if not gpu:
         small = ("--device", "cpu", "--seconds", "0")
-        shape = ("--shape", "1,2,64,16,8,8", "--seconds", "0", "--dry-run")
         return {
             "doctor": Part((*doctor, "--only", "versions", "devices"), 3, "doctor.json"),
             "native": Part(("-m", "benchmarks.native", *to), 5),
-            "tune": Part(("-m", "mhla_tasks", "tune", *shape), 3, "tune.txt"),
+            "forms": Part(("-m", "benchmarks.forms", *small, "--longest", "64"), 3, "forms.txt"),
             "attention": Part(("-m", "benchmarks.attention", *small, "--longest", "64", *to), 5),
             "short blocks": Part(
                 ("-m", "benchmarks.short_blocks", *small, "--tokens", "64", "--runs", "1", *to), 5
@@ -87,13 +85,7 @@ def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
             found[f"sanitizer {form}"] = Part(
                 command, 4, f"sanitizer-{form}.txt", (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
             )
-    shapes = [
-        f"{shape.batch},{shape.heads},{shape.tokens},{shape.block},{shape.key_width},{shape.value_width}"
-        + (",causal" if shape.causal else "")
-        for shape in MODELS
-    ]
-    words = [word for shape in shapes for word in ("--shape", shape)]
-    found["tune"] = Part(("-m", "mhla_tasks", "tune", "--seconds", "0.5", *words), 8, "tune.txt")
+    found["forms"] = Part(("-m", "benchmarks.forms"), 8, "forms.txt")
     peers = () if authors is None else ("--authors", str(authors.resolve()))
     found["attention"] = Part(("-m", "benchmarks.attention", "--seconds", "0.2", *peers, *to), 10)
     found["short blocks"] = Part(("-m", "benchmarks.short_blocks", "--runs", "3", "--seconds", "0.1", *to), 5)

@@ -75,7 +75,7 @@ def first_losses(
     command += ["--config", str(folder / "overlay.yaml"), f"--run_dir={folder / 'run'}"]
     command += [] if start is None else [f"--model.init_args.pretrained={start}"]
     command += options
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MHLA_CACHE": str(folder / "cache")}  # no tuned forms
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MHLA_CACHE": str(folder / "cache")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"error: {config} did not train:\n{(done.stdout + done.stderr)[-3000:]}")

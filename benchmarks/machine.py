@@ -5,13 +5,14 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from mhla_kernels.tuned import processor_name
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -26,6 +27,15 @@ def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         versions["cuda"] = torch.version.cuda or ""
     return {"date": date.today().isoformat(), "device": name, "threads": torch.get_num_threads(), **versions}
+
+
+def processor_name() -> str:
+    """Of the CPU, as its maker writes it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, seconds: float, least: int = 3) -> float:

@@ -20,7 +20,6 @@ from mhla_kernels.forms import reference
 from mhla_kernels.forms.attend import attend
 from mhla_kernels.forms.cost import cheapest_form
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
-from mhla_kernels.tuned import has_forms, tuned_form
 
 
 def mhla_attention(
@@ -188,30 +187,11 @@ def attention_matrix(
 
 
 def _choose_form(problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal: bool, fused: bool) -> ChosenForm:
-    """The form that ``lightning tune`` kept for such a call (not in graphs, whose sizes may be open), or the cheaper one."""
-    found, rows = None, q.shape[0] * q.shape[2]
-    if not torch.compiler.is_compiling() and problem.cu_seqlens is None and has_forms(q.device.type):
-        backend, kind = "triton" if fused else "torch", type(mixing).__name__
-        shape = rows, problem.tokens, problem.blocks, q.shape[-1], v.shape[-1]
-        found = tuned_form(q.device.type, backend, str(q.dtype)[6:], *shape, causal, problem.scale is None, kind)
-    return _cheapest(problem, q.shape[-1], v.shape[-1], mixing, causal, fused, rows, found)
-
-
-def _cheapest(
-    problem: Problem,
-    key_width: int,
-    value_width: int,
-    mixing: Mixing,
-    causal: bool,
-    fused: bool,
-    rows: int = 1,
-    measured: ChosenForm | None = None,
-) -> ChosenForm:
-    """The cheapest form, or the measured one; summaries where N is left open by ``torch.export``.
+    """The cheapest form; summaries where N is left open by ``torch.export``.
 
     Triton's kernels stay inside each packed sequence.
     """
-    tokens, blocks = problem.tokens, problem.blocks
+    tokens, blocks, rows = problem.tokens, problem.blocks, q.shape[0] * q.shape[2]
     if is_dynamic(tokens):
         return "chunked"
     if fused and problem.cu_seqlens is not None:
@@ -221,9 +201,8 @@ def _cheapest(
     terms = mixing.span_terms(causal) if problem.block_offsets is None else None
     backend: Literal["torch", "triton"] = "triton" if fused else "torch"
     return cheapest_form(
-        tokens, blocks, key_width, value_width, causal, work=work, terms=terms, rows=rows, measured=measured,
-        backend=backend,
-    )  # fmt: skip
+        tokens, blocks, q.shape[-1], v.shape[-1], causal, work=work, terms=terms, rows=rows, backend=backend
+    )
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:

@@ -68,7 +68,7 @@ _unknown: set[str] = set()
 
 
 def cache_folder() -> Path:
-    """Where verdicts and tuned choices are kept: ``$MHLA_CACHE``, or ``mhla`` in the user's cache."""
+    """Where verdicts are kept: ``$MHLA_CACHE``, or ``mhla`` in the user's cache."""
     if own := os.environ.get("MHLA_CACHE"):
         return Path(own)
     try:
@@ -104,17 +104,9 @@ def name_of(device: str) -> str:
     return sha256(json.dumps(environment(device), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def launches_path(device: str) -> Path:
-    """Of the tuned launch parameters for a device, see :mod:`mhla_kernels.tuned`."""
-    return cache_folder() / "launches" / f"{name_of(device)}.json"
-
-
 def folder_of(device: str) -> Path:
-    """Of the verdicts for a device: other launch parameters are other kernels."""
-    name = name_of(device)
-    with suppress(OSError):
-        name += f"-{sha256(launches_path(device).read_bytes()).hexdigest()[:8]}"
-    return cache_folder() / "verdicts" / name
+    """Of the verdicts for a device."""
+    return cache_folder() / "verdicts" / name_of(device)
 
 
 def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:

@@ -212,7 +212,7 @@ def test_fit_refuses(change: dict[str, Any], message: str) -> None:
 
 def test_the_cheaper_form() -> None:
     """Floors of an H200: 256 image tokens want pairs, long sequences summaries; packed ones count by their own length."""
-    from mhla_kernels.attention import _cheapest
+    from mhla_kernels.attention import _choose_form
     from mhla_kernels.checks import check_problem
     from mhla_kernels.mixing import as_mixing
 
@@ -224,7 +224,7 @@ def test_the_cheaper_form() -> None:
         if sequences > 1:
             bounds = list(range(0, tokens + 1, tokens // sequences))
         problem = check_problem(q, q, q, mixing, block, None, causal, True, None, 1e-6, "identity", None, bounds)
-        return _cheapest(problem, width, value or width, mixing, causal, True)
+        return _choose_form(problem, q, q[..., :1].expand(-1, -1, -1, value or width), mixing, causal, True)
 
     assert pick(256, 16, False, width=64) == "parallel"
     assert pick(31500, 210, False) == "chunked"
@@ -234,16 +234,17 @@ def test_the_cheaper_form() -> None:
 
 
 def test_memory_bounds_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A form that would hold more than the bound is left out, measured or not, unless none holds less."""
+    """A form that would hold more than the bound is left out, the cheaper one too, unless none holds less."""
     shape = 4096, 256, 64, 64, True
     options: dict[str, Any] = {"work": 40, "terms": 4}
-    chunked, spanning = 8 * 256 * (64 * 64 + 64), 4 * 16 * 4 * (64 * 64 + 64)  # chunks of 256 in Triton
+    spanning = 4 * 16 * 4 * (64 * 64 + 64)  # chunks of 256 in Triton
     try:
-        assert cheapest_form(*shape, **options, measured="parallel") == "parallel"
-        for bound in (chunked, 1):
+        short = 1024, 512, 32, 32, False
+        assert cheapest_form(*short) == "parallel"
+        for bound in (8 * 512 * (32 * 32 + 32), 1):
             for rows in (1, 3):
                 limit_memory(bound * rows)
-                assert cheapest_form(*shape, **options, measured="parallel", rows=rows) == "chunked"
+                assert cheapest_form(*short, rows=rows) == "chunked"
         for bound, form in ((None, "spanning"), (spanning, "spanning"), (spanning - 1, "parallel")):
             limit_memory(bound)
             assert cheapest_form(*shape, **options, backend="triton") == form, bound

@@ -64,7 +64,6 @@ def cheapest_form(
     work: int | None = None,
     terms: int | None = None,
     rows: int = 1,
-    measured: ChosenForm | None = None,
     backend: Literal["torch", "triton"] = "torch",
 ) -> ChosenForm:
     """The cheapest form for N ``tokens`` in M ``blocks``, counted in multiply-adds for one batch row and head.
@@ -73,7 +72,7 @@ def cheapest_form(
 
     ``work``: summaries added up for each block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all M.
     ``terms``: running sums between chunks of several blocks, see :meth:`mhla_kernels.mixing.Mixing.span_terms`.
-    ``rows``: batch rows times heads. ``measured``: a form that is taken whatever the count says, if memory allows it.
+    ``rows``: batch rows times heads.
     """
     cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)  # each scores the pairs
     inside = key_width + value_width + cost["pair"]
@@ -108,8 +107,6 @@ def cheapest_form(
         }
         least = min(held.values())
         costs = {form: cost for form, cost in costs.items() if 4 * held[form] <= _limit or held[form] == least}
-    if measured in costs:
-        return measured
     chosen: ChosenForm = next(iter(costs))
     for form, spent in costs.items():  # in a graph that torch traces, sizes and costs may be open
         if spent < costs[chosen]:

@@ -396,7 +396,7 @@ def attend(
         RUNNING=running is not None, CAUSAL=call.causal, NORMALIZE=call.normalize,
         RELU=call.relu, HAS_MASK=call.key_mask is not None, OWN_GRADIENT=own_gradient,
         X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
-        OUTPUTS=tiles.outputs, SPAN=span, ALIGNED=aligned, **call.schedule(f"attend {MODES[mode]}", tiles),
+        OUTPUTS=tiles.outputs, SPAN=span, ALIGNED=aligned, **call.schedule(tiles),
     )  # fmt: skip
     if gradient is None:
         return out, None

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mhla_kernels.triton_backend import config
 from mhla_kernels.triton_backend.tables import BlockTables, make_tables, span_of_tile
-from mhla_kernels.tuned import Launch, tuned_launch
 
 TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -131,11 +130,9 @@ class Call:
         """Compute capability times ten."""
         return chip_of(self.q.device)
 
-    def schedule(self, kernel: str, tiles: config.Tiles) -> dict[str, int]:
-        """Launch options, as measured on this device or as shipped."""
-        given = self.arguments
-        name = f"{kernel} {str(self.q.dtype)[6:]} {self.key_width}x{self.value_width} {given.form} {given.mixer}"
-        warps, stages = tuned_launch(str(self.q.device), name, Launch(tiles.warps, tiles.stages))
+    def schedule(self, tiles: config.Tiles) -> dict[str, int]:
+        """Launch options for a kernel with such tiles."""
+        warps, stages = tiles.warps, tiles.stages
         if config.overlaps_chained_products(self.chip):
             stages = 1
         return {"num_warps": warps, "num_stages": stages, **config.register_limit(self.chip, warps)}

@@ -147,7 +147,7 @@ class DenseMixer:
         mix_kernel[(call.rows * triton.cdiv(blocks, tiles.rows), triton.cdiv(width, tiles.columns))](
             matrix, summary, mixed, call.tables.table, *matrix_strides, blocks, call.heads,
             INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.causal, TRANSPOSED=transposed, WIDTH=width, ROWS=tiles.rows,
-            TERMS=tiles.terms, COLUMNS=tiles.columns, **call.schedule("mix", tiles),
+            TERMS=tiles.terms, COLUMNS=tiles.columns, **call.schedule(tiles),
         )  # fmt: skip
         return mixed
 
@@ -174,7 +174,7 @@ class DenseMixer:
             d_mixed, summary, gradient, call.tables.sequences, blocks, call.tables.sequences.shape[1], size,
             INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.causal, WIDTH=width, ROWS=tiles.rows,
             COLUMNS=config.mixing_gradient_columns(call.chip),
-            **call.schedule("mixing gradient", tiles),
+            **call.schedule(tiles),
         )  # fmt: skip
         return [gradient.sum(0)]
 

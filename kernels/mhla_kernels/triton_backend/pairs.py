@@ -233,7 +233,7 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
         NORMALIZE=call.normalize,
         RELU=call.relu, HAS_MASK=call.key_mask is not None, KEY_WIDTH=call.key_width, VALUE_WIDTH=call.value_width,
         ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice, SPAN=span,
-        ALIGNED=aligned, **call.schedule("pairs", tiles),
+        ALIGNED=aligned, **call.schedule(tiles),
     )  # fmt: skip
     starts = torch.arange(count, device=q.device)
     if call.terms:

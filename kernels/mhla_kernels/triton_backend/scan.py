@@ -129,7 +129,7 @@ class ExponentialMixer:
         scan_kernel[(call.rows * triton.cdiv(width, tiles.columns),)](
             amplitude, decay, summary, mixed, call.tables.table, _head_stride(amplitude), blocks, call.heads,
             REVERSE=transposed, WIDTH=width, COLUMNS=tiles.columns, TERMS=terms, TERMS_PADDED=tiles.terms,
-            **call.schedule("scan", tiles),
+            **call.schedule(tiles),
         )  # fmt: skip
         return mixed
 
@@ -153,7 +153,7 @@ class ExponentialMixer:
         scan_gradient_kernel[(call.rows * parts,)](
             amplitude, decay, d_mixed, summary, of_amplitude, of_decay, call.tables.table, _head_stride(amplitude),
             blocks, call.heads, WIDTH=width, COLUMNS=tiles.columns, TERMS=terms, TERMS_PADDED=tiles.terms,
-            **call.schedule("scan gradient", tiles),
+            **call.schedule(tiles),
         )  # fmt: skip
         return [of_amplitude.sum(1), of_decay.sum(1)]
 

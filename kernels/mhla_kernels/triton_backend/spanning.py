@@ -74,7 +74,7 @@ def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
     tiles = config.scan_tiles(1)
     carry_kernel[(sums.shape[0] * triton.cdiv(width, tiles.columns),)](
         sums, decay, call.tables.table, call.terms if len(decay) > 1 else 0, call.tables.blocks, call.heads,
-        TERMS=call.terms, EARLIER=earlier, REVERSE=reverse, WIDTH=width, COLUMNS=tiles.columns, **call.schedule("carry", tiles),
+        TERMS=call.terms, EARLIER=earlier, REVERSE=reverse, WIDTH=width, COLUMNS=tiles.columns, **call.schedule(tiles),
     )  # fmt: skip
     return sums
 

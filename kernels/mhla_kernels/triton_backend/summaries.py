@@ -177,7 +177,7 @@ def summarize(
         term_weight.shape[-1], term_weight.stride(0) if terms and len(term_weight) > 1 else 0, TERMS=terms,
         KEY_WIDTH=call.key_width, VALUE_WIDTH=call.value_width, HAS_MASK=call.key_mask is not None, RELU=call.relu,
         WEIGHTED=weights is not None, NORMALIZE=call.normalize, CAUSAL=call.causal, TOKENS=tiles.tokens,
-        KEYS=tiles.keys, VALUES=tiles.values, ALIGNED=aligned, **call.schedule("summaries", tiles),
+        KEYS=tiles.keys, VALUES=tiles.values, ALIGNED=aligned, **call.schedule(tiles),
     )  # fmt: skip
     if pieces == 1:
         return summary, None

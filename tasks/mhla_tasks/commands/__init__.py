@@ -58,7 +58,6 @@ TOOLS: dict[str, dict[str, str]] = {
     },
     "machine": {
         "doctor": "machine:doctor",
-        "tune": "machine:tune",
         "completion": "machine:completion",
     },
 }

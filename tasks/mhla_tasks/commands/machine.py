@@ -17,14 +17,6 @@ def doctor(words: Sequence[str]) -> int:
     return main(words)
 
 
-@passes_on
-def tune(words: Sequence[str]) -> int:
-    """Measure which form of the operator is fastest at your shapes, and keep it."""
-    from mhla_tasks.tune import main
-
-    return main(words)
-
-
 def completion(parser: ArgumentParser) -> Run:
     """Print what a shell needs to complete commands, options and configurations.
 
