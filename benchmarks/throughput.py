@@ -30,6 +30,8 @@ from jsonargparse import ArgumentParser
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
+from mhla_tasks.sources import Source
+from mhla_tasks.trust import allow_classes, allow_imports
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -76,6 +78,8 @@ def build(path: Path, compiled: bool) -> tuple[LightningModule, dict[str, Any]]:
         options.pop(name, None)
     options.get("text", {}).pop("encoder", None)
     options["compile"] = compiled
+    allow_imports([])
+    allow_classes([Source(str(path), {"model": model})])
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningModule, "model")
     module = parser.instantiate(parser.parse_object({"model": model})).model

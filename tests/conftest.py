@@ -94,6 +94,13 @@ LONG = (
     "test_language_evaluation::test_tasks_that_are_not_there", "test_video_training::test_resume_is_bitwise_exact",
     "test_video_training::test_train_lora_and_export", "test_portable::test_compiled_it_is_the_same", "test_portable::test_int8_keeps_the_top_class",
     "test_streamed_training::test_killed_five_times_it_ends_with_the_weights_of_an_undisturbed_run_from_local_files",
+    "test_accumulation::test_every_callback_of_a_shipped_run_lasts",
+    "test_swap_graphs::test_inductor_at_three_lengths", "test_swap_graphs::test_steps_of_generation_are_compiled",
+    "test_swap_graphs::test_text_models_are_trained_as_one_graph", "test_swap_graphs::test_image_models_are_trained_as_one_graph",
+    "test_swap_graphs::test_decoders_are_one_graph_at_every_length", "test_swap_graphs::test_encoders_are_one_graph_at_every_length",
+    "test_swap_graphs::test_exported_with_an_open_batch", "test_language_graphs::test_onnx_runs_other_batches_and_lengths",
+    "test_transforms::test_exponential_mixing_trains_in_one_graph_at_new_lengths",
+    "test_swap_folders_pictures::test_what_opens_it_is_right_and_everything_else_fails",
 )  # fmt: skip
 """Tests that take from twenty seconds to minutes: ``make thorough`` runs them, ``make test`` runs the others."""
 

@@ -178,6 +178,8 @@ class _Check:
             for key in ("class_path", "help"):
                 if key in value and (key == "class_path" or bases):
                     self._named_class(source, path, value[key], bases)
+            if "class_path" not in value:  # the parser takes the base itself for the class of such options
+                self.found |= {name for base in bases if refusal(next(_paths(base))) is None for name in _paths(base)}
             kinds = self._named.get(path) or list(bases)
             inner = value.get("init_args") if "class_path" in value or "init_args" in value else None
             self.arguments(source, path, inner, kinds)

@@ -146,9 +146,7 @@ def test_images_are_shrunk_cut_and_scaled() -> None:
 
 
 def test_latents_that_are_wrong(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"latents of 8 x 8 for a model of 16 x 16; set --data\.init_args\.sample_size=8"
-    ):
+    with pytest.raises(ValueError, match=r"latents of 8 x 8 for a model of 16 x 16; set --data\.sample_size=8"):
         data(place, sample_size=16).source("train")
     with pytest.raises(BrokenSampleError, match=r"label b'1' is not one of the classes 0 to 0"):
         data(place, num_classes=1).source("train")[next(i for i in range(10) if photo_of(i) % 2)]

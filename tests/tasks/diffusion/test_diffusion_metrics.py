@@ -192,7 +192,7 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="does not exist; give a folder of images, or an"):
         read_set(str(tmp_path / "missing.npz"), DigitFeatures(), CPU)
     (tmp_path / "broken.npz").write_bytes(b"no archive")
-    with pytest.raises(ValueError, match=r"broken\.npz is no \.npz that can be read safely"):
+    with pytest.raises(ValueError, match=r"broken\.npz is not an \.npz that can be read safely"):
         read_set(str(tmp_path / "broken.npz"), DigitFeatures(), CPU)
     with pytest.raises(FileNotFoundError, match=r"Inception-v3: .*none\.pth does not exist"):
         InceptionFeatures(str(tmp_path / "none.pth")).network()
