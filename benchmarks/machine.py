@@ -30,7 +30,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Of the CPU, as its maker writes it."""
+    """Name of the CPU, as its maker writes it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -105,7 +105,7 @@ def name_of(device: str) -> str:
 
 
 def folder_of(device: str) -> Path:
-    """Of the verdicts for a device."""
+    """Folder that keeps the verdicts for a device."""
     return cache_folder() / "verdicts" / name_of(device)
 
 

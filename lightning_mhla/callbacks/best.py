@@ -120,7 +120,7 @@ def _is_second_name(request: Request) -> bool:
 
 
 def _inside(paths: Iterable[str], folder: Path) -> list[str]:
-    """Those paths that are below a folder, links followed, relative to it."""
+    """Paths relative to a folder, of those that lie below it once links are followed."""
     inside = [path for path in paths if "://" not in path and lies_in(Path(path).parent, folder)]
     relative = [os.path.relpath(path, folder) for path in inside]
     return [path for path in relative if not path.startswith("..")]

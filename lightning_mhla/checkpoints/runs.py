@@ -207,7 +207,7 @@ def _head(file: Path) -> str:
 
 
 def _foreign(folder: Path) -> Iterator[Path]:
-    """What a folder holds that neither a run nor a shell puts there before a run starts. Other runs in it are no such thing."""
+    """Paths in a folder that neither a run nor a shell has put there before a run starts; other runs in it do not count."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             yield from [] if is_run(path) else _foreign_in(path)

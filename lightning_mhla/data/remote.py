@@ -122,7 +122,7 @@ def remote_size(url: str) -> int:
 
 @dataclass(frozen=True)
 class Version:
-    """What a server says about one content of a file, by which it is told from the next.
+    """Marks of one content of a file, by which a server lets it be told from the next.
 
     Attributes:
         tag: its ETag; None where the server sends none.
@@ -247,7 +247,7 @@ class Download:
 
 
 def _described(answer: Any, encoded: bool) -> tuple[Version, int]:
-    """What an answer of HTTP says about the file, and the place of its first byte in it."""
+    """Version of the file that an HTTP response describes, and the offset of the response's first byte in the file."""
     if answer.status not in (200, 206):
         raise ShardUnavailableError(f"{answer.url} does not send a file (status {answer.status})")
     size, first = answer.content_length, 0

@@ -333,7 +333,7 @@ def shard_writer(path: Path) -> Iterator[wds.TarWriter]:
 
 
 def _unfinished(path: Path) -> list[Path]:
-    """What processes have begun to write of a shard."""
+    """Unfinished files of a shard, left by any process."""
     parts = path.parent.glob(f"{glob.escape(path.name)}.*.part")
     return [part for part in parts if (match := UNFINISHED.fullmatch(part.name)) and match[1] == path.name]
 
