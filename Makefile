@@ -23,7 +23,7 @@ help:  ## list the targets
 demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, say where the results are
 	$(BIN)/lightning fit --config configs/classification/mnist.yaml
 
-test: .venv/test-installed  ## install, run the tests (no GPU, no network beyond the package index): twenty minutes
+test: .venv/test-installed  ## install, run the tests (no GPU, no network beyond the package index): 25 minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
 thorough: .venv/test-installed  ## run the tests that make test leaves out: documentation, clusters, kills, compilers; as long again
