@@ -47,16 +47,12 @@ def with_folder_of_logger(words: list[str]) -> list[str]:
 def with_class_of_strategy(words: list[str]) -> list[str]:
     """The command line, with a strategy that is named by its class given as a class: the parser takes any text for a name."""
     option = "--trainer.strategy"
-    found = []
-    for before, word in itertools.pairwise(["", *words]):
-        key, equals, value = word.partition("=")
-        if equals and key == option and _is_class(value):
-            word = f"{option}.class_path={value}"
-        elif word == option:
-            continue
-        elif before == option:
-            word = f"{option}.class_path={word}" if _is_class(word) else f"{option}={word}"
-        found.append(word)
+    found: list[str] = []
+    for word in words:
+        if found and found[-1] == option and not word.startswith("-"):
+            word = f"{found.pop()}={word}"
+        key, _, value = word.partition("=")
+        found.append(f"{option}.class_path={value}" if key == option and _is_class(value) else word)
     return found
 
 

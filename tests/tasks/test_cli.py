@@ -401,6 +401,14 @@ def test_a_strategy_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch, argum
     assert config.init_args.find_unused_parameters
 
 
+def test_a_strategy_without_a_value_is_not_left_out() -> None:
+    from mhla_tasks.settle import with_class_of_strategy
+
+    for words in (["fit", "--trainer.strategy"], ["fit", "--trainer.strategy", "--trainer.devices=2"]):
+        assert with_class_of_strategy(words) == words
+    assert with_class_of_strategy(["--trainer.strategy", "a.B", "c"]) == ["--trainer.strategy.class_path=a.B", "c"]
+
+
 def test_a_strategy_in_a_file_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "overlay.yaml"
     path.write_text(
