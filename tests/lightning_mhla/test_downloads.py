@@ -396,7 +396,7 @@ class _Full:
 
 
 def test_other_stores_are_not_mixed_either(monkeypatch: Any) -> None:
-    """As of S3: parts by range, and a mark of the content."""
+    """A file system like S3's: parts by range, and a mark of the content."""
     system = fsspec.filesystem("memory")
     system.pipe_file("/a.tar", A)
     monkeypatch.setattr(remote, "_system", lambda url: (system, "/a.tar"))

@@ -96,7 +96,7 @@ def test_values_outside_are_reflected_and_those_inside_keep_their_bits() -> None
 
 
 def test_gradients_of_several_batches_add_up() -> None:
-    """As data parallelism and accumulation need it: also where coefficients start at a bound."""
+    """Data parallelism and accumulation add gradients up, also where coefficients start at a bound."""
     layer, batches = layer_of("dense"), torch.rand(3, 2, 16, 8)
     assert (layer.mixing.weight <= LOWER).any()
     sums = torch.zeros_like(layer.mixing.weight)

@@ -34,7 +34,7 @@ def byte_level(after: tuple[str, ...] = ()) -> Any:
 
 
 def byte_level_composed() -> Any:
-    """As Qwen 2: bytes of text in composed characters."""
+    """Like Qwen 2's: bytes of text in composed characters."""
     tokenizer = byte_level()
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     return tokenizer
@@ -51,7 +51,7 @@ def _fallback(signs: list[str], normalizer: Any) -> Any:
 
 
 def fallback() -> Any:
-    """As Gemma: spaces become ▁, nothing is put in front."""
+    """Like Gemma's: spaces become ▁, nothing is put in front."""
     return _fallback([*LETTERS, "▁"], normalizers.Replace(" ", "▁"))
 
 
