@@ -253,7 +253,7 @@ def asked_options(
     steps_per_epoch: float,
     layers: Iterable[Iterable[str]] = (),
 ) -> Asked:
-    """Options of each parameter group and the schedule that a configuration leads to; arguments as for :func:`build_optimizer`."""
+    """Options of each parameter group, and the schedule, by a configuration; arguments as for :func:`build_optimizer`."""
     common: dict[str, Any] = {"betas": config.betas or BETAS[config.kind]}
     common |= {"eps": config.eps} if config.kind == "adamw" else {}
     groups = [
