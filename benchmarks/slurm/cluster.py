@@ -26,6 +26,7 @@ SECOND_NODE = (
     "zz-node2"  # sorts after the host's name, which SLURM so takes for rank 0, the batch script and MASTER_ADDR
 )
 NODE_MARK = "SLURM_LAB_NODE"  # which node a slurmd and its slurmstepd stand for
+DEVICES = ("/dev/null", "/dev/zero")  # stand for GPUs
 POLL = 0.1  # seconds between two looks
 PORTS = 100  # one each for slurmctld and the two slurmd, the others for srun
 TERMINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"})
@@ -57,6 +58,7 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
+GresTypes=gpu
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=2
 PreemptType=preempt/partition_prio
@@ -69,8 +71,8 @@ SlurmdTimeout={lost_node_after}
 KillWait=5
 OverTimeLimit=0
 MailProg=/bin/true
-NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs={cpus} State=UNKNOWN
-NodeName={second} NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs={cpus} State=UNKNOWN
+NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs={cpus} Gres={gres} State=UNKNOWN
+NodeName={second} NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs={cpus} Gres={gres} State=UNKNOWN
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE \
 GraceTime={grace_time}
 PartitionName=high Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
@@ -90,6 +92,7 @@ class Cluster:
     folder: Path
     installation: Installation
     cpus: int = 1  # of each node
+    gpus: int = 0  # of each node, at most two: devices that SLURM allots and numbers, and nothing computes on
     grace_time: int = 0  # seconds between the signal and the end of a preempted job
     lost_node_after: int = 10  # seconds without an answer (SlurmdTimeout)
     _daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False, repr=False)
@@ -124,6 +127,7 @@ class Cluster:
         for name in ("state", *(f"spool/{node}" for node in self.nodes)):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         (self.folder / "plugstack.conf").touch()
+        (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={name}\n" for name in DEVICES[: self.gpus]))
         self._configuration.write_text(self._configure())
         self._launch("slurmctld", [str(self.installation.controller), "-D", "-c"])
         for node in self.nodes:
@@ -139,6 +143,7 @@ class Cluster:
             user=pwd.getpwuid(os.geteuid()).pw_name,
             folder=self.folder,
             cpus=self.cpus,
+            gres=f"gpu:{self.gpus}",
             grace_time=self.grace_time,
             lost_node_after=self.lost_node_after,
             controller_port=first,

@@ -13,6 +13,7 @@ from pathlib import Path
 from mhla_kernels.own_files import own_folder
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client")
+DAEMONS = ("slurmctld", "slurmd", "slurmstepd")
 
 
 class SlurmUnavailable(RuntimeError):  # noqa: N818 (a state of the machine, not a fault of the caller)
@@ -61,7 +62,7 @@ def _installed() -> Installation | None:
 
 def _unpacked(cache: Path) -> Installation:
     root = cache / "root"
-    complete = cache / "complete"
+    complete = cache / "complete-2"  # the number rises when what is unpacked changes
     try:
         own_folder(cache, cache.parent)  # programs are run from there
         with (cache / "lock").open("w") as lock:
@@ -71,6 +72,8 @@ def _unpacked(cache: Path) -> Installation:
                 for archive in _download(cache):
                     _apt("dpkg", "-x", str(archive), str(root))
                     archive.unlink()
+                for name in DAEMONS:  # a daemon under another name ignores Gres in slurm.conf
+                    (root / "usr/sbin" / name).symlink_to(f"{name}-wlm")
                 complete.touch()
     except OSError as error:
         raise SlurmUnavailable(f"SLURM could not be unpacked into {cache}: {error}.") from error
@@ -79,9 +82,9 @@ def _unpacked(cache: Path) -> Installation:
         raise SlurmUnavailable(f"The packages unpacked into {root} hold no folder slurm-wlm.")
     programs = root / "usr/sbin"
     return Installation(
-        controller=programs / "slurmctld-wlm",
-        daemon=programs / "slurmd-wlm",
-        stepd=programs / "slurmstepd-wlm",
+        controller=programs / "slurmctld",
+        daemon=programs / "slurmd",
+        stepd=programs / "slurmstepd",
         commands=root / "usr/bin",
         plugins=plugins,
         libraries=(plugins, plugins.parent),
