@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -256,7 +257,7 @@ def test_other_surroundings_that_cannot_work_are_one_clear_line(submission: Subm
 def binds(submission: Submission) -> list[str]:
     """What a container was given."""
     words = (submission.seen / "container").read_text().splitlines()
-    return [word for option, word in zip(words, words[1:], strict=False) if option == "--bind"]
+    return [word for option, word in pairwise(words) if option == "--bind"]
 
 
 @pytest.mark.parametrize("engine", ["apptainer", "singularity"])
