@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test thorough check fuzz hosts mutate lint docs constraints resources gpu clean
+.PHONY: help demo test thorough check fuzz hosts mutate lint docs constraints resources gpu image clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -62,6 +62,9 @@ resources: .venv/test-installed  ## compile all Triton kernels ahead of time, pr
 
 gpu: .venv/test-installed  ## everything that waits for a GPU: checks, tuning, benchmarks, models; an hour, resumable (ARGS=...)
 	$(BIN)/lightning bench gpu $(ARGS)
+
+image:  ## build docker/Dockerfile with docker, podman or buildah, and try the image (BUILDER=..., BASE=..., IMAGE=...)
+	bash docker/image.sh
 
 clean:  ## remove the environment and all runs
 	rm -rf .venv runs
