@@ -127,7 +127,7 @@ def test_arguments_reach_the_run(submission: Submission) -> None:
         "a b.yaml",
         "--model.depth=3",
         "--config",
-        "configs/trainer/slurm.yaml",
+        "mhla://trainer/slurm.yaml",
     ]
     assert words == [*expected, "--run_dir", "runs/train-7", "--trainer.num_nodes", "1", "--trainer.devices", "1"]
 
@@ -293,8 +293,23 @@ def test_a_container_that_cannot_start_is_one_clear_line(submission: Submission,
     assert "CONTAINER=image.sif does not exist" in submission.reject(CONTAINER="image.sif")
     (submission.work / "image.sif").touch()
     assert "BINDS names /nowhere/data," in submission.reject(CONTAINER="image.sif", BINDS="/usr,/nowhere/data:/data")
+    assert "BINDS names image.sif," in submission.reject(CONTAINER="image.sif", BINDS="image.sif")
     said = submission.reject(CONTAINER="image.sif", RUN_DIR=str(tmp_path / "a,b"))
     assert f"{tmp_path}/a,b: commas" in said
+
+
+@pytest.mark.parametrize(("status", "requeued"), [("255", False), ("137", True), ("1", False)])
+def test_a_container_that_does_not_start_is_not_tried_again(
+    submission: Submission, status: str, requeued: bool
+) -> None:
+    """Apptainer itself ends with 255; a program killed inside with 128 and the signal."""
+    submission.program("apptainer", f"#!/bin/bash\nexit {status}\n")
+    submission.program("scontrol", '#!/bin/bash\necho "$@" > "$SEEN/scontrol"\n')
+    (submission.work / "image.sif").touch()
+    done = submission.run(CONTAINER="image.sif")
+    assert done.returncode == int(status)
+    assert (submission.seen / "scontrol").exists() == requeued
+    assert ("the container could not be started" in done.stdout) == (status == "255")
 
 
 @pytest.fixture
