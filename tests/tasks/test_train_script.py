@@ -245,6 +245,15 @@ def test_a_setup_file_that_fails_or_is_missing_is_one_clear_line(submission: Sub
     assert "SETUP=env.sh ended with status 4" in submission.reject(SETUP="env.sh")
 
 
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
+def test_a_signal_before_training_queues_the_job_again(submission: Submission, name: str) -> None:
+    submission.program("scontrol", '#!/bin/bash\necho "$@" > "$SEEN/scontrol"\n')
+    (submission.work / "env.sh").write_text(f"kill -{name} $$\n")
+    assert submission.run(SETUP="env.sh").returncode == 0
+    assert (submission.seen / "scontrol").read_text() == "requeue 7\n"
+    assert not (submission.seen / "options").exists()
+
+
 def test_other_surroundings_that_cannot_work_are_one_clear_line(submission: Submission) -> None:
     assert "submit it with sbatch" in submission.reject(SLURM_JOB_ID="unset")
     (submission.work / "file").touch()
