@@ -21,7 +21,7 @@ STEPS = 300
 TASK = """\
 #!/bin/bash
 # Stands for an interpreter that has the package; says what a task sees.
-[ "$1" = -c ] && exit 0
+[ "$1 $2" = "-P -c" ] && exit 0
 echo "task $SLURM_PROCID sees GPUs ${CUDA_VISIBLE_DEVICES-none}, is told of ${!#}, has ${SLURM_CPUS_PER_TASK-1} CPUs, FOO=${FOO-}"
 """
 
@@ -132,7 +132,7 @@ def test_a_job_starts_without_the_environment_of_sbatch(cluster: Cluster, tmp_pa
     setup = tmp_path / "setup.sh"
     setup.write_text("\n".join([*lines, f"RUN_DIR={tmp_path}/run", f"PYTHON={tmp_path}/task", "export FOO=from-setup"]))
     script = tmp_path / "train.sbatch"
-    script.write_text(TEMPLATE.read_text().replace("docker/slurm/setup.sh", str(setup)))
+    script.write_text(TEMPLATE.read_text().replace("~/.config/lightning-mhla/setup.sh", str(setup)))
     (tmp_path / "task").write_text(TASK)
     (tmp_path / "task").chmod(0o755)
     number = cluster.submit(script, chdir=str(ROOT), output=str(tmp_path / "out.txt"), nodes=2, export=export)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,10 +22,18 @@ while [[ $1 == --* ]]; do shift; done
 exec "$@"
 """
 
+SCONTROL = """\
+#!/bin/bash
+case $1 in
+  requeue) echo "$@" > "$SEEN/requeued" ;;
+  *) echo "JobId=7 JobName=train Command=${CHECKOUT:-/nowhere}/docker/slurm/train.sbatch --config=x WorkDir=/" ;;
+esac
+"""
+
 PYTHON = """\
 #!/bin/bash
 # An interpreter that has the package; it notes what it is to train, and what it sees of RUN_DIR and of $LOOK.
-[ "$1" = -c ] && exit 0
+[ "$1 $2" = "-P -c" ] && exit 0
 printf '%s\\n' "$@" > run-of-python
 while [ "$1" != --run_dir ]; do shift; done
 ls -d "$2" $LOOK > seen-by-python 2>&1
@@ -65,12 +74,14 @@ class Submission:
             "PATH": f"{self.programs}:/usr/bin:/bin",
             "SEEN": str(self.seen),
             "TMPDIR": str(folder),
+            "HOME": str(folder / "home"),
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NAME": "train",
             "SLURM_NNODES": "1",
             "SLURM_TASKS_PER_NODE": "1",
         }
         self.program("srun", SRUN)
+        self.program("scontrol", SCONTROL)
         self.program("python", PYTHON)
 
     def program(self, name: str, text: str, folder: Path | None = None) -> Path:
@@ -120,6 +131,7 @@ def submission(tmp_path: Path) -> Submission:
 def test_arguments_reach_the_run(submission: Submission) -> None:
     words = submission.train("--config", "a b.yaml", "--model.depth=3")
     expected = [
+        "-P",
         "-m",
         "mhla_tasks",
         "fit",
@@ -192,11 +204,11 @@ def test_tasks_keep_their_cpus(submission: Submission) -> None:
 
 
 def test_a_job_without_variables_finds_its_interpreter(submission: Submission) -> None:
-    """As under SBATCH_EXPORT=NONE: PATH knows another Python, the package is in .venv."""
+    """As under SBATCH_EXPORT=NONE: PATH knows another Python, the package is in .venv of the script's checkout."""
     (submission.programs / "python").unlink()
     submission.program("python3", "#!/bin/sh\nexit 1\n")
-    submission.program("python", PYTHON, submission.work / ".venv/bin")
-    submission.train()
+    submission.program("python", PYTHON, submission.work.parent / "my checkout/.venv/bin")
+    submission.train(CHECKOUT=str(submission.work.parent / "my checkout"))
     assert "--export=ALL" in submission.options
     assert "MASTER_PORT" in submission.exported
 
@@ -205,6 +217,21 @@ def test_a_job_without_a_path_uses_that_of_bash(submission: Submission) -> None:
     (submission.work / "setup.sh").write_text(f"PATH={submission.programs}:$PATH\n")
     submission.train(PATH="unset", SETUP="setup.sh")
     assert submission.exported["PATH"].startswith(f"{submission.programs}:/")
+
+
+def test_nothing_in_the_working_folder_is_run(submission: Submission) -> None:
+    """Not its .venv, not a setup.sh, not modules named like the package's imports."""
+    (submission.programs / "python").unlink()
+    submission.program("python", PYTHON, submission.work / ".venv/bin")
+    for name in ("setup.sh", "docker/slurm/setup.sh"):
+        submission.program(Path(name).name, "touch ran\n", (submission.work / name).parent)
+    for name in ("mhla_tasks", "importlib", "lightning"):
+        (submission.work / f"{name}.py").write_text("open('ran', 'w')\n")
+    path = f"{submission.programs}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = submission.run("--help", PATH=path, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    assert "ended with status 0" in done.stdout, done.stdout + done.stderr
+    assert not (submission.work / "ran").exists()
+    assert not (submission.work / "run-of-python").exists()
 
 
 def test_an_interpreter_without_the_package_is_one_clear_line(submission: Submission) -> None:
@@ -223,13 +250,14 @@ def test_a_setup_file_is_sourced_first(submission: Submission) -> None:
         "RUN_DIR=runs/mine",
         "export CUDA_HOME=/cuda",
     ]
-    (submission.work / "docker/slurm").mkdir(parents=True)
-    (submission.work / "docker/slurm/setup.sh").write_text("\n".join(lines))
+    default = Path(submission.variables["HOME"], ".config/lightning-mhla/setup.sh")
+    default.parent.mkdir(parents=True)
+    default.write_text("\n".join(lines))
     submission.program("python", PYTHON.replace("date >", "exit 3 #"))
     done = submission.run("--config=a.yaml", PATH="/usr/bin:/bin")
     assert "training ended with status 3" in done.stdout, "the options of the file ended the script before"
     words = (submission.work / "run-of-python").read_text().splitlines()
-    assert words[3] == "--config=a.yaml"
+    assert words[4] == "--config=a.yaml"
     assert words[words.index("--run_dir") + 1] == "runs/mine"
     assert submission.exported["CUDA_HOME"] == "/cuda"
 
@@ -247,10 +275,9 @@ def test_a_setup_file_that_fails_or_is_missing_is_one_clear_line(submission: Sub
 
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
 def test_a_signal_before_training_queues_the_job_again(submission: Submission, name: str) -> None:
-    submission.program("scontrol", '#!/bin/bash\necho "$@" > "$SEEN/scontrol"\n')
     (submission.work / "env.sh").write_text(f"kill -{name} $$\n")
     assert submission.run(SETUP="env.sh").returncode == 0
-    assert (submission.seen / "scontrol").read_text() == "requeue 7\n"
+    assert (submission.seen / "requeued").read_text() == "requeue 7\n"
     assert not (submission.seen / "options").exists()
 
 
@@ -288,7 +315,7 @@ def test_a_container_is_given_what_the_job_uses(submission: Submission, tmp_path
         "/usr/share",
     ]
     words = (submission.seen / "container").read_text().splitlines()
-    assert words[words.index("image.sif") + 1 :][:5] == ["python", "-m", "mhla_tasks", "fit", "--x=1"]
+    assert words[words.index("image.sif") + 1 :][:6] == ["python", "-P", "-m", "mhla_tasks", "fit", "--x=1"]
     assert submission.exported["TRITON_CACHE_DIR"].startswith(f"{tmp_path}/fast disk/")
 
 
@@ -313,11 +340,10 @@ def test_a_container_that_does_not_start_is_not_tried_again(
 ) -> None:
     """Apptainer itself ends with 255; a program killed inside with 128 and the signal."""
     submission.program("apptainer", f"#!/bin/bash\nexit {status}\n")
-    submission.program("scontrol", '#!/bin/bash\necho "$@" > "$SEEN/scontrol"\n')
     (submission.work / "image.sif").touch()
     done = submission.run(CONTAINER="image.sif")
     assert done.returncode == int(status)
-    assert (submission.seen / "scontrol").exists() == requeued
+    assert (submission.seen / "requeued").exists() == requeued
     assert ("the container could not be started" in done.stdout) == (status == "255")
 
 
