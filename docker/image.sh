@@ -37,7 +37,7 @@ try() { # try USER COMMAND...
     "$builder" run --rm --user "$1" "$image" "${@:2}"
   fi
 }
-fit=(lightning fit --config configs/classification/digits.yaml --trainer.accelerator=cpu --trainer.max_steps=30)
+fit=(lightning fit --config configs/classification/digits.yaml --trainer.accelerator=cpu --trainer.max_steps=10)
 try mhla sh -c '[ "$(id -u)" -ne 0 ]'
 try mhla lightning doctor
 try mhla "${fit[@]}" --run_dir runs/own-user
