@@ -13,7 +13,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from mhla_tasks.cli import SuiteCLI
+from mhla_tasks.commandline.parser import SuiteCLI
 from torch.distributed.device_mesh import DeviceMesh
 
 import lightning_mhla.system.checkpoint_private

@@ -17,7 +17,7 @@ import torch
 import yaml
 from lm_eval.tasks import TaskManager
 from mhla_tasks.classification import ImageClassifier
-from mhla_tasks.cli import SuiteCLI, main
+from mhla_tasks.commandline.parser import SuiteCLI, main
 from mhla_tasks.language import LanguageModel
 from PIL import Image
 
@@ -402,7 +402,7 @@ def test_a_strategy_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch, argum
 
 
 def test_a_strategy_without_a_value_is_not_left_out() -> None:
-    from mhla_tasks.settle import with_class_of_strategy
+    from mhla_tasks.commandline.options import with_class_of_strategy
 
     for words in (["fit", "--trainer.strategy"], ["fit", "--trainer.strategy", "--trainer.devices=2"]):
         assert with_class_of_strategy(words) == words

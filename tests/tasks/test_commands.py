@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from mhla_tasks import commands, main
+from mhla_tasks.commandline import registry, main
 from mhla_tasks.classification import ImageClassifier
-from mhla_tasks.commands import completion
+from mhla_tasks.commandline.registry import completion
 from processes import fork_server
 
-NAMES = [name for tools in commands.TOOLS.values() for name in tools]
-PARSED = [name for name in NAMES if not getattr(commands.function_of(name), "passes_on", False)]
+NAMES = [name for tools in registry.TOOLS.values() for name in tools]
+PARSED = [name for name in NAMES if not getattr(registry.function_of(name), "passes_on", False)]
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
@@ -34,7 +34,7 @@ def test_everything_is_listed_by_group(
 ) -> None:
     status, out, _ = call(monkeypatch, capsys, *words)
     assert not status
-    for group, tools in {"training": commands.LIGHTNING, **commands.TOOLS}.items():
+    for group, tools in {"training": registry.LIGHTNING, **registry.TOOLS}.items():
         part = out.split(f"\n{group}:\n")[1].split("\n\n")[0]
         assert re.findall(r"^  ([a-z]+(?: [a-z-]+)?)  ", part, re.MULTILINE) == list(tools)
         assert all(line.endswith((".", "programs.")) for line in part.split("\n")), "a summary is a sentence"
@@ -43,8 +43,8 @@ def test_everything_is_listed_by_group(
 
 @pytest.mark.parametrize("name", PARSED)
 def test_help_says_what_a_tool_does_and_its_examples_are_right(name: str) -> None:
-    parser, _ = commands.parser_of(name)
-    text = commands.function_of(name).__doc__ or ""
+    parser, _ = registry.parser_of(name)
+    text = registry.function_of(name).__doc__ or ""
     said = parser.format_help()
     assert text.split("\n")[0] in said
     assert "``" not in said
@@ -59,8 +59,8 @@ def test_help_says_what_a_tool_does_and_its_examples_are_right(name: str) -> Non
 
 def test_help_imports_no_library() -> None:
     code = (
-        "import sys; from mhla_tasks import commands; commands.listing()\n"
-        f"for name in {PARSED}: commands.parser_of(name)[0].format_help()\n"
+        "import sys; from mhla_tasks import commands; registry.listing()\n"
+        f"for name in {PARSED}: registry.parser_of(name)[0].format_help()\n"
         "print([name for name in ('torch', 'lightning', 'numpy', 'rich') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
@@ -121,7 +121,7 @@ def written(module: ImageClassifier, path: Path, **memory: object) -> Path:
 
 def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
     path = written(small(), tmp_path / "some.ckpt")
-    commands.run("export", [str(path), str(tmp_path / "out"), "--license=mit"])
+    registry.run("export", [str(path), str(tmp_path / "out"), "--license=mit"])
     assert (tmp_path / "out/classes.txt").exists()
     card = (tmp_path / "out/README.md").read_text()
     _, header, text = card.split("---\n", 2)
@@ -133,10 +133,10 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
     assert "An `ImageClassifier` of " in text
     assert "attention: `linear`.\n" in text
     assert "The checkpoint holds none" in text
-    commands.run("export", [str(path), str(tmp_path / "out")])
+    registry.run("export", [str(path), str(tmp_path / "out")])
     assert "Not stated" in (tmp_path / "out/README.md").read_text(), "our own card is written anew"
     (tmp_path / "out/README.md").write_text("Mine.")
-    commands.run("export", [str(path), str(tmp_path / "out")])
+    registry.run("export", [str(path), str(tmp_path / "out")])
     assert (tmp_path / "out/README.md").read_text() == "Mine."
     assert "Not stated" in (tmp_path / "out/README.new.md").read_text()
     assert "  patch_size: 2\n" in text or "\npatch_size: 2\n" in text
@@ -159,7 +159,7 @@ def test_what_cannot_be_exported_is_told(
 ) -> None:
     path = written(small(), tmp_path / "some.ckpt", **memory)
     with pytest.raises(SystemExit, match=message):
-        commands.run("export", [str(path), str(tmp_path / "out"), *options])
+        registry.run("export", [str(path), str(tmp_path / "out"), *options])
     assert not (tmp_path / "out").exists()
 
 
@@ -170,7 +170,7 @@ def test_python_m_mhla_tasks_is_the_command(tmp_path: Path) -> None:
 
 def test_shipped_comments_name_tools_that_parse() -> None:
     """Commands in the comments of configurations."""
-    root = Path(commands.__file__).parents[3]
+    root = Path(registry.__file__).parents[3]
     found = 0
     for path in sorted((root / "configs").rglob("*.yaml")):
         text = path.read_text()
@@ -178,9 +178,9 @@ def test_shipped_comments_name_tools_that_parse() -> None:
         comment = re.sub(r" \\\n# +", " ", text)
         for line in re.findall(r"^#\s+(lightning prepare .*)$", comment, re.MULTILINE):
             words = shlex.split(line)[1:]
-            name = commands.tool_named(words)
+            name = registry.tool_named(words)
             assert name, line
-            commands.parser_of(name)[0].parse_args(words[2:])
+            registry.parser_of(name)[0].parse_args(words[2:])
             found += 1
     assert found > 20
 

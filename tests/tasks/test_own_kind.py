@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *words: str, module: str = "mhla_tasks.cli", status: int = 0) -> str:
+def run(folder: Path, *words: str, module: str = "mhla_tasks.commandline.parser", status: int = 0) -> str:
     found, said = fork_server().run(*words, module=module, folder=folder)
     assert found == status, said[-4000:]
     return said

@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from mhla_tasks import signatures
-from mhla_tasks.signatures import OWN, imported_signature, written_signature
+from mhla_tasks.commandline import signatures
+from mhla_tasks.commandline.signatures import OWN, imported_signature, written_signature
 
 from lightning_mhla import BlockLayout
 
@@ -83,7 +83,7 @@ def test_options_of_classes_that_name_themselves_and_of_mappings(
         "lightning.pytorch.callbacks.ModelCheckpoint",  # not the suite's
         "mhla_tasks.classification.NoSuchClass",
         "mhla_tasks.nowhere.ImageClassifier",
-        "mhla_tasks.doctor.machine",  # a module that its package imports from itself
+        "mhla_tasks.tools.doctor.machine",  # a module that its package imports from itself
         "mhla_tasks./etc/x.Y",
         "ImageClassifier",
         "",

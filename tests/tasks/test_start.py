@@ -28,7 +28,7 @@ def modules_after(program: str, *arguments: str) -> tuple[int, set[str], str]:
     return done.returncode, set(modules.split()), done.stdout + said
 
 
-MAIN = "from mhla_tasks.main import main; main()"
+MAIN = "from mhla_tasks.commandline.main import main; main()"
 
 
 def test_help_and_versions_need_no_torch() -> None:
@@ -61,7 +61,7 @@ def test_a_mistake_is_told_without_what_a_run_would_need(config: str, mistake: s
 
 def test_packages_that_are_put_off_lack_nothing() -> None:
     program = """
-from mhla_tasks.late_imports import put_off_imports
+from mhla_tasks.commandline.late_imports import put_off_imports
 put_off_imports()
 put_off_imports()
 import sys, pickle
@@ -80,7 +80,7 @@ assert not hasattr(torchmetrics, "nothing")
     assert status == 0, said
     assert "torchmetrics.functional.image" in modules
     program = """
-from mhla_tasks.late_imports import put_off_imports
+from mhla_tasks.commandline.late_imports import put_off_imports
 put_off_imports()
 from torchmetrics.classification import *
 assert BinaryAccuracy is not None
@@ -91,7 +91,7 @@ assert BinaryAccuracy is not None
 
 def test_what_stands_in_while_lightning_is_imported_is_what_it_stands_for() -> None:
     program = """
-from mhla_tasks.late_imports import import_without_compiler, put_off_imports
+from mhla_tasks.commandline.late_imports import import_without_compiler, put_off_imports
 put_off_imports()
 import_without_compiler()
 import sys
@@ -113,7 +113,7 @@ assert not hasattr(torchvision.datasets, "nothing")
 def test_garbage_is_searched_for_again_after_the_imports() -> None:
     program = """
 import gc
-from mhla_tasks.late_imports import without_collection
+from mhla_tasks.commandline.late_imports import without_collection
 with without_collection():
     assert not gc.isenabled()
 assert gc.isenabled() and not gc.get_freeze_count()

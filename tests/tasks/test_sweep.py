@@ -15,7 +15,8 @@ import pytest
 import torch
 import yaml
 from fork_server import Child
-from mhla_tasks import commands, compare, sweep
+from mhla_tasks.commandline import registry
+from mhla_tasks.tools import compare, sweep
 from processes import fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -265,13 +266,13 @@ def test_what_differs_is_shown_and_what_does_not_is_not(tmp_path: Path, capsys: 
     other["trainer"]["logger"]["init_args"]["save_dir"] = "y"
     worse = {"val/loss": [[600, 0.75], [1200, None]], "val/samples": [[1200, 10]]}
     record(tmp_path / "runs/version_10", other, finished=False, metrics=worse, best={})
-    commands.run("compare", [str(tmp_path / "runs"), "--picture", str(tmp_path / "drawn.png")])
+    registry.run("compare", [str(tmp_path / "runs"), "--picture", str(tmp_path / "drawn.png")])
     header, one, two = (line for line in capsys.readouterr().out.splitlines() if line.strip(" ─"))
     assert header.split() == ["run", "kind", "decay", "val/loss", "best", "val/loss", "steps", "time", "parameters"]
     assert one.split() == ["version_9", "mhla", "0.9", "0.5", "0.25", "1,200", "1", "h", "02", "min", "1,000,000"]
     assert two.split() == ["version_10", "linear", "0.99", "1,200,", "unfinished", "1", "h", "02", "min", "1,000,000"]
     assert (tmp_path / "drawn.png").stat().st_size > 10_000
-    commands.run("compare", [str(tmp_path / "runs"), "--json"])
+    registry.run("compare", [str(tmp_path / "runs"), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert [row["options"] for row in found] == [
         {"model.init_args.kind": "mhla", "trainer.callbacks.EMA.decay": 0.9},
@@ -294,7 +295,7 @@ def test_folders_without_runs_are_told(content: str | None, message: str, tmp_pa
     if content is not None:
         (tmp_path / "run.json").write_text(content)
     with pytest.raises(SystemExit, match=message):
-        commands.run("compare", [str(tmp_path)])
+        registry.run("compare", [str(tmp_path)])
 
 
 @pytest.mark.parametrize(
@@ -312,7 +313,7 @@ def test_a_hostile_configuration_in_a_foreign_folder_is_an_error(config: str, tm
     record(tmp_path / "foreign", {})
     (tmp_path / "foreign/config.yaml").write_text(config)
     with pytest.raises(SystemExit, match=r"config.yaml cannot be read"):
-        commands.run("compare", [str(tmp_path)])
+        registry.run("compare", [str(tmp_path)])
 
 
 def test_runs_that_end_alike_and_odd_values_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,7 +322,7 @@ def test_runs_that_end_alike_and_odd_values_are_shown(tmp_path: Path, capsys: py
         record(tmp_path / name, {"model": {"x": value}, "trainer": {"callbacks": callbacks}})
     record(tmp_path / "three", {}, best={"metric": "val/accuracy", "mode": "max", "value": 0.9, "step": 1})
     (tmp_path / "three/config.yaml").unlink()
-    commands.run("compare", [str(tmp_path)])
+    registry.run("compare", [str(tmp_path)])
     header, one, three, two = (line for line in capsys.readouterr().out.splitlines() if line.strip(" ─"))
     assert header.split()[:7] == ["run", "x", "val/loss", "best", "val/loss", "best", "val/accuracy"]
     assert one.split()[:4] == ["one", "[/data]", "0.5", "0.25"]
@@ -332,7 +333,7 @@ def test_runs_that_end_alike_and_odd_values_are_shown(tmp_path: Path, capsys: py
     }  # fmt: skip
     record(tmp_path / "other/none", {}, metrics={})
     with pytest.raises(SystemExit, match="no metric in common"):
-        commands.run("compare", [str(tmp_path), "--picture", str(tmp_path / "x.png")])
+        registry.run("compare", [str(tmp_path), "--picture", str(tmp_path / "x.png")])
 
 
 def test_one_run_is_named_by_its_folder(tmp_path: Path) -> None:

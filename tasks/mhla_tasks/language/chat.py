@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer,
 from typing_extensions import override
 
 from lightning_mhla.system.processes import process_device
-from mhla_tasks.console import harmless
+from mhla_tasks.commandline.console import harmless
 from mhla_tasks.language.conversation import Conversation
 from mhla_tasks.language.export import load_model
 from mhla_tasks.language.networks import longest

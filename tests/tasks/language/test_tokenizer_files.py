@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning import Trainer
-from mhla_tasks.export import _is_replaced
+from mhla_tasks.tools.export import _is_replaced
 from mhla_tasks.language.export import REPLACED, export, load_checkpoint
 from mhla_tasks.language.module import LanguageModel
 from mhla_tasks.language.tokenizer import (
