@@ -7,8 +7,9 @@ its values. Runs go one after the other, or each as a job of SLURM:
       --sweep model.attention.kind=mhla,linear,softmax --sweep seed_everything=0,1,2
     lightning fit ... --sweep seed_everything=0,1 --sweep_sbatch "--gpus-per-node=8 docker/slurm/train.sbatch"
 
-The same line again resumes: finished runs are passed over, a stopped one continues (jobs of SLURM: once they have ended). At
-the end all are compared, as by ``lightning compare``.
+What a run prints goes into ``output.txt`` in its folder; the sweep prints a line for each run. The same line again resumes:
+finished runs are passed over, a stopped one continues (jobs of SLURM: once they have ended). At the end all are compared, as
+by ``lightning compare``.
 """
 
 from __future__ import annotations
@@ -22,14 +23,26 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.checkpoints.runs import in_use
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.redaction import redact
+from mhla_tasks.commandline.arguments import HELP, CommandLine, Option, UsageError, read_words
+from mhla_tasks.commandline.console import harmless
+from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.tools.compare import common_metrics, draw, print_table, read_runs, short_names
 
 KEPT = "sweep.json"
@@ -38,13 +51,82 @@ KEPT = "sweep.json"
 JOB = "slurm-job.txt"
 """File in the folder of a run: the number of the job that it was submitted as."""
 
+OUTPUT = "output.txt"
+"""File in the folder of a run: what it printed."""
+
 DEFAULT, PICTURE = "runs/sweep", "compared.png"
 LONGEST = 150
 """Characters of a folder's name."""
 
 
-class SweepError(ValueError):
-    """A sweep that cannot be read from the command line."""
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep as the command line asks for it.
+
+    Attributes:
+        line: options of every run.
+        values: values by key.
+        folder: folder for the runs.
+        sbatch: arguments for ``sbatch``; None to train here.
+    """
+
+    line: CommandLine
+    values: dict[str, list[str]]
+    folder: Path
+    sbatch: list[str] | None
+
+    def runs(self) -> list[tuple[Path, CommandLine]]:
+        """Folder and options of each combination of values."""
+        found = []
+        for chosen in itertools.product(*self.values.values()):
+            options = [
+                Option(key, value, (f"--{key}={value}",)) for key, value in zip(self.values, chosen, strict=True)
+            ]
+            folder = self.folder / name_of(dict(zip(self.values, chosen, strict=True)))
+            found.append((folder, replace(self.line, options=(*self.line.options, *options))))
+        return found
+
+
+@dataclass
+class Progress:
+    """Lines about the runs of a sweep, on standard error; a terminal also shows what is running and the time left.
+
+    Attributes:
+        count: number of runs.
+        console: where the lines go.
+        seconds: times of the runs that were trained.
+        done: number of runs that are over.
+    """
+
+    count: int
+    console: Console
+    seconds: list[float] = field(default_factory=list)
+    done: int = 0
+
+    @contextmanager
+    def running(self, folder: Path) -> Iterator[None]:
+        """Show that a run is trained, and measure its time."""
+        start = time.monotonic()
+        text = f"[{self.done + 1}/{self.count}] {harmless(str(folder))}{self.left()}"
+        with Live(Spinner("dots", Text(text)), console=self.console, transient=True, refresh_per_second=4):
+            yield
+        self.seconds.append(time.monotonic() - start)
+
+    def left(self) -> str:
+        """The time that the runs that are not over take, if they take what the others took."""
+        remaining = self.count - self.done
+        if not self.seconds or not remaining:
+            return ""
+        return f"; {remaining} left, about {duration(remaining * sum(self.seconds) / len(self.seconds))}"
+
+    def end(self, folder: Path, what: str) -> None:
+        """Print the line of a run that is over."""
+        self.done += 1
+        self.say(f"[{self.done}/{self.count}] {folder}: {what}{self.left()}")
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self.console.print(Text(harmless(text)), soft_wrap=True)
 
 
 def split_values(text: str) -> list[str]:
@@ -66,41 +148,26 @@ def split_values(text: str) -> list[str]:
     return found
 
 
-def read_words(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]], Path, list[str] | None]:
-    """Words for every run, values by key, the folder, and words for sbatch, if there are any.
+def read_sweep(line: CommandLine) -> Sweep:
+    """Read what a command line sweeps over.
 
     Raises:
-        SweepError: for a sweep without values, of one key twice, or an option without a value.
+        UsageError: for a sweep without values, of one key twice, or of one value twice.
     """
-    rest: list[str] = []
-    taken: dict[str, list[str]] = {"--sweep": [], "--sweep_sbatch": [], "--run_dir": []}
-    following = iter(words)
-    for word in following:
-        name, equals, value = word.partition("=")
-        if name not in taken:
-            rest.append(word)
-            continue
-        if not equals and (value := next(following, "")) == "":
-            raise SweepError(f"{name} needs a value")
-        taken[name].append(value)
     values: dict[str, list[str]] = {}
-    for text in taken["--sweep"]:
+    for text in line.values("sweep"):
         key, _, listed = text.partition("=")
         if not key or not listed or not all(split_values(listed)):
-            raise SweepError(f"--sweep {text}: write KEY=VALUE,VALUE")
+            raise UsageError(f"--sweep {text}: write KEY=VALUE,VALUE")
         if key in values:
-            raise SweepError(f"--sweep {key} is given twice")
+            raise UsageError(f"--sweep {key} is given twice")
         values[key] = split_values(listed)
     for key, several in values.items():
         if len(set(several)) < len(several):
-            raise SweepError(f"--sweep {key} has a value twice")
-    folder = Path(taken["--run_dir"][-1] if taken["--run_dir"] else DEFAULT)
-    return rest, values, folder, shlex.split(taken["--sweep_sbatch"][-1]) if taken["--sweep_sbatch"] else None
-
-
-def combinations(values: dict[str, list[str]]) -> list[dict[str, str]]:
-    """Every combination of values, by key."""
-    return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+            raise UsageError(f"--sweep {key} has a value twice")
+    sbatch = line.last("sweep_sbatch")
+    rest = line.without("sweep", "sweep_sbatch", "run_dir")
+    return Sweep(rest, values, Path(line.last("run_dir") or DEFAULT), None if sbatch is None else shlex.split(sbatch))
 
 
 def name_of(chosen: dict[str, str]) -> str:
@@ -115,39 +182,59 @@ def run(words: Sequence[str]) -> int:
     """Train all runs and compare them; the exit status, 1 if a run failed.
 
     Args:
-        words: after ``fit``.
+        words: arguments after ``fit``.
     """
     try:
-        rest, values, folder, sbatch = read_words(words)
-    except SweepError as error:
-        sys.stderr.write(f"error: {error}\nhelp: lightning fit --help\n")
+        line = read_words(["fit", *words], LIGHTNING)
+        sweep = read_sweep(line)
+    except UsageError as error:
+        sys.stderr.write(f"error: {harmless(str(error))}\nhelp: lightning fit --help\n")
         return 2
     fit = [sys.executable, "-m", "mhla_tasks", "fit"]
-    if any(word.partition("=")[0] in ("--help", "-h", "--print_config") for word in rest):
-        return _wait([*fit, *rest], {})
-    failed, runs = [], combinations(values)
-    for number, chosen in enumerate(runs, 1):
-        own = folder / name_of(chosen)
-        asked = [*rest, *(f"--{key}={value}" for key, value in chosen.items())]
-        state = _state(own, asked, sbatch is not None)
-        sys.stderr.write(f"[{number}/{len(runs)}] {own}{state and f': {state}'}\n")
-        if state:
+    if any(option.name in ("help", "print_config") or option.name.endswith(HELP) for option in line.options):
+        return _wait([*fit, *sweep.line.words])
+    runs, failed = sweep.runs(), []
+    progress = Progress(len(runs), Console(file=sys.stderr, highlight=False))
+    if sweep.sbatch is None:
+        progress.say(f"{len(runs)} runs in {sweep.folder}; what each prints is in its {OUTPUT}")
+    for folder, asked in runs:
+        if state := _state(folder, asked, sweep.sbatch is not None):
+            progress.end(folder, state)
             continue
-        _begin(own, asked)
-        status = _wait([*fit, *asked, f"--run_dir={own}"], {}) if sbatch is None else _submit(own, [*sbatch, *asked])
+        _begin(folder, asked)
+        if sweep.sbatch is not None:
+            status = _submit(folder, [*sweep.sbatch, *asked.words], progress)
+        else:
+            with progress.running(folder):
+                status = _wait([*fit, *asked.words, f"--run_dir={folder}"], folder / OUTPUT)
+            progress.end(folder, _outcome(folder, status, progress.seconds[-1]))
         if status in (2, 75, 130) or status < 0:  # a wrong command, or a stop: the others would end alike
             return abs(status) if status > 0 else 128 - status
-        failed += [own.name] if status else []
-    if sbatch is None:
-        _compare(folder, [folder / name_of(chosen) for chosen in runs])
+        failed += [folder.name] if status else []
+    if sweep.sbatch is None:
+        _compare(sweep.folder, [folder for folder, _ in runs])
     if failed:
-        sys.stderr.write(f"failed: {', '.join(failed)}\n")
+        progress.say(f"failed: {', '.join(failed)}")
     return int(bool(failed))
 
 
-def _state(own: Path, words: Sequence[str], queues: bool) -> str:
+def _outcome(folder: Path, status: int, seconds: float) -> str:
+    """How a run ended: its best metric, or its error."""
+    if status:
+        output = (folder / OUTPUT).read_text(errors="replace") if (folder / OUTPUT).exists() else ""
+        errors = [line for line in output.splitlines() if line.startswith("error: ")]
+        return f"ended with status {status} ({errors[-1] if errors else f'see {OUTPUT}'})"
+    try:
+        best = json.loads((folder / RECORD).read_text())["best"]
+        metric = f", best {best['metric']} {best['value']:.4g}"
+    except (OSError, ValueError, KeyError, TypeError):  # a run without RunReport, or without a metric
+        metric = ""
+    return f"{duration(seconds)}{metric}"
+
+
+def _state(own: Path, line: CommandLine, queues: bool) -> str:
     """The reason not to start a run; empty if it has to start."""
-    if _finished(own, words):
+    if _finished(own, line):
         return "finished before"
     if in_use(own):
         return "in use by another process"
@@ -161,7 +248,7 @@ def _state(own: Path, words: Sequence[str], queues: bool) -> str:
     return ""
 
 
-def _submit(own: Path, words: Sequence[str]) -> int:
+def _submit(own: Path, words: Sequence[str], progress: Progress) -> int:
     """Submit a run and note its job; the exit status of ``sbatch``."""
     command = ["sbatch", "--parsable", f"--job-name={own.name}", *words]
     try:
@@ -172,7 +259,7 @@ def _submit(own: Path, words: Sequence[str]) -> int:
     if done.returncode == 0:
         number = done.stdout.strip().partition(";")[0]  # a cluster's name may follow
         write_whole(own / JOB, f"{number}\n")
-        sys.stderr.write(f"submitted as job {number}\n")
+        progress.end(own, f"submitted as job {number}")
     return done.returncode
 
 
@@ -190,42 +277,49 @@ def _compare(folder: Path, runs: Sequence[Path]) -> None:
         sys.stderr.write(f"curves: {folder / PICTURE}\n")
 
 
-def _kept(words: Sequence[str]) -> dict[str, Any]:
+def _kept(line: CommandLine) -> dict[str, Any]:
     """The words of a run, and hashes of the configurations that they name."""
-    pairs = itertools.pairwise([*words, ""])
-    paths = [word.partition("=")[2] or after for word, after in pairs if word.split("=")[0] == "--config"]
-    files = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths if Path(path).is_file()}
+    files = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in line.values("config") if _is_file(path)}
     return {
-        "words": [redact(word) for word in words],
+        "words": [redact(word) for word in line.words],
         "configs": {redact(path): digest for path, digest in files.items()},
     }
 
 
-def _begin(folder: Path, words: Sequence[str]) -> None:
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # options that stand where a file could, longer than a name may be
+        return False
+
+
+def _begin(folder: Path, line: CommandLine) -> None:
     """Note what a run is trained with; a record of another one is not finished any more."""
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / RECORD
     if record.exists():
         write_whole(record, json.dumps({**json.loads(record.read_text()), "finished": False}, indent=1) + "\n")
-    write_whole(folder / KEPT, json.dumps(_kept(words)) + "\n")
+    write_whole(folder / KEPT, json.dumps(_kept(line)) + "\n")
 
 
-def _finished(folder: Path, words: Sequence[str]) -> bool:
+def _finished(folder: Path, line: CommandLine) -> bool:
     """Whether a run with these words and configurations has ended."""
     try:
         record, kept = (json.loads((folder / name).read_text()) for name in (RECORD, KEPT))
     except (OSError, ValueError):
         return False
-    return bool(record.get("finished")) and kept == _kept(words)
+    return bool(record.get("finished")) and kept == _kept(line)
 
 
-def _wait(command: list[str], environment: dict[str, str]) -> int:
-    """Exit status of a command; 130 after Ctrl+C. Signals reach it, and it has the time that it needs to save."""
-    try:
-        child = subprocess.Popen(command, env={**os.environ, **environment})
-    except FileNotFoundError:
-        sys.stderr.write(f"error: there is no program {command[0]} here\n")
-        return 2
+def _wait(command: list[str], output: Path | None = None) -> int:
+    """Exit status of a command; 130 after Ctrl+C. Signals reach it, and it has the time that it needs to save.
+
+    Args:
+        command: program and arguments.
+        output: file that what it prints is appended to; None to print it here.
+    """
+    with open(output, "ab") if output is not None else nullcontext() as stream:
+        child = subprocess.Popen(command, stdout=stream, stderr=None if stream is None else subprocess.STDOUT)
     noted: list[int] = []
     before = {
         number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in (signal.SIGTERM, signal.SIGUSR1)
