@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from mhla_tasks.commandline import registry, main
 from mhla_tasks.classification import ImageClassifier
-from mhla_tasks.commandline.registry import completion
+from mhla_tasks.commandline import completion, main, registry
+from mhla_tasks.tools import measuring
 from processes import fork_server
 
+from benchmarks import BENCHMARKS
+
+ROOT = Path(__file__).parents[2]
 NAMES = [name for tools in registry.TOOLS.values() for name in tools]
 PARSED = [name for name in NAMES if not getattr(registry.function_of(name), "passes_on", False)]
 
@@ -23,6 +26,7 @@ PARSED = [name for name in NAMES if not getattr(registry.function_of(name), "pas
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
     """Exit status, and what went to standard output and to standard error."""
     monkeypatch.setattr(sys, "argv", ["lightning", *words])
+    monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit) as ended:
         main.main()
     return ended.value.code, *capsys.readouterr()
@@ -105,6 +109,87 @@ def test_benchmarks_are_run_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     status, out, _ = call(monkeypatch, capsys, "paper", "--list", "--only", "mqar")
     assert not status
     assert "mqar: Associative recall" in out
+
+
+def test_the_table_of_benchmarks_is_the_modules_with_a_main() -> None:
+    folder = ROOT / "benchmarks"
+    programs = {path.stem for path in folder.glob("*.py") if "\ndef main(" in path.read_text()} - {"__main__"}
+    assert set(BENCHMARKS) == programs
+    assert list(BENCHMARKS) == sorted(BENCHMARKS)
+    for name, summary in BENCHMARKS.items():
+        assert re.fullmatch(r"[^\n]{20,110}\.", summary), name
+
+
+@pytest.mark.parametrize("words", [(), ("-h",), ("--help",)])
+def test_benchmarks_are_listed_with_their_summaries(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, error = call(monkeypatch, capsys, "bench", *words)
+    assert (status, error) == (0, "")
+    assert dict(re.findall(r"^  (\w+) +(.+)$", out, re.MULTILINE)) == BENCHMARKS
+
+
+def test_the_list_of_benchmarks_imports_none_and_no_package_of_the_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/__init__.py").write_text("print('planted')")
+    (tmp_path / "benchmarks/paper.py").write_text("")
+    code = (
+        "import sys; from mhla_tasks import commands\n"
+        "try: registry.run('bench', [])\n"
+        "except SystemExit as ended: assert ended.code == 0\n"
+        "print([name for name in sys.modules if name.startswith(('benchmarks.', 'torch.', 'matplotlib.'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "planted" not in done.stdout
+    assert "  attention " in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["Attention"], "no benchmark Attention; there are "),
+        (["machine"], "no benchmark machine; there are "),  # a module without a main
+        (["paper"], "no benchmark paper; there are "),
+        (["../gpu"], "no benchmark ../gpu; there are "),
+        (["paper.__main__"], "no benchmark paper.__main__; there are "),
+        (["--device=cpu", "attention"], "no benchmark --device=cpu; there are "),
+        (["\x1b[31mred"], "no benchmark "),
+    ],
+)
+def test_what_is_not_a_benchmark_is_told(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = call(monkeypatch, capsys, "bench", *words)
+    assert status == 2
+    assert message in error
+    assert "attention, " in error
+    assert error.endswith("help: lightning bench\n")
+    assert "\x1b" not in error
+
+
+@pytest.mark.parametrize("words", [("bench",), ("bench", "gpu"), ("paper", "--list")])
+def test_without_a_checkout_the_way_to_the_benchmarks_is_told(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measuring, "CHECKOUT", tmp_path)
+    status, out, error = call(monkeypatch, capsys, *words)
+    assert (status, out) == (2, "")
+    assert error == (
+        "error: the benchmarks are part of the repository, not of the package: clone it, then pip install -e .\n"
+    )
+
+
+def test_a_benchmark_gets_its_options_and_its_status_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--device", "cpu", "--only", "nothing", "--out", str(tmp_path))
+    status, _, error = call(monkeypatch, capsys, "bench", "gpu", *options)
+    assert status == 2
+    assert "lightning bench gpu: error: no part nothing; there are doctor, native, forms, attention" in error
+    status, _, error = call(monkeypatch, capsys, "paper", "--jobs", "0")
+    assert status == 2
+    assert "lightning paper: error: --jobs: 0 must be at least 1" in error
 
 
 def small(**options: object) -> ImageClassifier:

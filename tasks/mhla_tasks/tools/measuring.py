@@ -6,12 +6,13 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from runpy import run_module
 
 from mhla_tasks.commandline.registry import Run, passes_on
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+"""Root of the repository where the package is installed in place; a folder without benchmarks otherwise."""
 
 
 @passes_on
@@ -141,22 +142,7 @@ def bench(words: Sequence[str]) -> int | None:
 
     ``lightning bench`` lists them; ``lightning bench NAME --help`` has the options of one. They need a checkout.
     """
-    package = _benchmarks()
-    if package is None:
-        return 2
-    folder = Path(str(package.__file__)).parent
-    texts = {path.stem: path.read_text() for path in sorted(folder.glob("*.py")) if "def main(" in path.read_text()}
-    if not words or words[0] in ("-h", "--help"):
-        summaries = {name: text.split('"""')[1].partition("\n")[0] for name, text in texts.items()}
-        lines = [f"  {name:<14} {summary}" for name, summary in summaries.items()]
-        sys.stdout.write("\n".join(["usage: lightning bench NAME [options]", "", *lines, ""]))
-        return 0
-    if words[0] not in texts:
-        sys.stderr.write(f"error: no benchmark {words[0]}; there are {', '.join(texts)}\nhelp: lightning bench\n")
-        return 2
-    sys.argv = [f"lightning bench {words[0]}", *words[1:]]
-    import_module(f"benchmarks.{words[0]}").main()
-    return None
+    return _run_of_checkout("benchmarks", words)
 
 
 @passes_on
@@ -167,18 +153,20 @@ def paper(words: Sequence[str]) -> int | None:
 
     ``lightning paper --list`` lists studies and rows. It needs a checkout.
     """
-    if _benchmarks() is None:
-        return 2
-    sys.argv = ["lightning paper", *words]
-    import_module("benchmarks.paper.__main__").main()
-    return None
+    return _run_of_checkout("benchmarks.paper", words)
 
 
-def _benchmarks() -> ModuleType | None:
-    """The package of benchmarks; None, with a message, where it is not there."""
-    if find_spec("benchmarks") is None or find_spec("benchmarks.paper") is None:
+def _run_of_checkout(program: str, words: Sequence[str]) -> int | None:
+    """Run a program of the repository as ``python -m`` does; status 2, with a message, where this is not a checkout.
+
+    Benchmarks use this package, which imports none of them.
+    """
+    if not (CHECKOUT / "benchmarks/__main__.py").is_file():
         sys.stderr.write(
             "error: the benchmarks are part of the repository, not of the package: clone it, then pip install -e .\n"
         )
-        return None
-    return import_module("benchmarks")
+        return 2
+    sys.path.insert(0, str(CHECKOUT))  # first, so that no package of this name in the working folder runs instead
+    sys.argv[1:] = words
+    run_module(program, run_name="__main__", alter_sys=True)
+    return None
