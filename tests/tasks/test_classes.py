@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 from lightning import LightningDataModule
-from mhla_tasks.commandline import registry
 from mhla_tasks.classification import ImageNetShards, VisionTransformer
+from mhla_tasks.commandline import registry
 from mhla_tasks.commandline.parser import main
 from mhla_tasks.diffusion.data import ImageShards as DiffusionImages
 from PIL import Image

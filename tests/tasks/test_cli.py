@@ -157,9 +157,7 @@ def test_missing_data_folder(
 def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     if path.stem in ("mnist_timm", "linearize_mnist"):
         cli = parse(monkeypatch, "fit", "--config", str(path))
-        swapped = [
-            m for m in cli.parser.instantiate_classes(cli.config).model.modules() if isinstance(m, Attention)
-        ]
+        swapped = [m for m in cli.parser.instantiate_classes(cli.config).model.modules() if isinstance(m, Attention)]
         assert len(swapped) == (4 if path.stem == "linearize_mnist" else 0)
         return
     if path.stem.startswith("linearize"):
@@ -319,9 +317,7 @@ def test_precedence_command_line_then_file_then_checkpoint(
     assert (remembered.dim, remembered.drop_path, remembered.optimizer.lr) == (16, 0.1, 2e-3)
     mine = tmp_path / "mine.yaml"
     mine.write_text("model: {init_args: {drop_path: 0.3, optimizer: {lr: 0.5}}}")
-    config = parse(
-        monkeypatch, "fit", "--config", str(mine), checkpoint, "--model.init_args.optimizer.lr=0.77"
-    ).config
+    config = parse(monkeypatch, "fit", "--config", str(mine), checkpoint, "--model.init_args.optimizer.lr=0.77").config
     assert (config.model.init_args.dim, config.model.init_args.drop_path) == (16, 0.3)
     assert config.model.init_args.optimizer.lr == 0.77, "the checkpoint or the file beat the command line"
     assert config.data.init_args.batch_size == 64

@@ -63,7 +63,7 @@ def test_help_says_what_a_tool_does_and_its_examples_are_right(name: str) -> Non
 
 def test_help_imports_no_library() -> None:
     code = (
-        "import sys; from mhla_tasks import commands; registry.listing()\n"
+        "import sys; from mhla_tasks.commandline import registry; registry.listing()\n"
         f"for name in {PARSED}: registry.parser_of(name)[0].format_help()\n"
         "print([name for name in ('torch', 'lightning', 'numpy', 'rich') if name in sys.modules])"
     )
@@ -134,7 +134,7 @@ def test_the_list_of_benchmarks_imports_none_and_no_package_of_the_working_folde
     (tmp_path / "benchmarks/__init__.py").write_text("print('planted')")
     (tmp_path / "benchmarks/paper.py").write_text("")
     code = (
-        "import sys; from mhla_tasks import commands\n"
+        "import sys; from mhla_tasks.commandline import registry\n"
         "try: registry.run('bench', [])\n"
         "except SystemExit as ended: assert ended.code == 0\n"
         "print([name for name in sys.modules if name.startswith(('benchmarks.', 'torch.', 'matplotlib.'))])"

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from fork_server import ForkServer
-from mhla_tasks.commandline.parser import main
 from mhla_tasks.commandline.errors import INTERRUPTED, READER_GONE, explain, reported
 from mhla_tasks.commandline.failures import explain_failure
+from mhla_tasks.commandline.parser import main
 from processes import run_cli
 
 from lightning_mhla.checkpoints.io import check_checkpoint

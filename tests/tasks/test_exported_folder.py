@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from mhla_tasks.commandline import registry
 from mhla_tasks.classification import VisionTransformer
+from mhla_tasks.commandline import registry
 from mhla_tasks.commandline.parser import main
 
 from lightning_mhla.system.files import rebuilt_folder

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import sana
-from mhla_tasks.commandline import registry
 from mhla_tasks.classification import ImageNetShards
+from mhla_tasks.commandline import registry
 from mhla_tasks.commandline.parser import main
 from mhla_tasks.text_to_image.data import CaptionedImageShards, ImageLatentShards
 from PIL import Image

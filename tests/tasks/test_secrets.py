@@ -29,10 +29,10 @@ import yaml
 from http_server import Server, served
 from lightning import LightningDataModule, LightningModule, Trainer
 from mhla_tasks.commandline import registry
-from mhla_tasks.tools import compare, sweep
-from mhla_tasks.commandline.parser import SaveConfig, main
 from mhla_tasks.commandline.console import harmless, prepare_streams
 from mhla_tasks.commandline.errors import CommandFailed, printable
+from mhla_tasks.commandline.parser import SaveConfig, main
+from mhla_tasks.tools import compare, sweep
 from mhla_tasks.tools.export import remove_private
 from PIL import Image
 from typing_extensions import override

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from mhla_tasks.commandline.console import harmless
-from mhla_tasks.commandline.failures import chain, explain_failure
 from mhla_tasks.commandline.extras import name_the_extra
+from mhla_tasks.commandline.failures import chain, explain_failure
 
 TRACEBACK = "LIGHTNING_MHLA_TRACEBACK"
 """Environment variable; with a value, errors come with their traceback."""

@@ -2,8 +2,7 @@
 
 ``torchmetrics`` alone brings torchvision, scipy and transformers, half of the time that a command needs to start. Here such
 packages are put in place empty: a few names come from the modules that define them, and any other runs the package itself,
-so that nothing is missing. Lightning wants a class and a decorator of torch's compiler, and the class that counts operations,
-whose module imports Triton: others stand in for them.
+so that nothing is missing. Without this, a wrong option is reported after twice the time.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
@@ -79,53 +77,6 @@ def _import_first(package: str) -> None:
         import_module(FIRST)
 
 
-COMPILER, COUNTER = "torch._dynamo", "torch.utils.flop_counter"
-
-
-def disable(function: Callable[..., Any], recursive: bool = True, **options: Any) -> Callable[..., Any]:
-    """``torch._dynamo.disable`` of a function, asked for at the function's first call."""
-
-    @wraps(function)
-    def run(*given: Any, **named: Any) -> Any:
-        if not disabled:
-            disabled.append(import_module(COMPILER).disable(function, recursive, **options))
-        return disabled[0](*given, **named)
-
-    disabled: list[Callable[..., Any]] = []
-    return run
-
-
-def is_compile_supported(device_type: str) -> bool:
-    """That of ``torch._dynamo.utils``."""
-    supported: bool = import_module(f"{COMPILER}.utils").is_compile_supported(device_type)
-    return supported
-
-
-class _Compiled(type):
-    """Whose instances are torch's compiled modules; there are none before its compiler is imported."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        compiler: Any = sys.modules.get(COMPILER)
-        return isinstance(compiler, ModuleType) and isinstance(instance, compiler.OptimizedModule)
-
-
-class OptimizedModule(metaclass=_Compiled):
-    """For Lightning's ``isinstance``, in the place of ``torch._dynamo.OptimizedModule``."""
-
-
-def count_operations(*given: Any, **named: Any) -> Any:
-    """An instance of ``torch.utils.flop_counter.FlopCounterMode``."""
-    return import_module(COUNTER).FlopCounterMode(*given, **named)
-
-
-STANDS_IN: dict[str, dict[str, Any]] = {
-    COMPILER: {"__path__": [], "OptimizedModule": OptimizedModule, "disable": disable},
-    f"{COMPILER}.utils": {"is_compile_supported": is_compile_supported},
-    COUNTER: {"FlopCounterMode": count_operations},
-}
-"""Names that Lightning and torchvision take from modules of torch while they are imported."""
-
-
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Leave out the search for garbage while modules are imported: there is little, among many objects that stay."""
@@ -136,31 +87,6 @@ def without_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def import_without_compiler(packages: tuple[str, ...] = ("lightning", "torchvision.transforms.v2")) -> None:
-    """Import packages without torch's compiler, a second of start-up; with it where they want more of it than is known."""
-    roots = [package.partition(".")[0] for package in packages]
-    if COMPILER in sys.modules or any(root in sys.modules for root in roots):
-        return
-    import_module("torch")
-    before = set(sys.modules)
-    stands_in = {name: values for name, values in STANDS_IN.items() if name not in before}
-    for name, values in stands_in.items():
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__dict__.update(values)
-    try:
-        for package, root in zip(packages, roots, strict=True):
-            if PathFinder.find_spec(root) is not None:
-                import_module(package)
-    except (ImportError, AttributeError):  # they will be imported as they are
-        for name in set(sys.modules) - before:
-            if name.partition(".")[0] in (*roots, "torchmetrics"):
-                del sys.modules[name]
-        put_off_imports()
-    finally:
-        for name in stands_in:
-            del sys.modules[name]
 
 
 def put_off_imports() -> None:

@@ -11,11 +11,10 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 
-from mhla_tasks.commandline import registry, shipped
-from mhla_tasks.commandline.registry import completion
+from mhla_tasks.commandline import completion, registry, shipped
 from mhla_tasks.commandline.console import harmless, prepare_streams
 from mhla_tasks.commandline.errors import reported
-from mhla_tasks.commandline.late_imports import import_without_compiler, put_off_imports, without_collection
+from mhla_tasks.commandline.late_imports import put_off_imports, without_collection
 
 HELP = """\
 usage: lightning COMMAND [--config FILE]... [--key=value]...
@@ -67,10 +66,9 @@ def _run() -> None:
             f"error: {harmless(words[0])} is no command{registry.nearest(words[0])}\nhelp: lightning --help\n"
         )
         sys.exit(2)
-    if words[0] == "fit" and any(word.partition("=")[0] == "--sweep" for word in words):
-        sys.exit(import_module("mhla_tasks.tools.sweep").run(words[1:]))
+    if any(word.partition("=")[0] == "--sweep" for word in words):
+        sys.exit(import_module("mhla_tasks.tools.sweep").run(words))
     with without_collection():
-        import_without_compiler()
         main_of_commands = import_module("mhla_tasks.commandline.parser").main
-    gc.freeze()  # what was imported stays, and need not be searched; before any model is made, and before Triton is imported
+    gc.freeze()  # what was imported stays, and need not be searched; before any model is made
     main_of_commands()

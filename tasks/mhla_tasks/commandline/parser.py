@@ -40,6 +40,7 @@ from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.commandline.sources import Source
 from mhla_tasks.commandline.trust import allow_model_config, refusal
 
+
 class SaveConfig(SaveConfigCallback):
     """Saves the configuration of a run without the folder and the checkpoint of this start: another run may take it.
 
@@ -145,7 +146,9 @@ class SuiteCLI(LightningCLI):
             help="Modules and packages beyond those of this suite and Lightning whose classes and attention kinds "
             "configurations may name (comma between them). They are imported, which runs them. Only on the command line.",
         )
-        parser.add_method_arguments(Trainer, command, skip=OBJECTS & set(signature(getattr(Trainer, command)).parameters))
+        parser.add_method_arguments(
+            Trainer, command, skip=OBJECTS & set(signature(getattr(Trainer, command)).parameters)
+        )
         parser.set_defaults({"weights_only": True})
         if command == "predict":
             parser.set_defaults({"return_predictions": False})  # callbacks write them
@@ -210,7 +213,11 @@ class SuiteCLI(LightningCLI):
 
 def _as_argument(configuration: dict[str, Any]) -> list[str]:
     """A configuration as an argument, for a request that jsonargparse answers itself."""
-    return [f"--config={yaml.safe_dump(configuration, default_flow_style=True, width=sys.maxsize)}"] if configuration else []
+    return (
+        [f"--config={yaml.safe_dump(configuration, default_flow_style=True, width=sys.maxsize)}"]
+        if configuration
+        else []
+    )
 
 
 def remove_unused(trainer: Trainer) -> None:

@@ -93,7 +93,9 @@ def _find_problem(line: CommandLine, sources: Sequence[Source]) -> str | None:
         if source.problem:
             return source.problem
         if source.values.get("weights_only") is False:
-            return f"{source.origin}: checkpoints are read as plain data, so that they run no code; leave weights_only out"
+            return (
+                f"{source.origin}: checkpoints are read as plain data, so that they run no code; leave weights_only out"
+            )
     roots = {*OWN, *ROOTS, *method_options(line.command)}
     trainer = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
     return (

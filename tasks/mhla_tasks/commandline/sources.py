@@ -37,7 +37,9 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
     }
 
 
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^(?:{NUMBER.pattern})$", re.VERBOSE), list("-+0123456789."))
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(rf"^(?:{NUMBER.pattern})$", re.VERBOSE), list("-+0123456789.")
+)
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[tuple[str | int, ...], int]
     root = yaml.compose(text, Loader)
     if root is not None:
         _note_lines(root, (), lines)
-    loaded = yaml.load(text, Loader)  # noqa: S506
+    loaded = yaml.load(text, Loader)
     if loaded is None:
         raise ValueError("holds no options: it is empty, or holds comments alone")
     if not isinstance(loaded, dict):
@@ -242,6 +244,6 @@ def _names_a_file(key: str, value: str, folder: Path) -> bool:
 def _literal(text: str) -> Any:
     try:
         check_yaml(text)
-        return yaml.load(text, Loader)  # noqa: S506
+        return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text

@@ -16,8 +16,8 @@ from lightning_mhla.system.files import rebuilt_folder
 from lightning_mhla.system.redaction import published
 from lightning_mhla.training.loading import accepts, load_module
 from lightning_mhla.training.module import TrainingModule
-from mhla_tasks.tools.card import is_own, write_card
 from mhla_tasks.commandline.trust import AllowError, find_class
+from mhla_tasks.tools.card import is_own, write_card
 
 DOMAINS = {
     "classification": "ImageClassifier",

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from mhla_tasks.commandline.registry import Run, passes_on
 from mhla_tasks.commandline.console import harmless
+from mhla_tasks.commandline.registry import Run, passes_on
 from mhla_tasks.commandline.user_modules import add_allow
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mhla_tasks.commandline.registry import Run
 from mhla_tasks.commandline.console import harmless
+from mhla_tasks.commandline.registry import Run
 
 if TYPE_CHECKING:
     from lightning_mhla.data.pack import Packing

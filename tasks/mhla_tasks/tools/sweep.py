@@ -152,8 +152,10 @@ def read_sweep(line: CommandLine) -> Sweep:
     """Read what a command line sweeps over.
 
     Raises:
-        UsageError: for a sweep without values, of one key twice, or of one value twice.
+        UsageError: for a command that does not train, a sweep without values, of one key twice, or of one value twice.
     """
+    if line.command != "fit":
+        raise UsageError(f"--sweep trains several runs: write lightning fit, not lightning {line.command}")
     values: dict[str, list[str]] = {}
     for text in line.values("sweep"):
         key, _, listed = text.partition("=")
@@ -182,10 +184,10 @@ def run(words: Sequence[str]) -> int:
     """Train all runs and compare them; the exit status, 1 if a run failed.
 
     Args:
-        words: arguments after ``fit``.
+        words: arguments after the name of the program.
     """
     try:
-        line = read_words(["fit", *words], LIGHTNING)
+        line = read_words(words, LIGHTNING)
         sweep = read_sweep(line)
     except UsageError as error:
         sys.stderr.write(f"error: {harmless(str(error))}\nhelp: lightning fit --help\n")
@@ -279,7 +281,9 @@ def _compare(folder: Path, runs: Sequence[Path]) -> None:
 
 def _kept(line: CommandLine) -> dict[str, Any]:
     """The words of a run, and hashes of the configurations that they name."""
-    files = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in line.values("config") if _is_file(path)}
+    files = {
+        path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in line.values("config") if _is_file(path)
+    }
     return {
         "words": [redact(word) for word in line.words],
         "configs": {redact(path): digest for path, digest in files.items()},
