@@ -351,7 +351,7 @@ def test_tools_say_which_checkpoint_they_use(server: ForkServer, trained: Path, 
 
 CONFIGS = {
     "value": ("trainer:\n  max_epochs: ten\n", "trainer.max_epochs: expected int, got ten (line 2)"),
-    "subcommand": ("fit:\n  trainer:\n    max_epochs: ten\n", "trainer.max_epochs: this value does not fit the option (line 3)"),
+    "subcommand": ("fit:\n  trainer:\n    max_epochs: ten\n", "trainer.max_epochs: expected int, got ten (line 3)"),
     "nested": ("model:\n  init_args:\n    optimizer:\n      lr: fast\n", "model.init_args.optimizer.lr: "),
     "list": ("trainer:\n  callbacks:\n  - class_path: lightning_mhla.callbacks.Recovery\n    init_args: {keep: many}\n", "trainer.callbacks[0].init_args.keep: expected int, got many (line 4)"),
     "key": ("trainer:\n\n  max_epoch: 3\n", "did you mean trainer.max_epochs? (line 3)"),

@@ -29,6 +29,7 @@ import yaml
 from http_server import Server, served
 from lightning import LightningDataModule, LightningModule, Trainer
 from mhla_tasks.commandline import registry
+from mhla_tasks.commandline.arguments import read_words
 from mhla_tasks.commandline.console import harmless, prepare_streams
 from mhla_tasks.commandline.errors import CommandFailed, printable
 from mhla_tasks.commandline.parser import SaveConfig, main
@@ -406,7 +407,8 @@ def test_names_of_folders_and_records_hold_no_secrets(tmp_path: Path) -> None:
     one, two = f"https://{USER}:a@h/d/x.tar", "https://h/d/x.tar"
     assert kept_at(one, tmp_path) == kept_at(two, tmp_path)
     value = f"https://{USER}@h/x?sig={SIGNATURE}"
-    sweep._begin(tmp_path / sweep.name_of({"data.init_args.train": value}), [f"--data.init_args.train={value}"])
+    line = read_words(["fit", f"--data.init_args.train={value}"], ["fit"])
+    sweep._begin(tmp_path / sweep.name_of({"data.init_args.train": value}), line)
     resume_order(ShardSet(tmp_path, "train"), {"model": value}, [Origin("a")], 1)
     assert leaks(tmp_path) == []
 

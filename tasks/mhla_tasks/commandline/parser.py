@@ -6,6 +6,7 @@ checkpoint given by ``--ckpt_path`` remembers of its model and data.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import signal
@@ -15,7 +16,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-import yaml
 from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
@@ -38,7 +38,7 @@ from mhla_tasks.commandline.plan import OBJECTS, Plan, make_plan, method_options
 from mhla_tasks.commandline.problems import shorten
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.commandline.sources import Source
-from mhla_tasks.commandline.trust import allow_model_config, refusal
+from mhla_tasks.commandline.trust import allow_model_config, refusal, subclass_named
 
 
 class SaveConfig(SaveConfigCallback):
@@ -113,7 +113,7 @@ class SuiteCLI(LightningCLI):
         self.run_folder: RunFolder | None = None
         ShortErrorParser.sources, ShortErrorParser.program = plan.sources, f"lightning {plan.command}"
         super().__init__(
-            args=[*_as_argument(plan.configuration), *plan.request] if plan.request else plan.configuration,
+            args=plan.configuration,
             run=False,
             parser_class=ShortErrorParser,
             parser_kwargs={"prog": f"lightning {plan.command}", "description": LIGHTNING[plan.command]},
@@ -154,6 +154,18 @@ class SuiteCLI(LightningCLI):
             parser.set_defaults({"return_predictions": False})  # callbacks write them
 
     @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Check the types of all values, of those too that a stronger source replaces; or print what was asked for."""
+        request = self.plan.request
+        if request is not None and not request.startswith("--print_config"):
+            parser.parse_args([request])
+        for replaced in self.plan.replaced:
+            parser.parse_object(replaced)
+        super().parse_arguments(parser, args)
+        if request is not None:
+            parser.parse_args([f"--config={json.dumps(args)}", request])
+
+    @override
     def before_instantiate_classes(self) -> None:
         """Make model and data agree, use the run's folder, and leave out weights that a checkpoint replaces."""
         options, command = self.config, self.plan.command
@@ -178,28 +190,16 @@ class SuiteCLI(LightningCLI):
             )
         if options.trainer.logger is False:
             leave_out_monitors(options.trainer, command)
-
-    @override
-    def instantiate_trainer(self, **options: Any) -> Trainer:
-        """Build the trainer with a progress bar that knows runs without a number of epochs."""
-        given = self.config_init.trainer
-        callbacks = given.callbacks if isinstance(given.callbacks, list) else [given.callbacks]
-        bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
-        if not bars and given.enable_progress_bar in (None, True) and not given.barebones:
-            self.trainer_defaults = {**self.trainer_defaults, "callbacks": [EpochBar()]}
-        trainer = super().instantiate_trainer(**options)
-        read_safely(trainer.strategy)  # for modules of others too
-        keep_tables(trainer)
-        if self.run_folder is not None:
-            for callback in trainer.checkpoint_callbacks:
-                if (
-                    isinstance(callback, ModelCheckpoint) and callback.dirpath is None
-                ):  # a logger would choose the folder
-                    callback.dirpath = str(self.run_folder.path / CHECKPOINTS)
-        return trainer
+        if not _has_progress_bar(options.trainer):
+            self.trainer_defaults["callbacks"] = [EpochBar()]
 
     def run(self) -> None:
         """Call the trainer's method of the command. A fit that fails before its first step leaves no log folder."""
+        read_safely(self.trainer.strategy)  # for modules of others too
+        keep_tables(self.trainer)
+        for callback in self.trainer.checkpoint_callbacks if self.run_folder is not None else ():
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:  # a logger would choose the folder
+                callback.dirpath = str(self.run_folder.path / CHECKPOINTS)
         options = {name: self.config_init[name] for name in method_options(self.plan.command)}
         if self.datamodule is not None:
             options["datamodule"] = self.datamodule
@@ -211,12 +211,14 @@ class SuiteCLI(LightningCLI):
             raise
 
 
-def _as_argument(configuration: dict[str, Any]) -> list[str]:
-    """A configuration as an argument, for a request that jsonargparse answers itself."""
+def _has_progress_bar(trainer: Namespace) -> bool:
+    """Whether the options of a trainer name a progress bar, or switch it off."""
+    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
+    names = [callback.class_path for callback in callbacks if callback is not None]
     return (
-        [f"--config={yaml.safe_dump(configuration, default_flow_style=True, width=sys.maxsize)}"]
-        if configuration
-        else []
+        any(subclass_named(name, (ProgressBar,)) is not None for name in names)
+        or trainer.enable_progress_bar is False
+        or bool(trainer.barebones)
     )
 
 

@@ -41,14 +41,16 @@ class Plan:
         sources: the options' origins, the weakest first.
         configuration: nested options of all sources, as LightningCLI takes them.
         checkpoint: path of the checkpoint to start from; None for none.
-        request: arguments that only print something and end: help, or the configuration.
+        replaced: configurations with the values of a file that a stronger source replaces; their types are checked too.
+        request: an argument that only prints something: help, or the configuration; None to run.
     """
 
     command: str
     sources: tuple[Source, ...]
     configuration: dict[str, Any]
     checkpoint: str | None = None
-    request: tuple[str, ...] = ()
+    replaced: tuple[dict[str, Any], ...] = ()
+    request: str | None = None
 
 
 def method_options(command: str) -> list[str]:
@@ -64,7 +66,7 @@ def make_plan(line: CommandLine) -> Plan:
         UsageError: for the first thing that is wrong.
     """
     if line.asks_for("help"):
-        return Plan(line.command, (), {}, request=("--help",))
+        return Plan(line.command, (), {}, request="--help")
     sources = read_sources(line)
     try:
         allow_imports(sources)
@@ -81,8 +83,11 @@ def make_plan(line: CommandLine) -> Plan:
         allow_classes([*remembered, *sources])
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(str(error)) from error
-    configuration = _completed(merge([*remembered, *sources]))
-    return Plan(line.command, tuple(sources), configuration, checkpoint, _request(line, configuration))
+    every = [*remembered, *sources]
+    configuration = _completed(merge(every))
+    strongest = [_completed(merge([*every, source])) for source in sources if not source.typed]
+    replaced = [each for each in strongest if each != configuration]
+    return Plan(line.command, tuple(sources), configuration, checkpoint, tuple(replaced), _request(line, configuration))
 
 
 def _find_problem(line: CommandLine, sources: Sequence[Source]) -> str | None:
@@ -138,13 +143,10 @@ def _with_folder(logger: Any) -> Any:
     return {**options, "init_args": {"save_dir": "runs", **mapping(options.get("init_args"))}}
 
 
-def _request(line: CommandLine, configuration: dict[str, Any]) -> tuple[str, ...]:
-    """Arguments for the parser where the user asks for help on a class, or for the configuration."""
+def _request(line: CommandLine, configuration: dict[str, Any]) -> str | None:
+    """The argument for the parser where the user asks for help on a class, or for the configuration."""
     for option in line.options:
         if option.name.endswith(HELP):
-            root = mapping(configuration.get(option.name.removesuffix(HELP)))
-            named = option.value or root.get("class_path")
-            return (f"--{option.name}={named}",) if named else (f"--{option.name}",)
-    if line.asks_for("print_config"):
-        return (f"--print_config={line.last('print_config') or ''}",)
-    return ()
+            class_path = mapping(configuration.get(option.name.removesuffix(HELP))).get("class_path")
+            return f"--{option.name}={option.value or class_path}" if option.value or class_path else f"--{option.name}"
+    return f"--print_config={line.last('print_config') or ''}" if line.asks_for("print_config") else None

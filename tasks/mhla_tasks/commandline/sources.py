@@ -21,8 +21,8 @@ DEPTH = 5
 """Files that name one another, at most."""
 
 NUMBER = re.compile(
-    r"""[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)? | [-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
-    | [-+]?\.(inf|Inf|INF) | \.(nan|NaN|NAN)""",
+    r"""^( [-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)? | [-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
+    | [-+]?\.(inf|Inf|INF) | \.(nan|NaN|NAN) )$""",
     re.VERBOSE,
 )
 """Numbers that are not integers, as YAML 1.2 writes them: ``1e-3`` is one."""
@@ -37,9 +37,7 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
     }
 
 
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(rf"^(?:{NUMBER.pattern})$", re.VERBOSE), list("-+0123456789.")
-)
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+0123456789."))
 
 
 @dataclass(frozen=True)
