@@ -485,6 +485,18 @@ def test_optimizer_options_that_would_drop_the_clip_are_refused(
     assert "optimizer" in failing(monkeypatch, capsys, "fit", "--config", str(DIGITS), "--optimizer=SGD")
 
 
+@pytest.mark.parametrize("bar", ["", "RichProgressBar", "TQDMProgressBar"])
+def test_nothing_is_printed_below_the_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, bar: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--model.dim=16", "--model.depth=1", "--model.heads=2", "--trainer.max_steps=2", "--trainer.accelerator=cpu"]
+    run(monkeypatch, "fit", "--config", str(DIGITS), *options, *([f"--trainer.callbacks+={bar}"] if bar else []))
+    above, _, below = capsys.readouterr().out.partition("─ result ─")
+    assert "Epoch 0" in above
+    assert "Epoch 0" not in below
+
+
 def test_help_documents_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, "fit", "--model.help", "mhla_tasks.classification.ImageClassifier")
