@@ -490,7 +490,13 @@ def test_nothing_is_printed_below_the_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, bar: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["--model.dim=16", "--model.depth=1", "--model.heads=2", "--trainer.max_steps=2", "--trainer.accelerator=cpu"]
+    options = [
+        "--model.dim=16",
+        "--model.depth=1",
+        "--model.heads=2",
+        "--trainer.max_steps=2",
+        "--trainer.accelerator=cpu",
+    ]
     run(monkeypatch, "fit", "--config", str(DIGITS), *options, *([f"--trainer.callbacks+={bar}"] if bar else []))
     above, _, below = capsys.readouterr().out.partition("─ result ─")
     assert "Epoch 0" in above

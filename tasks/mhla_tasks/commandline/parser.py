@@ -34,7 +34,7 @@ from mhla_tasks.commandline.errors import printable, reported
 from mhla_tasks.commandline.late_imports import without_collection
 from mhla_tasks.commandline.memory import remembered_network
 from mhla_tasks.commandline.options import check_trainer, leave_out_monitors, use_run_folder, write_beside_checkpoint
-from mhla_tasks.commandline.plan import OBJECTS, Plan, make_plan, method_options
+from mhla_tasks.commandline.plan import OBJECTS, Plan, check_same, make_plan, method_options
 from mhla_tasks.commandline.problems import shorten
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.commandline.sources import Source
@@ -268,6 +268,7 @@ def _run(words: Sequence[str]) -> None:
         program = f"lightning {line.command}"
         with without_collection():  # the classes that are named are imported
             plan = make_plan(line)
+        check_same(plan)
     except UsageError as error:
         leave(str(error), program)
     build(plan).run()

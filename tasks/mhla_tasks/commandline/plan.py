@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,10 @@ OBJECTS = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_datal
 
 OWN = ("config", "seed_everything", "run_dir", "allow", "print_config", "help")
 """Options of every command that are not the Trainer's."""
+
+
+PLAN = "LIGHTNING_MHLA_PLAN"
+"""Environment variable: the first process of a run, and a digest of its configuration."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,22 @@ def make_plan(line: CommandLine) -> Plan:
     strongest = [_completed(merge([*every, source])) for source in sources if not source.typed]
     replaced = [each for each in strongest if each != configuration]
     return Plan(line.command, tuple(sources), configuration, checkpoint, tuple(replaced), _request(line, configuration))
+
+
+def check_same(plan: Plan) -> None:
+    """Reject a configuration that was edited while the processes of a run were started: they would train different models.
+
+    The first process notes its configuration in the environment, which Lightning hands down to those that it starts.
+
+    Raises:
+        UsageError: when this process was started by one with a different configuration.
+    """
+    parent, _, noted = os.environ.get(PLAN, "").partition(":")
+    digest = hashlib.sha256(repr(plan.configuration).encode(errors="surrogateescape")).hexdigest()
+    if parent != str(os.getppid()):
+        os.environ[PLAN] = f"{os.getpid()}:{digest}"
+    elif noted != digest:
+        raise UsageError("a configuration was changed while the processes of the run were started; start it again")
 
 
 def _find_problem(line: CommandLine, sources: Sequence[Source]) -> str | None:
