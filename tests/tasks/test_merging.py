@@ -147,6 +147,7 @@ def test_a_file_that_is_edited_between_the_starts_of_two_processes_of_a_run_is_a
     monkeypatch.delenv(PLAN, raising=False)
     check_same(started)
     mine = os.environ[PLAN]
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(os, "getppid", os.getpid)  # from here on, this is a process that the first one started
     check_same(plan("fit", "--config", DIGITS, "--config", path))
     assert os.environ[PLAN] == mine

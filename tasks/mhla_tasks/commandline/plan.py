@@ -106,7 +106,7 @@ def check_same(plan: Plan) -> None:
     """
     parent, _, noted = os.environ.get(PLAN, "").partition(":")
     digest = hashlib.sha256(repr(plan.configuration).encode(errors="surrogateescape")).hexdigest()
-    if parent != str(os.getppid()):
+    if parent != str(os.getppid()) or "LOCAL_RANK" not in os.environ:
         os.environ[PLAN] = f"{os.getpid()}:{digest}"
     elif noted != digest:
         raise UsageError("a configuration was changed while the processes of the run were started; start it again")
