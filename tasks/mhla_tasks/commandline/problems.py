@@ -169,7 +169,7 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
     detail = [re.sub(r'^Parser key "[^"]+":\s*', "", line) for line in detail]
     text = "; ".join(dict.fromkeys(detail)) or "; ".join(kept)
     text = re.sub(r"Expected an? <class '(?:\w+\.)*(\w+)'>", r"expected \1", text)
-    if "required: " in text and ".model" in text:
+    if text.endswith("required: model"):
         return "no model is given; name a configuration: --config FILE, for example configs/classification/digits.yaml"
     given = re.search(r"Given value: (.*)", message)
     text = name_the_extra(text.replace(". Got value: ", ", got "))
