@@ -159,7 +159,9 @@ class SuiteCLI(LightningCLI):
         request = self.plan.request
         if request is not None and not request.startswith("--print_config"):
             parser.parse_args([request])
-        printed = [] if request is None else [f"--config={json.dumps(args)}", request]  # the parser changes what it gets
+        printed = (
+            [] if request is None else [f"--config={json.dumps(args)}", request]
+        )  # the parser changes what it gets
         for replaced in self.plan.replaced:
             parser.parse_object(replaced)
         super().parse_arguments(parser, args)
