@@ -49,7 +49,7 @@ class TextPrinter(BaseStreamer):
         else:
             self.tokens += new
         text = self._text().rstrip()
-        if not text.endswith("\ufffd") and not self._is_byte(new[-1]):
+        if not text.endswith("\ufffd") and not self._waits(new[-1]):
             self._print(text)
         if len(self._window) > WINDOW:
             self._move_window()
@@ -60,8 +60,10 @@ class TextPrinter(BaseStreamer):
         sys.stdout.write("\n")
         sys.stdout.flush()
 
-    def _is_byte(self, token: int) -> bool:
-        return BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(token))) is not None
+    def _waits(self, token: int) -> bool:
+        """Whether a token is a byte, or has no text: more bytes may follow, which change the characters before them."""
+        name = str(self.tokenizer.convert_ids_to_tokens(token))
+        return token in self.tokenizer.all_special_ids or BYTE.fullmatch(name) is not None
 
     def _text(self) -> str:
         return str(self.tokenizer.decode(self._window, skip_special_tokens=True))
@@ -76,7 +78,7 @@ class TextPrinter(BaseStreamer):
         """Forget tokens whose text no longer changes what follows."""
         waiting = self._text()[self._printed :]
         window = self._window
-        cuts = (cut for cut in range(len(window) - OVERLAP, len(window)) if not self._is_byte(window[cut]))
+        cuts = (cut for cut in range(len(window) - OVERLAP, len(window)) if not self._waits(window[cut]))
         self._window = window[next(cuts, 0) :]
         text = self._text()
         if text.endswith(waiting):
