@@ -200,9 +200,10 @@ class SuiteCLI(LightningCLI):
         """Call the trainer's method of the command. A fit that fails before its first step leaves no log folder."""
         read_safely(self.trainer.strategy)  # for modules of others too
         keep_tables(self.trainer)
-        for callback in self.trainer.checkpoint_callbacks if self.run_folder is not None else ():
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:  # a logger would choose the folder
-                callback.dirpath = str(self.run_folder.path / CHECKPOINTS)
+        if self.run_folder is not None:
+            for callback in self.trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                    callback.dirpath = str(self.run_folder.path / CHECKPOINTS)  # a logger would choose the folder
         options = {name: self.config_init[name] for name in method_options(self.plan.command)}
         if self.datamodule is not None:
             options["datamodule"] = self.datamodule
