@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from mhla_tasks.console import harmless
+from mhla_tasks.commandline.console import harmless
 
 from benchmarks import BENCHMARKS
 

@@ -286,6 +286,6 @@ def test_the_site_builds(tmp_path: Path) -> None:
     pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
     for page in (ROOT / "docs").rglob("*.md"):
         assert str(page.relative_to(ROOT / "docs").with_suffix(".html")) in pages
-    commands_page = (tmp_path / "site/registry.html").read_text()
+    commands_page = (tmp_path / "site/commands.html").read_text()
     assert all(f">{tool}<" in commands_page for tools in registry.TOOLS.values() for tool in tools)
     assert ":class:" not in (tmp_path / "site/api/attention.html").read_text()

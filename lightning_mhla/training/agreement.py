@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 AGREE = ("num_classes", "image_size", "sample_size", "channels", "context")
 """Options that mean the same thing for a model and for its data."""
+
+
+OF_PIXELS = ("image_size", "sample_size", "channels")
+"""Those that a model of latents has for its latents, and not for the images of its data."""
+
+
+def shared_options(model: Mapping[str, Any]) -> list[str]:
+    """Names of the options that must agree, for a model with some options."""
+    return [name for name in AGREE if name not in OF_PIXELS or not model.get("vae")]
 
 
 def agrees(name: str, model: Any, data: Any) -> bool:
@@ -15,10 +25,7 @@ def agrees(name: str, model: Any, data: Any) -> bool:
 
 def disagreement(name: str, model: Any, data: Any) -> str:
     """The message for values that do not agree."""
-    return (
-        f"model.{name}={model} and data.{name}={data} must be equal; give one of them, and it is taken for both "
-        f"(--model.{name} or --data.{name})"
-    )
+    return f"model.{name}={model} and data.{name}={data} must be equal; give one of them, and it is taken for both"
 
 
 def check_agreement(model: Any, data: Any) -> None:
@@ -31,15 +38,20 @@ def check_agreement(model: Any, data: Any) -> None:
     Raises:
         ValueError: naming both values.
     """
-    for name in AGREE:
+    if data is None:
+        return
+    for name in shared_options(model.hparams):
         ours, theirs = _value(model, name), _value(data, name)
-        if ours is not None and theirs is not None and not agrees(name, ours, theirs):
+        if ours is None or theirs is None or agrees(name, ours, theirs):
+            continue
+        if name in data.hparams:
             raise ValueError(disagreement(name, ours, theirs))
+        raise ValueError(
+            f"model.{name}={ours} does not fit the data, which has {name}={theirs}; give --model.{name}={theirs}"
+        )
 
 
 def _value(module: Any, name: str) -> Any:
     """An option of a model or a data module, or what it made of others; None if it does not know it."""
-    if module is None:
-        return None
     given = module.hparams.get(name)
     return vars(module).get(name) if given is None else given

@@ -232,7 +232,11 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
     [
         (["--context=64"], {}, "--context is no option for .*some.ckpt, which holds the model of ImageClassifier"),
         ([], {"_class_path": "os.system"}, "was trained with the class os.system: "),
-        ([], {"_class_path": "mhla_tasks.classification.Gone"}, "mhla_tasks.classification.Gone: is no class"),
+        (
+            [],
+            {"_class_path": "mhla_tasks.classification.Gone"},
+            "mhla_tasks.classification.Gone: there is no such class",
+        ),
         ([], {"_class_path": "mhla_tasks.gone.Gone"}, "mhla_tasks.gone.Gone: cannot import mhla_tasks.gone"),
         ([], {"_class_path": "lightning.fabric.utilities.cloud_io._load"}, "_load: is private"),
         ([], {"_class_path": "lightning.pytorch.LightningModule"}, "LightningModule: is no TrainingModule"),

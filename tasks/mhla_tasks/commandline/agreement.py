@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from lightning_mhla.data.labelled import LabelledShards, contradiction
-from lightning_mhla.training.agreement import AGREE, agrees, disagreement
+from lightning_mhla.training.agreement import agrees, disagreement, shared_options
 from mhla_tasks.commandline.sources import Source, mapping
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
     """
     parts = {part: options.get(part, {}).get("init_args", {}) for part in ("model", "data")}
     _count_classes(options, parts, sources)
-    for name in AGREE:
+    for name in shared_options(parts["model"]):
         values = {part: arguments[name] for part, arguments in parts.items() if name in arguments}
         if len(values) < 2 or values["model"] == values["data"]:
             continue

@@ -11,6 +11,9 @@ ABBREVIATIONS = {"c": "config", "h": "help"}
 WITHOUT_VALUE = ("help", "print_config")
 """Options that take no value from the next argument."""
 
+WITH_ANY_VALUE = ("sweep_sbatch",)
+"""Options whose value may be an option itself: ``--sweep_sbatch --nodes=2``."""
+
 HELP = ".help"
 """End of the names of options that print the options of a class."""
 
@@ -111,7 +114,7 @@ def _read_option(word: str, remaining: list[str]) -> Option:
     name = ABBREVIATIONS.get(name, name)
     if equals:
         return Option(name, value, (word,))
-    if name in WITHOUT_VALUE or not remaining or _is_option(remaining[0]):
+    if name in WITHOUT_VALUE or not remaining or (_is_option(remaining[0]) and name not in WITH_ANY_VALUE):
         return Option(name, None, (word,))
     value = remaining.pop(0)
     return Option(name, value, (word, value))

@@ -208,7 +208,10 @@ def test_ddpm_with_learned_variance_trains_and_samples(tmp_path: Path) -> None:
             "at step 1: first in the loss itself, every module's output is finite",
         ),
         (["--model.sample_size=16"], "images of channels and sides (1, 8, 8) for a model of (1, 16, 16)"),
-        (["--model.num_classes=5"], "is not one of 0 to 4"),
+        (
+            ["--model.num_classes=5"],
+            "model.num_classes=5 does not fit the data, which has num_classes=10; give --model.num_classes=10",
+        ),
         (["--model.sampling.sampler=ddim"], "sampler='ddim' does not go with objective 'flow'"),
         (["--model.pretrained=nowhere"], "pretrained nowhere is no file, no folder of a DiT"),
         (["--model.attention.block_grid=[9,4]"], "9"),
