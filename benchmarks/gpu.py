@@ -1,4 +1,4 @@
-"""Everything that waits for a GPU, in one go: checks, tuning, benchmarks with their peers, whole models; resumable.
+"""Everything that waits for a GPU, in one go: checks, benchmarks with their peers, full models; resumable.
 
     make gpu                                    # or lightning bench gpu
     lightning bench gpu --authors ../MHLA  # the authors' code is measured too

@@ -101,7 +101,7 @@ def start(config: Path, run: Path) -> Process:
     run.mkdir(parents=True, exist_ok=True)
     with (run / "output.txt").open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "mhla_tasks.cli", "fit", "--config", str(config), "--run_dir", str(run)],
+            [sys.executable, "-m", "mhla_tasks.commandline.parser", "fit", "--config", str(config), "--run_dir", str(run)],
             stdout=output, stderr=output, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 

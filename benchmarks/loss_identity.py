@@ -71,7 +71,14 @@ def first_losses(
     }
     folder.mkdir(parents=True)
     (folder / "overlay.yaml").write_text(yaml.safe_dump(overlay))
-    command = [sys.executable, "-m", "mhla_tasks.cli", "fit", "--config", str(ROOT / f"configs/{config}.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "mhla_tasks.commandline.parser",
+        "fit",
+        "--config",
+        str(ROOT / f"configs/{config}.yaml"),
+    ]
     command += ["--config", str(folder / "overlay.yaml"), f"--run_dir={folder / 'run'}"]
     command += [] if start is None else [f"--model.init_args.pretrained={start}"]
     command += options

@@ -30,8 +30,8 @@ from jsonargparse import ArgumentParser
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.callbacks import Callback
-from mhla_tasks.sources import Source
-from mhla_tasks.trust import allow_classes, allow_imports
+from mhla_tasks.commandline.sources import Source
+from mhla_tasks.commandline.trust import allow_classes, allow_imports
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 os.environ["COLUMNS"] = "100"  # argparse breaks lines there
 
-from mhla_tasks.commands import TOOLS, function_of, help_text, parser_of
+from mhla_tasks.commandline.registry import TOOLS, function_of, help_text, parser_of
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

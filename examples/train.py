@@ -16,7 +16,7 @@ from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from mhla_tasks.classification import Digits, ImageClassifier, VisionTransformer
-from mhla_tasks.export import write_export
+from mhla_tasks.tools.export import write_export
 from PIL import Image
 
 from lightning_mhla import AttentionConfig

@@ -82,7 +82,7 @@ class ForkServer:
     def run(
         self,
         *arguments: str,
-        module: str = "mhla_tasks.cli",
+        module: str = "mhla_tasks.commandline.parser",
         folder: Path | None = None,
         output: Path | None = None,
         kill_at: int | None = None,

@@ -21,7 +21,7 @@ import pytest
 import sana
 import yaml
 from fork_server import ForkServer
-from mhla_tasks import commands
+from mhla_tasks.commandline import registry
 from shipped_small import save_clips, save_images, save_models, save_task_data, save_texts, shrunk
 
 ROOT = Path(__file__).parents[1]
@@ -202,7 +202,7 @@ def run(command: str, page: Path, server: ForkServer, folder: Path, environment:
         return
     modules = {"lightning": "mhla_tasks", "mhla-lm-eval": "mhla_tasks.language.evaluation.script"}
     if words[0] == "import":
-        parser, _ = commands.parser_of("import")
+        parser, _ = registry.parser_of("import")
         parser.parse_args(words[1:])
         return
     if any(part in command or part == name(page) for part in PARSED):
@@ -287,5 +287,5 @@ def test_the_site_builds(tmp_path: Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         assert str(page.relative_to(ROOT / "docs").with_suffix(".html")) in pages
     commands_page = (tmp_path / "site/commands.html").read_text()
-    assert all(f">{tool}<" in commands_page for tools in commands.TOOLS.values() for tool in tools)
+    assert all(f">{tool}<" in commands_page for tools in registry.TOOLS.values() for tool in tools)
     assert ":class:" not in (tmp_path / "site/api/attention.html").read_text()

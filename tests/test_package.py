@@ -13,7 +13,7 @@ from pathlib import Path
 import mhla_kernels
 import pytest
 import yaml
-from mhla_tasks import shipped
+from mhla_tasks.commandline import shipped
 
 import lightning_mhla
 
@@ -64,7 +64,7 @@ def test_an_installed_wheel_trains_outside_of_the_checkout(wheel: Path, tmp_path
         "--trainer.accelerator=cpu",
         "--model.depth=1",
     ]
-    code = "import mhla_tasks.main as m; assert m.__file__.startswith(sys.path[0]), m.__file__; m.main()"
+    code = "import mhla_tasks.commandline.main as m; assert m.__file__.startswith(sys.path[0]), m.__file__; m.main()"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {code}", "fit", "--config", "mhla://classification/digits.yaml", *options],
         cwd=work, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},

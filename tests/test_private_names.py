@@ -11,9 +11,7 @@ import pytest
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from mhla_tasks.cli import SuiteCLI
 from torch.distributed.device_mesh import DeviceMesh
 
 import lightning_mhla.system.checkpoint_private
@@ -110,9 +108,6 @@ LIGHTNING: dict[tuple[Any, str], str] = {
     (Remembering(), "_hparams"): "checkpoints hold dataclasses and cannot be read safely",
     (Remembering(), "_hparams_initial"): "loggers get dataclasses",
     (DDPStrategy(), "_ddp_kwargs"): "layer-wise distillation does not see find_unused_parameters",
-    (LightningCLI, "_parse_ckpt_path"): "a checkpoint overrides what the command line says",
-    (LightningCLI, "_run_subcommand"): "failed runs leave empty folders behind",
-    (LightningCLI, "_get"): "the progress bar does not see which callbacks were asked for",
     (RichProgressBar, "_get_train_description"): "the progress bar shows Epoch 0/-2",
     (ModelParallelStrategy, "_setup_distributed"): "FullyShardedStrategy starts no process group",
     (
@@ -146,21 +141,6 @@ def test_what_the_compiler_is_asked_for_is_there() -> None:
         assert torch._dynamo.config.recompile_limit == before + 1
         module.raise_recompile_limit(1)
         assert torch._dynamo.config.recompile_limit == before + 1
-
-
-def test_the_command_line_keeps_a_parser_for_each_subcommand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``subcommand_parsers``: else no option is checked before the parser reads it."""
-    found: list[dict[str, Any]] = []
-
-    def parse(self: SuiteCLI, parser: Any, args: Any) -> None:
-        found.append(self._subcommand_parsers)
-        raise SystemExit
-
-    monkeypatch.setattr(SuiteCLI, "parse_arguments", parse)
-    for words in (["fit"], ["predict", "--ckpt_path=x"], ["nothing"]):
-        with pytest.raises(SystemExit):
-            SuiteCLI(args=words)
-    assert [set(parsers) for parsers in found] == [{"fit"}, {"predict"}, {"fit", "validate", "test", "predict"}]
 
 
 def test_they_are_listed_whole() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_mhla.attention.config import KINDS, AttentionConfig, register_kind, report_unused
+from lightning_mhla.attention.config import KINDS, AttentionConfig, report_unused
 from lightning_mhla.attention.inputs import UNHANDLED, AttentionInputs, Projections
 from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 from lightning_mhla.attention.lepe import LocalPositionalEncoding, hide_rows
@@ -80,7 +80,7 @@ class Attention(LayoutTables):
         super().__init_subclass__(**options)
         if kind is not None:
             cls.kind = kind
-            register_kind(kind, cls)
+            KINDS[kind] = cls
 
     def __init__(
         self,

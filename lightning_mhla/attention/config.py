@@ -45,7 +45,8 @@ class AttentionConfig:
     Args:
         kind: mhla (mixed block summaries), mhla_window (softmax in the own and the previous block, mhla before; causal),
             linear (one summary of all tokens), softmax, rala and mala (images), retention, gla, gated_deltanet, mamba2,
-            gated_conv (a short convolution, no attention), or a kind of your own.
+            gated_conv (a short convolution, not attention), or a kind of your own, whose module --allow=MODULE imports. The
+            error for an unknown kind lists all that are known.
         block_grid: number of blocks along each axis of the token grid (images, video).
         block_size: tokens in a block (sequences). One of block_grid and block_size; only mhla uses them.
         mixing: parametrisation of the mixing coefficients. dense is one free coefficient for each pair of blocks,
@@ -70,7 +71,10 @@ class AttentionConfig:
         gate: whether the output is multiplied by an activation of a projection of the input.
         gate_activation: silu or identity.
         output_norm: whether each head's output passes an RMSNorm; null for exactly where normalize is off.
-        options: options of the kind itself, by name. mhla, linear and softmax have none
+        options: options of the kind itself, by name. retention, gla, gated_deltanet and mamba2 have direction (both, alternate,
+            forward or backward, default 'both') and backend (auto, torch or triton, default 'auto'); gla has decay_rank
+            (default 16) and decay_divisor (default 16.0); gated_deltanet and mamba2 have conv (default 4); mamba2 has groups
+            (default None); gated_conv has conv (default 3). Other kinds of the package have none.
     """
 
     kind: str = "mhla"
@@ -142,27 +146,6 @@ class AttentionConfig:
     def with_kind(self, kind: str) -> AttentionConfig:
         """The same for another kind; the options of the kind itself go where the kind is the same."""
         return replace(self, kind=kind, options=self.options if kind == self.kind else None)
-
-
-def register_kind(name: str, kind: Any) -> None:
-    """Make an attention class known by its kind, to configurations and to their help."""
-    KINDS[name] = kind
-    listed = [
-        f"{name} has {_described(attention.Options)}"
-        for name, attention in KINDS.items()
-        if attention.Options is not None
-    ]
-    names = [known for known, attention in KINDS.items() if not attention.__module__.startswith("lightning_mhla.")]
-    own = f"a kind of your own ({', '.join(names)})." if names else OWN_KIND
-    AttentionConfig.__doc__ = DOC.replace(OWN_KIND, own).replace(NO_OPTIONS, "; ".join([NO_OPTIONS, *listed]))
-
-
-def _described(options: Any) -> str:
-    return ", ".join(f"{field.name} ({field.type}, default {field.default!r})" for field in fields(options))
-
-
-DOC, OWN_KIND, NO_OPTIONS = AttentionConfig.__doc__ or "", "a kind of your own.", "mhla, linear and softmax have none"
-"""Of the configuration's help, and its parts that kinds of one's own change."""
 
 
 def report_unused(config: AttentionConfig, unused: Sequence[str]) -> None:

@@ -125,6 +125,8 @@ class RunReport(Callback):
         drawn = sorted(path for path in (folder / "pictures").glob("*") if path.suffix in (".png", ".gif"))
         pictures = [*checkpoints.glob("*.png"), *drawn]
         lines += [("picture", _short(picture)) for picture in pictures]
+        if (bar := trainer.progress_bar_callback) is not None:
+            bar.teardown(trainer, pl_module, "fit")  # ends what it draws; else it would stay below the result
         console = Console(soft_wrap=True, highlight=False)
         console.rule("result")
         for name, value in lines:
@@ -132,7 +134,7 @@ class RunReport(Callback):
 
 
 def versions() -> dict[str, str]:
-    """Of what trains."""
+    """Versions of Python, torch and Lightning."""
     return {"python": platform.python_version(), "torch": str(torch.__version__), "lightning": version("lightning")}
 
 

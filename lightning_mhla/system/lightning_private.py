@@ -24,11 +24,6 @@ def ddp_options(strategy: Any) -> dict[str, Any]:
     return getattr(strategy, "_ddp_kwargs", {})
 
 
-def subcommand_parsers(cli: Any) -> dict[str, Any]:
-    """The parsers of a LightningCLI by subcommand."""
-    return cli._subcommand_parsers
-
-
 def logged_step(trainer: Trainer) -> int:
     """The step that rows of the log are written for."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

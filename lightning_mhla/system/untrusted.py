@@ -9,12 +9,15 @@ from __future__ import annotations
 import io
 import json
 import math
+import signal
 import struct
+import threading
 import tokenize
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
@@ -63,6 +66,35 @@ def check_size(path: Path, most: int) -> None:
     size = path.stat().st_size
     if size > most:
         raise ValueError(f"{path} has {size} bytes, at most {most} are read; is it the right file?")
+
+
+@contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Stop code that computes for too long: a timer's signal raises inside of it.
+
+    In a thread that is not the main one, and where somebody else uses the timer, there is no limit.
+
+    Args:
+        seconds: processor time that it may take.
+        what: subject of the error's sentence.
+
+    Raises:
+        ValueError: when the time is over.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
+        yield
+        return
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise ValueError(f"{what} take more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def read_json(path: Path) -> dict[str, Any]:

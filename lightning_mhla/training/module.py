@@ -35,6 +35,7 @@ from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.sharding import SEQUENCE, is_sharded_module, shard
 from lightning_mhla.system.steps import accumulation, steps_of_epochs, steps_of_run
 from lightning_mhla.system.torch_private import flatten_mesh
+from lightning_mhla.training.agreement import check_agreement
 from lightning_mhla.training.compilation import CompileOptions, CompileReport, compile_layers
 from lightning_mhla.training.optim import (
     BETAS,
@@ -84,8 +85,6 @@ class TrainingModule(LoggedApart, LightningModule):
 
     logged_as = "model"
     network: nn.Module
-    agrees_with_data: ClassVar[tuple[str, ...]] = ()
-    """Hyperparameters that data of the same name must share."""
     shares_sequences: ClassVar[bool] = False
     """Whether its steps know :attr:`sequence_group`."""
     train_batch: ClassVar[tuple[str, ...]] = ()
@@ -120,20 +119,8 @@ class TrainingModule(LoggedApart, LightningModule):
             saved["lr"] = value
 
     def setup(self, stage: str) -> None:
-        """Refuse data of another size than the model's.
-
-        Raises:
-            ValueError: naming both values.
-        """
-        data = getattr(self.trainer, "datamodule", None)
-        theirs: dict[str, Any] = {} if data is None else dict(data.hparams)
-        for name in self.agrees_with_data:
-            ours = self.hparams.get(name)
-            if theirs.get(name) is not None and ours is not None and theirs[name] != ours:
-                raise ValueError(
-                    f"the model has {name}={ours}, the data {name}={theirs[name]}; give both the same "
-                    f"(--model.{name}, --data.{name})"
-                )
+        """Reject data with options that do not fit the model's, see :func:`check_agreement`."""
+        check_agreement(self, getattr(self.trainer, "datamodule", None))
 
     def average_decay(self, decay: float) -> float:
         """Decay of the moving average at the present step, where ``ema_decay`` asks for ``decay``."""

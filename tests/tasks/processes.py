@@ -31,7 +31,7 @@ def run_cli(*arguments: str, folder: Path | None = None, launch: bool = False) -
     """
     if launch:
         done = subprocess.run(
-            [sys.executable, "-m", "mhla_tasks.cli", *arguments],
+            [sys.executable, "-m", "mhla_tasks.commandline.parser", *arguments],
             capture_output=True,
             text=True,
             timeout=240,

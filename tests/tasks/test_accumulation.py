@@ -13,7 +13,7 @@ import yaml
 from lightning import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from mhla_tasks.classification import Digits, ImageClassifier
-from mhla_tasks.cli import main
+from mhla_tasks.commandline.parser import main
 from processes import fork_server
 
 from lightning_mhla import AttentionConfig

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from mhla_tasks.cli import main
+from mhla_tasks.commandline.parser import main
 
 from lightning_mhla.callbacks.best import complete
 from lightning_mhla.checkpoints.io import find_checkpoints

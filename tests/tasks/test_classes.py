@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 from lightning import LightningDataModule
-from mhla_tasks import commands
 from mhla_tasks.classification import ImageNetShards, VisionTransformer
-from mhla_tasks.cli import main
+from mhla_tasks.commandline import registry
+from mhla_tasks.commandline.parser import main
 from mhla_tasks.diffusion.data import ImageShards as DiffusionImages
 from PIL import Image
 
@@ -116,7 +116,7 @@ def test_predictions_and_exports_have_the_names(world: Path, tmp_path: Path) -> 
     rows = list(csv.DictReader((world / "run/predict/predictions.csv").open()))
     assert [row["predicted"] for row in rows] == ["polar bear", "polar bear", ""]
     assert rows[2]["path"].endswith("notes.txt")
-    commands.run("export", [str(world / "run"), str(tmp_path / "exported")])
+    registry.run("export", [str(world / "run"), str(tmp_path / "exported")])
     model = VisionTransformer.from_pretrained(str(tmp_path / "exported"))
     for image in (new / "polar bear/0.png", Image.open(new / "polar bear/0.png")):
         said = model.predict(image, top=2)
@@ -142,7 +142,7 @@ def shard_labels(folder: Path, prefix: str) -> dict[int, set[bytes]]:
 
 def test_shards_of_a_second_prefix_get_the_labels_of_the_first(world: Path, tmp_path: Path) -> None:
     for prefix in ("train", "val"):
-        commands.run("prepare images", [str(world / prefix), str(tmp_path), "--prefix", prefix])
+        registry.run("prepare images", [str(world / prefix), str(tmp_path), "--prefix", prefix])
     assert shard_labels(tmp_path, "val") == {1: {2}, 2: {1}}
     assert read_classes(tmp_path / "val-classes.txt") == ["ant", "cat", "polar bear"]
     data = loaded(ImageNetShards(f"{tmp_path}/train-*.tar", f"{tmp_path}/val-*.tar", image_size=16, num_workers=0))
@@ -153,7 +153,7 @@ def test_shards_of_a_second_prefix_get_the_labels_of_the_first(world: Path, tmp_
 def test_shards_with_a_list_of_their_own_are_matched_by_name(world: Path, tmp_path: Path) -> None:
     """Prepared apart, as before there was one list: the loader renumbers them."""
     for prefix in ("train", "val"):
-        commands.run("prepare images", [str(world / prefix), str(tmp_path / prefix), "--prefix", prefix])
+        registry.run("prepare images", [str(world / prefix), str(tmp_path / prefix), "--prefix", prefix])
     assert shard_labels(tmp_path / "val", "val") == {0: {2}, 1: {1}}
     for kind in (ImageNetShards, DiffusionImages):
         data = loaded(kind(str(tmp_path / "train"), str(tmp_path / "val"), image_size=16, num_workers=0))
@@ -168,15 +168,15 @@ def test_shards_with_a_list_of_their_own_are_matched_by_name(world: Path, tmp_pa
 
 def test_a_list_of_classes_can_be_given(world: Path, tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("zebra\ncat\npolar bear\nant\n")
-    commands.run("prepare images", [str(world / "val"), str(tmp_path), "--classes", str(tmp_path / "names.txt")])
+    registry.run("prepare images", [str(world / "val"), str(tmp_path), "--classes", str(tmp_path / "names.txt")])
     assert shard_labels(tmp_path, "train") == {1: {2}, 2: {1}}
     (tmp_path / "few.txt").write_text("cat\n")
     with pytest.raises(SystemExit, match="does not have: 'polar bear'"):
-        commands.run(
+        registry.run(
             "prepare images", [str(world / "val"), str(tmp_path / "b"), "--classes", str(tmp_path / "few.txt")]
         )
     with pytest.raises(SystemExit, match="is not a file; --classes takes one"):
-        commands.run(
+        registry.run(
             "prepare images", [str(world / "val"), str(tmp_path / "b"), "--classes", str(tmp_path / "none.txt")]
         )
 

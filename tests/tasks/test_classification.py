@@ -14,11 +14,11 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from mhla_tasks import commands
 from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer
 from mhla_tasks.classification.data import AugmentConfig
 from mhla_tasks.classification.module import MixupConfig
 from mhla_tasks.classification.prepare import images_to_shards
+from mhla_tasks.commandline import registry
 from PIL import Image
 from processes import fork_server
 
@@ -92,13 +92,13 @@ def test_the_command_leaves_out_what_is_no_whole_image(
     (source / "class0/cut.jpg").write_bytes((source / "class0/cut.jpg").read_bytes()[:-400])
     (source / "class1/none.png").write_bytes(b"no image")
     command = [str(source), str(tmp_path / "shards"), "--per-shard", "5"]
-    commands.run("prepare images", command)
+    registry.run("prepare images", command)
     assert "12 images in 3 shards" in (printed := " ".join(capsys.readouterr().out.split()))
     assert "; 2 images skipped (" in printed
     assert all(f"skipped: {source}/{name}: the image" in caplog.text for name in ("class0/cut.jpg", "class1/none.png"))
     assert len(ShardReader(sorted((tmp_path / "shards").glob("*.tar")))) == 12
     with pytest.raises(SystemExit, match="broken samples: 2, more than --max_skipped 1"):
-        commands.run("prepare images", [command[0], str(tmp_path / "other"), "--max_skipped=1"])
+        registry.run("prepare images", [command[0], str(tmp_path / "other"), "--max_skipped=1"])
 
 
 def test_a_model_learns_from_shards(tmp_path: Path) -> None:

@@ -17,7 +17,10 @@ import torch
 import yaml
 from lm_eval.tasks import TaskManager
 from mhla_tasks.classification import ImageClassifier
-from mhla_tasks.cli import SuiteCLI, main
+from mhla_tasks.commandline.arguments import read_words
+from mhla_tasks.commandline.parser import SuiteCLI, build, main
+from mhla_tasks.commandline.plan import make_plan
+from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.language import LanguageModel
 from PIL import Image
 
@@ -40,12 +43,10 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def parse(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    """The configuration that a command line comes to, nothing run."""
+    """A command line whose options are parsed and agree; nothing is built."""
     monkeypatch.setattr(SuiteCLI, "instantiate_classes", lambda self: None)
-    monkeypatch.setattr(SuiteCLI, "_run_subcommand", lambda self, name: None)
     monkeypatch.setattr(SuiteCLI, "_set_seed", lambda self: None)
-    monkeypatch.setattr(sys, "argv", ["lightning", *arguments])
-    return SuiteCLI()
+    return build(make_plan(read_words(arguments, LIGHTNING)))
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -121,7 +122,7 @@ def test_wrong_argument(
         (["fit", "--config", "absent.yaml"], "--config=absent.yaml: the file does not exist; mhla:// lists"),
         (["fit", "--config=elsewhere/configs/video/folder.yaml"], "the package brings it as mhla://video/folder.yaml"),
         (["validate", "--run_dir=absent"], "--run_dir=absent: the folder does not exist"),
-        (["fitt"], "invalid choice: 'fitt'"),
+        (["fitt"], "fitt is no command; there are fit, validate, test, predict"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.kind=mlha"], "did you mean 'mhla'"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.block_grid=[9,4]"], "block_grid (9, 4) does not fit the token grid (8, 8)"),
         (["predict", "--config", str(DIGITS)], "predict has no weights and would draw noise"),
@@ -156,9 +157,7 @@ def test_missing_data_folder(
 def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     if path.stem in ("mnist_timm", "linearize_mnist"):
         cli = parse(monkeypatch, "fit", "--config", str(path))
-        swapped = [
-            m for m in cli.parser.instantiate_classes(cli.config).fit.model.modules() if isinstance(m, Attention)
-        ]
+        swapped = [m for m in cli.parser.instantiate_classes(cli.config).model.modules() if isinstance(m, Attention)]
         assert len(swapped) == (4 if path.stem == "linearize_mnist" else 0)
         return
     if path.stem.startswith("linearize"):
@@ -184,7 +183,7 @@ def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, pat
         for kind in ("mhla", "linear", "softmax"):
             arguments = [f"--model.init_args.attention.kind={kind}", *blocks, *classes]
             cli = parse(monkeypatch, "fit", "--config", str(path), *arguments)
-            model = cli.parser.instantiate_classes(cli.config).fit.model
+            model = cli.parser.instantiate_classes(cli.config).model
             kinds = {module.config.kind for module in model.modules() if isinstance(module, Attention)}
             own = {
                 "digits_pretrain": set(),
@@ -199,7 +198,7 @@ def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, pat
 def test_overlays_go_over_every_experiment_and_set_no_lists(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     assert "callbacks" not in yaml.safe_load(path.read_text())["trainer"]
     for experiment in EXPERIMENTS:
-        config = parse(monkeypatch, "fit", "--config", str(experiment), "--config", str(path)).config.fit
+        config = parse(monkeypatch, "fit", "--config", str(experiment), "--config", str(path)).config
         assert config.trainer.callbacks
         assert config.trainer.strategy != "auto" or path.stem == "slurm", "slurm.yaml comes after one of the other two"
 
@@ -220,8 +219,8 @@ def test_no_experiment_judges_weights_by_an_older_validation(path: Path) -> None
 @pytest.mark.parametrize("path", EVALUATIONS, ids=lambda path: path.stem)
 def test_evaluations_add_themselves_to_a_language_model(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     experiment = str(ROOT / "configs/language/stdlib.yaml")
-    alone = parse(monkeypatch, "fit", "--config", experiment).config.fit.trainer.callbacks
-    added = parse(monkeypatch, "fit", "--config", experiment, "--config", str(path)).config.fit.trainer.callbacks
+    alone = parse(monkeypatch, "fit", "--config", experiment).config.trainer.callbacks
+    added = parse(monkeypatch, "fit", "--config", experiment, "--config", str(path)).config.trainer.callbacks
     assert [each.class_path for each in added[:-1]] == [each.class_path for each in alone]
     assert added[-1].class_path == "mhla_tasks.language.evaluation.LMEval"
     assert set(added[-1].init_args.tasks) <= known_tasks()
@@ -235,7 +234,7 @@ def test_language_baselines_have_the_paper_s_sizes(monkeypatch: pytest.MonkeyPat
     path = str(ROOT / f"configs/language/{name}_340m_fineweb.yaml")
     cli = parse(monkeypatch, "fit", "--config", path)
     with torch.device("meta"):
-        model = cli.parser.instantiate_classes(cli.config).fit.model
+        model = cli.parser.instantiate_classes(cli.config).model
     assert sum(p.numel() for p in model.network.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
 
 
@@ -314,13 +313,11 @@ def test_precedence_command_line_then_file_then_checkpoint(
     monkeypatch: pytest.MonkeyPatch, trained: Path, tmp_path: Path
 ) -> None:
     checkpoint = f"--ckpt_path={trained / 'checkpoints/last.ckpt'}"
-    remembered = parse(monkeypatch, "validate", checkpoint).config.validate.model.init_args
+    remembered = parse(monkeypatch, "validate", checkpoint).config.model.init_args
     assert (remembered.dim, remembered.drop_path, remembered.optimizer.lr) == (16, 0.1, 2e-3)
     mine = tmp_path / "mine.yaml"
     mine.write_text("model: {init_args: {drop_path: 0.3, optimizer: {lr: 0.5}}}")
-    config = parse(
-        monkeypatch, "fit", "--config", str(mine), checkpoint, "--model.init_args.optimizer.lr=0.77"
-    ).config.fit
+    config = parse(monkeypatch, "fit", "--config", str(mine), checkpoint, "--model.init_args.optimizer.lr=0.77").config
     assert (config.model.init_args.dim, config.model.init_args.drop_path) == (16, 0.3)
     assert config.model.init_args.optimizer.lr == 0.77, "the checkpoint or the file beat the command line"
     assert config.data.init_args.batch_size == 64
@@ -396,17 +393,17 @@ def test_right_keys_pass(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) 
 def test_a_strategy_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     config = parse(
         monkeypatch, "fit", "--config", str(DIGITS), *arguments, "--trainer.strategy.find_unused_parameters=true"
-    ).config.fit.trainer.strategy
+    ).config.trainer.strategy
     assert config.class_path == "lightning.pytorch.strategies.DDPStrategy"
     assert config.init_args.find_unused_parameters
 
 
-def test_a_strategy_without_a_value_is_not_left_out() -> None:
-    from mhla_tasks.settle import with_class_of_strategy
-
-    for words in (["fit", "--trainer.strategy"], ["fit", "--trainer.strategy", "--trainer.devices=2"]):
-        assert with_class_of_strategy(words) == words
-    assert with_class_of_strategy(["--trainer.strategy", "a.B", "c"]) == ["--trainer.strategy.class_path=a.B", "c"]
+@pytest.mark.parametrize("words", [["--trainer.strategy"], ["--trainer.strategy", "--trainer.devices=2"]], ids=len)
+def test_an_option_without_a_value_is_not_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    error = failing(monkeypatch, capsys, "fit", "--config", str(DIGITS), *words)
+    assert "--trainer.strategy needs a value: --trainer.strategy=VALUE" in error
 
 
 def test_a_strategy_in_a_file_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -414,9 +411,8 @@ def test_a_strategy_in_a_file_is_named_by_its_class(monkeypatch: pytest.MonkeyPa
     path.write_text(
         "trainer: {accelerator: cpu, strategy: lightning.pytorch.strategies.DDPStrategy, fast_dev_run: true}\n"
     )
-    monkeypatch.setattr(SuiteCLI, "_run_subcommand", lambda self, name: None)
-    monkeypatch.setattr(sys, "argv", ["lightning", "fit", "--config", str(DIGITS), "--config", str(path)])
-    assert type(SuiteCLI().trainer.strategy).__name__ == "DDPStrategy"
+    words = ["fit", "--config", str(DIGITS), "--config", str(path)]
+    assert type(build(make_plan(read_words(words, LIGHTNING))).trainer.strategy).__name__ == "DDPStrategy"
 
 
 @pytest.mark.parametrize("form", ["--config={}", "--config {}", "-c {}"])
@@ -426,7 +422,7 @@ def test_options_may_stand_where_a_file_could(monkeypatch: pytest.MonkeyPatch, f
     text = json.dumps({"trainer": {"max_steps": 7, "callbacks": monitors}})
     assert len(text) > 255
     words = [word.format(text) if "{}" in word else word for word in form.split(" ")]
-    config = parse(monkeypatch, "fit", "--config", str(DIGITS), *words).config.fit
+    config = parse(monkeypatch, "fit", "--config", str(DIGITS), *words).config
     assert config.trainer.max_steps == 7
     assert len(config.trainer.callbacks) == 8
 
@@ -450,20 +446,20 @@ def test_wrong_options_where_a_file_could_stand(
 
 def test_a_class_may_be_named_by_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "digits.yaml").write_text("class_path: mhla_tasks.classification.Digits\ninit_args: {batch_size: 7}\n")
-    config = parse(monkeypatch, "fit", "--config", str(DIGITS), f"--data={tmp_path / 'digits.yaml'}").config.fit
+    config = parse(monkeypatch, "fit", "--config", str(DIGITS), f"--data={tmp_path / 'digits.yaml'}").config
     assert config.data.init_args.batch_size == 7
 
 
 def test_a_file_may_keep_options_under_the_subcommand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     full = tmp_path / "full.yaml"
     full.write_text(yaml.safe_dump({"fit": yaml.safe_load(DIGITS.read_text())}))
-    assert parse(monkeypatch, "--config", str(full), "fit").config.fit.model.init_args.dim == 64
+    assert parse(monkeypatch, "--config", str(full), "fit").config.model.init_args.dim == 64
 
 
 def test_a_checkpoint_lends_nothing_to_another_class(monkeypatch: pytest.MonkeyPatch, trained: Path) -> None:
     config = str(ROOT / "configs/classification/deit_t_imagenet.yaml")
     checkpoint = f"--ckpt_path={trained / 'checkpoints/last.ckpt'}"
-    data = parse(monkeypatch, "validate", "--config", config, checkpoint).config.validate.data
+    data = parse(monkeypatch, "validate", "--config", config, checkpoint).config.data
     assert (data.class_path, data.init_args.batch_size) == ("mhla_tasks.classification.ImageNetShards", 1024)
     assert data.init_args.augment.auto_augment == "rand-m9-mstd0.5-inc1"
 
@@ -471,7 +467,7 @@ def test_a_checkpoint_lends_nothing_to_another_class(monkeypatch: pytest.MonkeyP
 def test_checkpoints_are_read_without_running_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert parse(monkeypatch, "fit", "--config", str(DIGITS)).config.fit.weights_only is True
+    assert parse(monkeypatch, "fit", "--config", str(DIGITS)).config.weights_only is True
     (tmp_path / "bad.ckpt").write_bytes(b"no checkpoint")
     torch.save({"hyper_parameters": Path("x")}, tmp_path / "code.ckpt")
     monkeypatch.undo()
@@ -487,6 +483,24 @@ def test_optimizer_options_that_would_drop_the_clip_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "optimizer" in failing(monkeypatch, capsys, "fit", "--config", str(DIGITS), "--optimizer=SGD")
+
+
+@pytest.mark.parametrize("bar", ["", "RichProgressBar", "TQDMProgressBar"])
+def test_nothing_is_printed_below_the_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, bar: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = [
+        "--model.dim=16",
+        "--model.depth=1",
+        "--model.heads=2",
+        "--trainer.max_steps=2",
+        "--trainer.accelerator=cpu",
+    ]
+    run(monkeypatch, "fit", "--config", str(DIGITS), *options, *([f"--trainer.callbacks+={bar}"] if bar else []))
+    above, _, below = capsys.readouterr().out.partition("─ result ─")
+    assert "Epoch 0" in above
+    assert "Epoch 0" not in below
 
 
 def test_help_documents_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,18 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from mhla_tasks import commands, main
 from mhla_tasks.classification import ImageClassifier
-from mhla_tasks.commands import completion
+from mhla_tasks.commandline import completion, main, registry
+from mhla_tasks.tools import measuring
 from processes import fork_server
 
-NAMES = [name for tools in commands.TOOLS.values() for name in tools]
-PARSED = [name for name in NAMES if not getattr(commands.function_of(name), "passes_on", False)]
+from benchmarks import BENCHMARKS
+
+ROOT = Path(__file__).parents[2]
+NAMES = [name for tools in registry.TOOLS.values() for name in tools]
+PARSED = [name for name in NAMES if not getattr(registry.function_of(name), "passes_on", False)]
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str, str]:
     """Exit status, and what went to standard output and to standard error."""
     monkeypatch.setattr(sys, "argv", ["lightning", *words])
+    monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit) as ended:
         main.main()
     return ended.value.code, *capsys.readouterr()
@@ -34,7 +38,7 @@ def test_everything_is_listed_by_group(
 ) -> None:
     status, out, _ = call(monkeypatch, capsys, *words)
     assert not status
-    for group, tools in {"training": commands.LIGHTNING, **commands.TOOLS}.items():
+    for group, tools in {"training": registry.LIGHTNING, **registry.TOOLS}.items():
         part = out.split(f"\n{group}:\n")[1].split("\n\n")[0]
         assert re.findall(r"^  ([a-z]+(?: [a-z-]+)?)  ", part, re.MULTILINE) == list(tools)
         assert all(line.endswith((".", "programs.")) for line in part.split("\n")), "a summary is a sentence"
@@ -43,8 +47,8 @@ def test_everything_is_listed_by_group(
 
 @pytest.mark.parametrize("name", PARSED)
 def test_help_says_what_a_tool_does_and_its_examples_are_right(name: str) -> None:
-    parser, _ = commands.parser_of(name)
-    text = commands.function_of(name).__doc__ or ""
+    parser, _ = registry.parser_of(name)
+    text = registry.function_of(name).__doc__ or ""
     said = parser.format_help()
     assert text.split("\n")[0] in said
     assert "``" not in said
@@ -59,8 +63,8 @@ def test_help_says_what_a_tool_does_and_its_examples_are_right(name: str) -> Non
 
 def test_help_imports_no_library() -> None:
     code = (
-        "import sys; from mhla_tasks import commands; commands.listing()\n"
-        f"for name in {PARSED}: commands.parser_of(name)[0].format_help()\n"
+        "import sys; from mhla_tasks.commandline import registry; registry.listing()\n"
+        f"for name in {PARSED}: registry.parser_of(name)[0].format_help()\n"
         "print([name for name in ('torch', 'lightning', 'numpy', 'rich') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
@@ -107,6 +111,87 @@ def test_benchmarks_are_run_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "mqar: Associative recall" in out
 
 
+def test_the_table_of_benchmarks_is_the_modules_with_a_main() -> None:
+    folder = ROOT / "benchmarks"
+    programs = {path.stem for path in folder.glob("*.py") if "\ndef main(" in path.read_text()} - {"__main__"}
+    assert set(BENCHMARKS) == programs
+    assert list(BENCHMARKS) == sorted(BENCHMARKS)
+    for name, summary in BENCHMARKS.items():
+        assert re.fullmatch(r"[^\n]{20,110}\.", summary), name
+
+
+@pytest.mark.parametrize("words", [(), ("-h",), ("--help",)])
+def test_benchmarks_are_listed_with_their_summaries(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, error = call(monkeypatch, capsys, "bench", *words)
+    assert (status, error) == (0, "")
+    assert dict(re.findall(r"^  (\w+) +(.+)$", out, re.MULTILINE)) == BENCHMARKS
+
+
+def test_the_list_of_benchmarks_imports_none_and_no_package_of_the_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/__init__.py").write_text("print('planted')")
+    (tmp_path / "benchmarks/paper.py").write_text("")
+    code = (
+        "import sys; from mhla_tasks.commandline import registry\n"
+        "try: registry.run('bench', [])\n"
+        "except SystemExit as ended: assert ended.code == 0\n"
+        "print([name for name in sys.modules if name.startswith(('benchmarks.', 'torch.', 'matplotlib.'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "planted" not in done.stdout
+    assert "  attention " in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["Attention"], "no benchmark Attention; there are "),
+        (["machine"], "no benchmark machine; there are "),  # a module without a main
+        (["paper"], "no benchmark paper; there are "),
+        (["../gpu"], "no benchmark ../gpu; there are "),
+        (["paper.__main__"], "no benchmark paper.__main__; there are "),
+        (["--device=cpu", "attention"], "no benchmark --device=cpu; there are "),
+        (["\x1b[31mred"], "no benchmark "),
+    ],
+)
+def test_what_is_not_a_benchmark_is_told(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = call(monkeypatch, capsys, "bench", *words)
+    assert status == 2
+    assert message in error
+    assert "attention, " in error
+    assert error.endswith("help: lightning bench\n")
+    assert "\x1b" not in error
+
+
+@pytest.mark.parametrize("words", [("bench",), ("bench", "gpu"), ("paper", "--list")])
+def test_without_a_checkout_the_way_to_the_benchmarks_is_told(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measuring, "CHECKOUT", tmp_path)
+    status, out, error = call(monkeypatch, capsys, *words)
+    assert (status, out) == (2, "")
+    assert error == (
+        "error: the benchmarks are part of the repository, not of the package: clone it, then pip install -e .\n"
+    )
+
+
+def test_a_benchmark_gets_its_options_and_its_status_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--device", "cpu", "--only", "nothing", "--out", str(tmp_path))
+    status, _, error = call(monkeypatch, capsys, "bench", "gpu", *options)
+    assert status == 2
+    assert "lightning bench gpu: error: no part nothing; there are doctor, native, forms, attention" in error
+    status, _, error = call(monkeypatch, capsys, "paper", "--jobs", "0")
+    assert status == 2
+    assert "lightning paper: error: --jobs: 0 must be at least 1" in error
+
+
 def small(**options: object) -> ImageClassifier:
     sizes = {"num_classes": 3, "image_size": 8, "channels": 1, "patch_size": 2, "dim": 16, "depth": 1, "heads": 2}
     return ImageClassifier(attention={"kind": "linear"}, **{**sizes, **options})  # type: ignore[arg-type]
@@ -121,7 +206,7 @@ def written(module: ImageClassifier, path: Path, **memory: object) -> Path:
 
 def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
     path = written(small(), tmp_path / "some.ckpt")
-    commands.run("export", [str(path), str(tmp_path / "out"), "--license=mit"])
+    registry.run("export", [str(path), str(tmp_path / "out"), "--license=mit"])
     assert (tmp_path / "out/classes.txt").exists()
     card = (tmp_path / "out/README.md").read_text()
     _, header, text = card.split("---\n", 2)
@@ -133,10 +218,10 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
     assert "An `ImageClassifier` of " in text
     assert "attention: `linear`.\n" in text
     assert "The checkpoint holds none" in text
-    commands.run("export", [str(path), str(tmp_path / "out")])
+    registry.run("export", [str(path), str(tmp_path / "out")])
     assert "Not stated" in (tmp_path / "out/README.md").read_text(), "our own card is written anew"
     (tmp_path / "out/README.md").write_text("Mine.")
-    commands.run("export", [str(path), str(tmp_path / "out")])
+    registry.run("export", [str(path), str(tmp_path / "out")])
     assert (tmp_path / "out/README.md").read_text() == "Mine."
     assert "Not stated" in (tmp_path / "out/README.new.md").read_text()
     assert "  patch_size: 2\n" in text or "\npatch_size: 2\n" in text
@@ -147,7 +232,11 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
     [
         (["--context=64"], {}, "--context is no option for .*some.ckpt, which holds the model of ImageClassifier"),
         ([], {"_class_path": "os.system"}, "was trained with the class os.system: "),
-        ([], {"_class_path": "mhla_tasks.classification.Gone"}, "mhla_tasks.classification.Gone: is no class"),
+        (
+            [],
+            {"_class_path": "mhla_tasks.classification.Gone"},
+            "mhla_tasks.classification.Gone: there is no such class",
+        ),
         ([], {"_class_path": "mhla_tasks.gone.Gone"}, "mhla_tasks.gone.Gone: cannot import mhla_tasks.gone"),
         ([], {"_class_path": "lightning.fabric.utilities.cloud_io._load"}, "_load: is private"),
         ([], {"_class_path": "lightning.pytorch.LightningModule"}, "LightningModule: is no TrainingModule"),
@@ -159,7 +248,7 @@ def test_what_cannot_be_exported_is_told(
 ) -> None:
     path = written(small(), tmp_path / "some.ckpt", **memory)
     with pytest.raises(SystemExit, match=message):
-        commands.run("export", [str(path), str(tmp_path / "out"), *options])
+        registry.run("export", [str(path), str(tmp_path / "out"), *options])
     assert not (tmp_path / "out").exists()
 
 
@@ -170,7 +259,7 @@ def test_python_m_mhla_tasks_is_the_command(tmp_path: Path) -> None:
 
 def test_shipped_comments_name_tools_that_parse() -> None:
     """Commands in the comments of configurations."""
-    root = Path(commands.__file__).parents[3]
+    root = Path(registry.__file__).parents[3]
     found = 0
     for path in sorted((root / "configs").rglob("*.yaml")):
         text = path.read_text()
@@ -178,9 +267,9 @@ def test_shipped_comments_name_tools_that_parse() -> None:
         comment = re.sub(r" \\\n# +", " ", text)
         for line in re.findall(r"^#\s+(lightning prepare .*)$", comment, re.MULTILINE):
             words = shlex.split(line)[1:]
-            name = commands.tool_named(words)
+            name = registry.tool_named(words)
             assert name, line
-            commands.parser_of(name)[0].parse_args(words[2:])
+            registry.parser_of(name)[0].parse_args(words[2:])
             found += 1
     assert found > 20
 

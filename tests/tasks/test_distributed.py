@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from mhla_tasks import commands
-from mhla_tasks.cli import main
+from mhla_tasks.commandline import registry
+from mhla_tasks.commandline.parser import main
 from processes import run_cli
 
 from lightning_mhla.checkpoints.sharded import is_sharded
@@ -132,9 +132,9 @@ def test_fsdp_trains_validates_resumes_and_becomes_one_file(tmp_path: Path, monk
 
     whole = tmp_path / "whole.ckpt"
     words = [str(one / "checkpoints/step=10.ckpt"), str(whole)]
-    commands.run("consolidate", words)
+    registry.run("consolidate", words)
     with pytest.raises(SystemExit, match="exists already"):
-        commands.run("consolidate", words)
+        registry.run("consolidate", words)
     for number, checkpoint in enumerate((whole, one / "checkpoints/step=10.ckpt")):
         alone = tmp_path / f"alone{number}"
         main(["validate", "--config", str(small_config(alone)), f"--ckpt_path={checkpoint}"])

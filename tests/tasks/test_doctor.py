@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from mhla_tasks import doctor
-from mhla_tasks.doctor import machine, operator, training
+from mhla_tasks.tools import doctor
+from mhla_tasks.tools.doctor import machine, operator, training
 from processes import fork_server
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from fork_server import ForkServer
-from mhla_tasks.cli import main
-from mhla_tasks.errors import INTERRUPTED, READER_GONE, explain, reported
-from mhla_tasks.failures import explain_failure
+from mhla_tasks.commandline.errors import INTERRUPTED, READER_GONE, explain, reported
+from mhla_tasks.commandline.failures import explain_failure
+from mhla_tasks.commandline.parser import main
 from processes import run_cli
 
 from lightning_mhla.checkpoints.io import check_checkpoint
@@ -39,7 +39,7 @@ trainer:
     - {class_path: ModelCheckpoint, init_args: {monitor: val/loss, save_last: true}}
     - {class_path: lightning_mhla.callbacks.Recovery, init_args: {every_n_steps: 2, keep: 20}}
 """
-TOOL = "import sys; from mhla_tasks.main import main; main()"
+TOOL = "import sys; from mhla_tasks.commandline.main import main; main()"
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +293,7 @@ def test_a_reader_that_ends_first_is_no_error(tmp_path: Path) -> None:
         (tmp_path / f"r{index}").mkdir()
         (tmp_path / f"r{index}" / "run.json").write_text("{}")
     assert shell('"$PY" -m mhla_tasks --help | true', tmp_path)[::2] in ((READER_GONE, ""), (0, ""))
-    code = "import time; time.sleep(1); from mhla_tasks.main import main; main()"
+    code = "import time; time.sleep(1); from mhla_tasks.commandline.main import main; main()"
     assert shell(f'"$PY" -c "{code}" --help | true', tmp_path)[::2] == (READER_GONE, "")
     assert shell(f'"$PY" -c "{code}" fit --config {DIGITS} --print_config | true', tmp_path)[::2] == (READER_GONE, "")
 
@@ -351,7 +351,7 @@ def test_tools_say_which_checkpoint_they_use(server: ForkServer, trained: Path, 
 
 CONFIGS = {
     "value": ("trainer:\n  max_epochs: ten\n", "trainer.max_epochs: expected int, got ten (line 2)"),
-    "subcommand": ("fit:\n  trainer:\n    max_epochs: ten\n", "trainer.max_epochs: this value does not fit the option (line 3)"),
+    "subcommand": ("fit:\n  trainer:\n    max_epochs: ten\n", "trainer.max_epochs: expected int, got ten (line 3)"),
     "nested": ("model:\n  init_args:\n    optimizer:\n      lr: fast\n", "model.init_args.optimizer.lr: "),
     "list": ("trainer:\n  callbacks:\n  - class_path: lightning_mhla.callbacks.Recovery\n    init_args: {keep: many}\n", "trainer.callbacks[0].init_args.keep: expected int, got many (line 4)"),
     "key": ("trainer:\n\n  max_epoch: 3\n", "did you mean trainer.max_epochs? (line 3)"),

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from mhla_tasks import commands
 from mhla_tasks.classification import VisionTransformer
-from mhla_tasks.cli import main
+from mhla_tasks.commandline import registry
+from mhla_tasks.commandline.parser import main
 
 from lightning_mhla.system.files import rebuilt_folder
 
@@ -36,14 +36,14 @@ def width(folder: Path) -> int:
 
 def test_files_of_the_user_stay_and_weights_of_before_go(runs: Path, tmp_path: Path) -> None:
     target = tmp_path / "model"
-    commands.run("export", [str(runs / "first"), str(target)])
+    registry.run("export", [str(runs / "first"), str(target)])
     (target / ".git").mkdir()
     (target / ".git/config").write_text("mine")
     (target / "notes.txt").write_text("mine")
     (target / "model-00001-of-00002.safetensors").write_bytes((target / "model.safetensors").read_bytes())
     (target / "link").symlink_to("nowhere")
     (target / "README.md").write_text("my own card")
-    commands.run("export", [str(runs / "second"), str(target)])
+    registry.run("export", [str(runs / "second"), str(target)])
     assert width(target) == 24
     assert (target / ".git/config").read_text() == (target / "notes.txt").read_text() == "mine"
     assert (target / "README.md").read_text() == "my own card"
@@ -56,7 +56,8 @@ def test_files_of_the_user_stay_and_weights_of_before_go(runs: Path, tmp_path: P
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mhla_tasks import commands, export
+from mhla_tasks.commandline import registry
+from mhla_tasks.tools import export
 at = sys.argv[1]
 def die(*arguments, **options):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -67,20 +68,20 @@ else:
     def half(self, target):
         die() if Path(target).name == "model" else replace(self, target)
     Path.replace = half
-commands.run("export", sys.argv[2:])
+registry.run("export", sys.argv[2:])
 """
 
 
 @pytest.mark.parametrize("at", ["card", "exchange"])
 def test_a_killed_export_leaves_the_earlier_one(runs: Path, tmp_path: Path, at: str) -> None:
     target = tmp_path / "model"
-    commands.run("export", [str(runs / "first"), str(target)])
+    registry.run("export", [str(runs / "first"), str(target)])
     words = [sys.executable, "-c", KILLED, at, str(runs / "second"), str(target)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     if at == "card":
         assert width(target) == 16
-    commands.run("export", [str(runs / "second"), str(target)])
+    registry.run("export", [str(runs / "second"), str(target)])
     assert width(target) == 24
 
 
@@ -92,12 +93,12 @@ def half_written(target: Path) -> None:
 
 def test_an_export_that_fails_leaves_the_earlier_one(runs: Path, tmp_path: Path) -> None:
     target = tmp_path / "model"
-    commands.run("export", [str(runs / "first"), str(target)])
+    registry.run("export", [str(runs / "first"), str(target)])
     before = {path.name: path.read_bytes() for path in target.iterdir()}
     last = runs / "second/checkpoints/last.ckpt"
     (tmp_path / "cut.ckpt").write_bytes(last.read_bytes()[:2000])
     with pytest.raises(SystemExit):
-        commands.run("export", [str(tmp_path / "cut.ckpt"), str(target)])
+        registry.run("export", [str(tmp_path / "cut.ckpt"), str(target)])
     with pytest.raises(FileNotFoundError):
         half_written(target)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
@@ -108,17 +109,17 @@ def test_an_export_that_fails_leaves_the_earlier_one(runs: Path, tmp_path: Path)
 def test_where_the_folder_is(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     target = tmp_path / "deep/model"
     if place != "new":
-        commands.run("export", [str(runs / "first"), str(target)])
+        registry.run("export", [str(runs / "first"), str(target)])
     if place == "inside":  # the working directory of the shell
         monkeypatch.chdir(target)
-        commands.run("export", [str(runs / "second"), "."])
+        registry.run("export", [str(runs / "second"), "."])
         assert Path.cwd().samefile(target)
     elif place == "link":
         (tmp_path / "link").symlink_to(target)
-        commands.run("export", [str(runs / "second"), str(tmp_path / "link")])
+        registry.run("export", [str(runs / "second"), str(tmp_path / "link")])
         assert (tmp_path / "link").is_symlink()
     else:
-        commands.run("export", [str(runs / "second"), str(target)])
+        registry.run("export", [str(runs / "second"), str(target)])
     assert width(target) == 24
     assert [path.name for path in target.parent.iterdir()] == ["model"]
     assert not list(target.glob(".*"))

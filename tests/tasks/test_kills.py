@@ -16,7 +16,7 @@ from benchmarks.kills import compare, train_killed
 
 def start(config: Path, run: Path) -> Child:
     run.mkdir(exist_ok=True)
-    options = {"module": "mhla_tasks.cli", "output": run / "output.txt"}
+    options = {"module": "mhla_tasks.commandline.parser", "output": run / "output.txt"}
     return fork_server().start("fit", "--config", str(config), "--run_dir", str(run), **options)
 
 

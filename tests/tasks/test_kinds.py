@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def run(folder: Path, *words: str, status: int = 0, module: str = "mhla_tasks.cli") -> str:
+def run(folder: Path, *words: str, status: int = 0, module: str = "mhla_tasks.commandline.parser") -> str:
     found, said = fork_server().run(*words, module=module, folder=folder)
     assert found == status, said[-4000:]
     return said
@@ -165,3 +166,14 @@ def test_every_kind_is_in_the_help_and_in_this_file() -> None:
     assert ours == {"mhla", "mhla_window", "linear", "softmax", "gated_conv", *FOR_IMAGES, *NEW}
     for name in ours:
         assert name in (AttentionConfig.__doc__ or "")
+
+
+def test_the_help_lists_the_options_of_every_kind_with_their_defaults() -> None:
+    text = " ".join((AttentionConfig.__doc__ or "").partition("options: ")[2].split())
+    clauses = text.replace(". ", "; ").split("; ")
+    for name, kind in KINDS.items():
+        if kind.Options is None or not kind.__module__.startswith("lightning_mhla."):
+            continue
+        for field in fields(kind.Options):
+            (clause,) = (clause for clause in clauses if name in clause and f"{field.name} (" in clause)
+            assert f"default {field.default!r})" in clause.partition(f"{field.name} (")[2], (name, field.name)

@@ -14,8 +14,8 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from mhla_tasks import commands
-from mhla_tasks.cli import main
+from mhla_tasks.commandline import registry
+from mhla_tasks.commandline.parser import main
 from mhla_tasks.language.prepare import write_token_shards
 from mhla_tasks.language.tokenizer import save_tokenizer, train_tokenizer
 from mhla_tasks.text_to_image.writer import ImageWriter
@@ -127,7 +127,7 @@ def test_weights_of_the_user_in_the_folder_of_an_export_stay(tmp_path: Path) -> 
     names = ("my-lora.safetensors", "backup/model.safetensors", "notes/model.safetensors.index.json")
     make(target, *names)
     make(tmp_path, "model.old/weights")
-    commands.run("export", [str(run), str(target)])
+    registry.run("export", [str(run), str(target)])
     assert untouched(target, *names)
     assert untouched(tmp_path, "model.old/weights")
     assert (target / "model.safetensors").stat().st_size > 1000

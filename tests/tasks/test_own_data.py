@@ -11,10 +11,10 @@ import pytest
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
 from mhla_tasks.classification import ImageClassifier
+from mhla_tasks.commandline.sources import Source
+from mhla_tasks.commandline.trust import allow_imports
 from mhla_tasks.diffusion import ClassToImage
 from mhla_tasks.language import LanguageModel
-from mhla_tasks.sources import Source
-from mhla_tasks.trust import allow_imports
 from mhla_tasks.video import VideoDiffusion
 from torch.utils.data import DataLoader
 

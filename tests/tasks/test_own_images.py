@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import sana
-from mhla_tasks import commands
 from mhla_tasks.classification import ImageNetShards
-from mhla_tasks.cli import main
+from mhla_tasks.commandline import registry
+from mhla_tasks.commandline.parser import main
 from mhla_tasks.text_to_image.data import CaptionedImageShards, ImageLatentShards
 from PIL import Image
 
@@ -126,15 +126,15 @@ def test_names_of_any_encoding_survive(tmp_path: Path) -> None:
     names = {Path(row["path"]).name for row in rows}
     assert {"日本.png", r"caf\xe9.png", r"line\nfeed.png", 'comma,"quote.png', " space .png"} <= names
     assert {row["predicted"] for row in rows} <= {"a", r"\xe9t\xe9"}
-    commands.run("export", [str(tmp_path / "run"), str(tmp_path / "exported")])
+    registry.run("export", [str(tmp_path / "run"), str(tmp_path / "exported")])
     assert (tmp_path / "exported/classes.txt").read_text().splitlines() == ["a", r"\xe9t\xe9"]
-    commands.run("prepare images", [str(tmp_path / "data"), str(tmp_path / "shards")])
+    registry.run("prepare images", [str(tmp_path / "data"), str(tmp_path / "shards")])
     data = ImageNetShards(str(tmp_path / "shards"), str(tmp_path / "shards"), image_size=16, num_workers=0)
     assert data.class_names == ["a", r"\xe9t\xe9"]
     save(tmp_path / "flat", [os.fsdecode(name) for name in NAMES])
     for path in list((tmp_path / "flat").iterdir()):
         path.with_suffix(".txt").write_text("a caption")
-    commands.run("prepare captions", [str(tmp_path / "flat"), str(tmp_path / "captions")])
+    registry.run("prepare captions", [str(tmp_path / "flat"), str(tmp_path / "captions")])
 
 
 # --- pixels as a viewer shows them
@@ -243,7 +243,7 @@ def drawn(data: Any, epochs: int) -> list[list[str]]:
 
 
 def test_several_captions_are_all_drawn(several: Path, tmp_path: Path) -> None:
-    commands.run("prepare captions", [str(several), str(tmp_path / "shards")])
+    registry.run("prepare captions", [str(several), str(tmp_path / "shards")])
     options: dict[str, Any] = {"height": 16, "width": 16, "batch_size": 4, "num_workers": 0, "seed": 1}
     epochs = [
         drawn(CaptionedImageShards(str(place), str(place), **options), 40) for place in (several, tmp_path / "shards")
@@ -262,7 +262,7 @@ def test_several_captions_are_all_drawn(several: Path, tmp_path: Path) -> None:
 def test_several_captions_are_all_encoded(several: Path, tmp_path: Path) -> None:
     pipeline = sana.save_pipeline(tmp_path / "sana")
     words = [str(several), str(tmp_path / "latents"), "--model", str(pipeline), "--height", "32", "--width", "32"]
-    commands.run("prepare caption-latents", [*words, "--text_length", "8", "--device", "cpu", "--instruction", ""])
+    registry.run("prepare caption-latents", [*words, "--text_length", "8", "--device", "cpu", "--instruction", ""])
     source = ImageLatentShards(
         str(tmp_path / "latents"), str(tmp_path / "latents"), batch_size=1, num_workers=0
     ).source("train")
@@ -352,7 +352,7 @@ def test_reference_statistics_that_are_a_bomb_are_one_line(tmp_path: Path) -> No
     with pytest.raises(
         SystemExit, match=r"statistics\.npz is not an \.npz that can be read safely \(mu of 268435584 bytes"
     ):
-        commands.run("score", [str(tmp_path), str(tmp_path / "statistics.npz"), "--features", "random"])
+        registry.run("score", [str(tmp_path), str(tmp_path / "statistics.npz"), "--features", "random"])
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
@@ -361,4 +361,4 @@ def test_a_score_of_images_of_different_sizes_is_an_error(batch_size: int, tmp_p
         Image.new("RGB", (side, side), (40 * number, 0, 0)).save(tmp_path / f"{number}.png")
     words = [str(tmp_path), str(tmp_path), "--features", "random", "--batch_size", str(batch_size)]
     with pytest.raises(SystemExit, match=r"images of different sizes, 0\.png of 16 x 16 and 3\.png of 24 x 24"):
-        commands.run("score", words)
+        registry.run("score", words)

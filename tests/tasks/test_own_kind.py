@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *words: str, module: str = "mhla_tasks.cli", status: int = 0) -> str:
+def run(folder: Path, *words: str, module: str = "mhla_tasks.commandline.parser", status: int = 0) -> str:
     found, said = fork_server().run(*words, module=module, folder=folder)
     assert found == status, said[-4000:]
     return said
@@ -89,23 +89,22 @@ def test_an_unknown_kind_is_met_with_the_way_to_it() -> None:
         AttentionConfig(kind="toy")
 
 
-def test_its_help_lists_it(folder: Path) -> None:
-    words = ["fit", "--allow=toykind", "--model.help=mhla_tasks.classification.ImageClassifier"]
-    said = " ".join(run(folder, *words).split())
-    assert "a kind of your own (toy)" in said
-    assert "toy has sharpness (float, default 1.0)" in said
+def test_the_error_for_an_unknown_kind_names_it(folder: Path) -> None:
+    config = str(ROOT / "configs/classification/digits.yaml")
+    words = ["fit", "--config", config, "--allow=toykind", "--model.attention.kind=nothing"]
+    said = run(folder, *words, status=1)
+    assert "attention kind 'nothing' is not one of ['gated_conv', " in said
+    assert "'softmax', 'toy']" in said
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kind in this process, for the time of a test."""
     monkeypatch.syspath_prepend(str(FILE.parent))
-    doc = AttentionConfig.__doc__
     import toykind
 
     yield toykind
     del Attention.kinds["toy"], sys.modules["toykind"]
-    AttentionConfig.__doc__ = doc
 
 
 @pytest.mark.usefixtures("toy")
@@ -121,6 +120,24 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_wrong_options_are_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AttentionConfig(**options)
+
+
+@pytest.mark.usefixtures("toy")
+def test_help_is_the_same_with_it_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes add themselves to the table of kinds, and change no text."""
+    said = AttentionConfig.__doc__ or ""
+    monkeypatch.setitem(Attention.kinds, "tiny", None)
+
+    class Tiny(Attention, kind="tiny"):
+        pass
+
+    assert Attention.kinds["tiny"] is Tiny
+    assert Tiny.kind == "tiny"
+    assert AttentionConfig(kind="tiny").kind == "tiny"
+    assert AttentionConfig.__doc__ == said
+    assert "toy" not in said
+    with pytest.raises(ValueError, match=r"'softmax', 'tiny', 'toy'\]"):
+        AttentionConfig(kind="xyzzy")
 
 
 @pytest.mark.usefixtures("toy")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mhla_tasks import commands
+from mhla_tasks.commandline import registry
 from PIL import Image
 from shipped_small import save_clips, save_images, save_models, save_texts
 
@@ -94,33 +94,33 @@ def edited(path: Path) -> None:
 def test_changes_of_the_source_are_named_and_forced(kind: str, world: Path, tmp_path: Path) -> None:
     source, target = source_of(kind, world, tmp_path), tmp_path / "shards"
     name, words = f"prepare {kind}", command(kind, world, source, target)
-    commands.run(name, words)
+    registry.run(name, words)
     first, count = digests(target), samples(target)
     for file in source.rglob("*.*"):
         shutil.copy2(file, file.with_suffix(".new"))  # as a copy of the data has other inodes and times
         file.with_suffix(".new").replace(file)
-    commands.run(name, words)
+    registry.run(name, words)
     assert digests(target) == first
 
     files = sorted(path for path in source.rglob("*") if path.suffix in (".txt", ".png"))
     edited(files[0])
     with pytest.raises(SystemExit, match=rf"made from something else \(changed: .*{files[0].stem}.*--force") as error:
-        commands.run(name, words)
+        registry.run(name, words)
     assert "added" not in str(error.value)
     extra = files[0].with_name(f"more{files[0].suffix}")
     for file in files[0].parent.glob(f"{files[0].stem}.*"):
         shutil.copy(file, extra.with_suffix(file.suffix))
     with pytest.raises(SystemExit, match=r"changed: .*added: .*more"):
-        commands.run(name, words)
+        registry.run(name, words)
     assert digests(target) == first, "an error leaves everything as it was"
 
-    commands.run(name, [*words, "--force"])
+    registry.run(name, [*words, "--force"])
     assert samples(target) > count or kind == "text"
     assert digests(target) != first
     for file in extra.parent.glob("more.*"):
         file.unlink()
     with pytest.raises(SystemExit, match=r"made from something else \(removed: .*more"):
-        commands.run(name, words)
+        registry.run(name, words)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_changes_of_the_source_are_named_and_forced(kind: str, world: Path, tmp_
 )
 def test_changed_options_are_named(kind: str, option: list[str], message: str, world: Path, tmp_path: Path) -> None:
     words = command(kind, world, world / SOURCES[kind], tmp_path)
-    commands.run(f"prepare {kind}", words)
+    registry.run(f"prepare {kind}", words)
     with pytest.raises(SystemExit, match=message):
-        commands.run(f"prepare {kind}", [*words, *option])
+        registry.run(f"prepare {kind}", [*words, *option])
 
 
 @pytest.mark.parametrize("repair", ["removed", "repaired", "renamed"])
@@ -147,7 +147,7 @@ def test_a_stopped_command_resumes_after_a_repair(
     """The last sample in the order of writing is broken, and no broken sample is allowed."""
     source, target = source_of(kind, world, tmp_path), tmp_path / "shards"
     words = [*command(kind, world, source, target), "--max_skipped", "0"]
-    commands.run(f"prepare {kind}", words)
+    registry.run(f"prepare {kind}", words)
     complete = digests(target)
     with tarfile.open(sorted(target.glob("*.tar"))[-1]) as tar:
         last = max(member.name for member in tar).partition(".")[0]
@@ -157,7 +157,7 @@ def test_a_stopped_command_resumes_after_a_repair(
     shutil.rmtree(target)
     broken.write_bytes(good[:100])
     with pytest.raises(SystemExit, match="broken samples: 1, more than --max_skipped 0"):
-        commands.run(f"prepare {kind}", words)
+        registry.run(f"prepare {kind}", words)
     assert broken.name in caplog.text
     written = digests(target)
     assert written == {name: complete[name] for name in sorted(complete)[:-1]}
@@ -169,14 +169,14 @@ def test_a_stopped_command_resumes_after_a_repair(
     else:  # the name is another file: it would be one more sample
         broken.rename(broken.with_name("z.png"))
         with pytest.raises(SystemExit, match=r"added: .*z\.png"):
-            commands.run(f"prepare {kind}", words)
+            registry.run(f"prepare {kind}", words)
         return
-    commands.run(f"prepare {kind}", words)
+    registry.run(f"prepare {kind}", words)
     assert samples(target) == len(lines) - (repair == "removed")
     assert {name: value for name, value in digests(target).items() if name in written} == written
     if repair == "repaired":
         assert digests(target) == complete
-    commands.run(f"prepare {kind}", words)  # and once more: nothing has changed
+    registry.run(f"prepare {kind}", words)  # and once more: nothing has changed
 
 
 def _origins(target: Path) -> list[str]:
@@ -193,38 +193,38 @@ def test_a_skipped_sample_that_is_repaired_is_mentioned(
     good = file.read_bytes()
     file.write_bytes(good[:90])
     words = command("images", world, source, tmp_path / "shards")
-    commands.run("prepare images", words)
+    registry.run("prepare images", words)
     assert "9 images in 3 shards" in capsys.readouterr().out
     file.write_bytes(good)
-    commands.run("prepare images", words)
+    registry.run("prepare images", words)
     assert "1 files that were skipped have changed since; --force" in caplog.text
-    commands.run("prepare images", [*words, "--force"])
+    registry.run("prepare images", [*words, "--force"])
     assert samples(tmp_path / "shards") == 10
 
 
 def test_latents_of_shards_name_the_shard_that_changed(world: Path, tmp_path: Path) -> None:
     """Two folders with shards of the same names are one source."""
     for part in ("a", "b"):
-        commands.run("prepare images", command("images", world, world / SOURCES["images"], tmp_path / part))
+        registry.run("prepare images", command("images", world, world / SOURCES["images"], tmp_path / part))
     words = command("latents", world, tmp_path, tmp_path / "latents")
     words[0] = str(tmp_path / "{a,b}/train-*.tar")
-    commands.run("prepare latents", words)
+    registry.run("prepare latents", words)
     assert samples(tmp_path / "latents") == 20
-    commands.run(
+    registry.run(
         "prepare images",
         [*command("images", world, world / SOURCES["images"], tmp_path / "b"), "--force", "--seed", "5"],
     )
     with pytest.raises(SystemExit, match=r"changed: .*b/train-0000\.tar"):
-        commands.run("prepare latents", words)
+        registry.run("prepare latents", words)
 
 
 def test_shards_without_a_record_are_not_mixed_with_others(world: Path, tmp_path: Path) -> None:
     words = command("images", world, world / SOURCES["images"], tmp_path)
-    commands.run("prepare images", words)
+    registry.run("prepare images", words)
     (tmp_path / "train-origins.jsonl.gz").write_bytes(b"cut")
     with pytest.raises(SystemExit, match=r"no train-origins\.jsonl\.gz says what they were made from"):
-        commands.run("prepare images", words)
-    commands.run("prepare images", [*words, "--force"])
+        registry.run("prepare images", words)
+    registry.run("prepare images", [*words, "--force"])
 
 
 WRITER = """

@@ -19,7 +19,7 @@ import torch
 import yaml
 from fork_server import ForkServer
 from mhla_tasks.classification import Digits, ImageClassifier
-from mhla_tasks.cli import main
+from mhla_tasks.commandline.parser import main
 from torch import nn
 
 from lightning_mhla import AttentionConfig
@@ -278,7 +278,7 @@ def test_data_of_another_size_than_the_models_is_one_line() -> None:
         AttentionConfig(block_grid=[2, 2]), 10, image_size=8, channels=1, patch_size=2, dim=16, depth=1, heads=2
     )
     module._trainer = SimpleNamespace(datamodule=SimpleNamespace(hparams={"num_classes": 7}))  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="the model has num_classes=10, the data num_classes=7"):
+    with pytest.raises(ValueError, match=r"model\.num_classes=10 and data\.num_classes=7 must be equal"):
         module.setup("fit")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from mhla_tasks.cli import main
+from mhla_tasks.commandline.parser import main
 from processes import fork_server
 
 from benchmarks.kills import differences

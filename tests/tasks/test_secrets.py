@@ -28,11 +28,13 @@ import torch
 import yaml
 from http_server import Server, served
 from lightning import LightningDataModule, LightningModule, Trainer
-from mhla_tasks import commands, compare, sweep
-from mhla_tasks.cli import SaveConfig, main
-from mhla_tasks.console import harmless, prepare_streams
-from mhla_tasks.errors import CommandFailed, printable
-from mhla_tasks.export import remove_private
+from mhla_tasks.commandline import registry
+from mhla_tasks.commandline.arguments import read_words
+from mhla_tasks.commandline.console import harmless, prepare_streams
+from mhla_tasks.commandline.errors import CommandFailed, printable
+from mhla_tasks.commandline.parser import SaveConfig, main
+from mhla_tasks.tools import compare, sweep
+from mhla_tasks.tools.export import remove_private
 from PIL import Image
 from typing_extensions import override
 
@@ -243,7 +245,7 @@ def test_tools_quote_what_they_are_given_without_secrets(
     monkeypatch.chdir(tmp_path)
     for words in ([SECRET_URL, "b"], ["a", "b", f"--wrong={SECRET_URL}"]):
         with pytest.raises(SystemExit):
-            commands.run(tool, words)
+            registry.run(tool, words)
         said = capsys.readouterr()
         assert "***" in said.err
         assert not any(text in said.out + said.err for text in (USER, SIGNATURE))
@@ -261,7 +263,7 @@ def test_what_is_published_has_no_secrets_and_no_local_paths(
         "cache_dir": str(private.parent),
     }
     torch.save(content, "old.ckpt")
-    commands.run("export", ["old.ckpt", "exported"])
+    registry.run("export", ["old.ckpt", "exported"])
     assert leaks(tmp_path / "exported", (*SECRETS, str(tmp_path), "private home")) == []
     card = (tmp_path / "exported/README.md").read_text()
     assert "https://***@h/x?***" in card
@@ -405,7 +407,8 @@ def test_names_of_folders_and_records_hold_no_secrets(tmp_path: Path) -> None:
     one, two = f"https://{USER}:a@h/d/x.tar", "https://h/d/x.tar"
     assert kept_at(one, tmp_path) == kept_at(two, tmp_path)
     value = f"https://{USER}@h/x?sig={SIGNATURE}"
-    sweep._begin(tmp_path / sweep.name_of({"data.init_args.train": value}), [f"--data.init_args.train={value}"])
+    line = read_words(["fit", f"--data.init_args.train={value}"], ["fit"])
+    sweep._begin(tmp_path / sweep.name_of({"data.init_args.train": value}), line)
     resume_order(ShardSet(tmp_path, "train"), {"model": value}, [Origin("a")], 1)
     assert leaks(tmp_path) == []
 
@@ -432,7 +435,7 @@ def test_names_are_no_formulas_and_no_lines_of_their_own(trained: Path, tmp_path
     assert lines[0] == ["path", "predicted", '\'=HYPERLINK("http://h")', "two\\nlines\\u2028of"]
     assert [row[0] for row in lines[1:]] == ["'-2.png", "'=1+1.png", "'@a.png", "line\\nbreak.png"]
     assert {row[1] for row in lines[1:]} <= set(lines[0])
-    commands.run("export", ["odd.ckpt", "exported"])
+    registry.run("export", ["odd.ckpt", "exported"])
     assert (tmp_path / "exported/classes.txt").read_text() == '=HYPERLINK("http://h")\ntwo\\nlines\\u2028of\n'
 
 
@@ -445,7 +448,7 @@ def test_a_card_shows_markdown_and_html_as_text(trained: Path, tmp_path: Path, m
     content["callbacks"]["RunReport"]["points"] = {"val/`x|y`<b>": [[1, 0.5]]}
     torch.save(content, "odd.ckpt")
     folder = 'x"); import os; ("<b>[y](z)'
-    commands.run("export", ["odd.ckpt", folder])
+    registry.run("export", ["odd.ckpt", folder])
     card = (tmp_path / folder / "README.md").read_text()
     outside, fence = [], ""
     for line in card.splitlines():
@@ -503,9 +506,9 @@ def test_names_are_neither_markup_nor_commands_of_the_terminal(
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).symlink_to(trained / "run")
-    commands.run("consolidate", [name, f"{name}.ckpt"])
-    commands.run("export", [f"{name}.ckpt", f"{name}-exported"])
-    commands.run("compare", [name, str(trained / "run")])
+    registry.run("consolidate", [name, f"{name}.ckpt"])
+    registry.run("export", [f"{name}.ckpt", f"{name}-exported"])
+    registry.run("compare", [name, str(trained / "run")])
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert harmless(name) in printed

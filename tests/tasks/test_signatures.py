@@ -1,44 +1,17 @@
-"""Options read from the text of a class are those that Python finds when it imports the class."""
+"""Options of classes, as configurations give them: their names, and the classes that may stand below them."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import pytest
-from mhla_tasks import signatures
-from mhla_tasks.signatures import OWN, imported_signature, written_signature
+from lightning import Callback, Trainer
+from mhla_tasks.classification import ImageClassifier
+from mhla_tasks.commandline.signatures import option_classes, option_dataclasses, option_names, parameter_bases
 
-from lightning_mhla import BlockLayout
-
-ROOT = Path(__file__).parents[2]
-NAMED = sorted(
-    {
-        path
-        for file in (ROOT / "configs").rglob("*.yaml")
-        for path in re.findall(r"class_path: *([\w.]+)", file.read_text())
-        if path.split(".")[0] in OWN
-    }
-)
-
-
-@pytest.mark.parametrize("class_path", [*NAMED, "lightning_mhla.AttentionConfig"])
-def test_as_written_and_as_imported(class_path: str) -> None:
-    module, _, name = class_path.rpartition(".")
-    assert written_signature(class_path) == imported_signature(getattr(import_module(module), name))
-
-
-def test_a_class_whose_constructor_is_another_packages_is_not_guessed() -> None:
-    assert written_signature("lightning_mhla.checkpoints.io.WholeCheckpointIO") is None
-
-
-def test_the_models_take_options_of_options() -> None:
-    found = written_signature("mhla_tasks.classification.ImageClassifier")
-    assert found is not None
-    assert {"kind", "block_size"} <= set(found.options["attention"][0].options)
-    assert found.options["depth"] == []
+from lightning_mhla import AttentionConfig
 
 
 @dataclass
@@ -47,6 +20,7 @@ class Node:
 
     share: float = 1.0
     following: Node | None = None
+    computed: int = field(default=0, init=False)
 
 
 class Open:
@@ -54,50 +28,56 @@ class Open:
         pass
 
 
-class Parts:
-    def __init__(self, root: Node | None = None, parts: dict[str, Node] | None = None) -> None:
-        pass
+class Parts(Open):
+    def __init__(
+        self,
+        root: Node | None = None,
+        parts: dict[str, Node] | None = None,
+        several: Sequence[Node] | Mapping[str, Trainer] = (),
+        word: Literal["a", "b"] = "a",
+        function: Callable[[Node], Node] | None = None,
+        anything: Any = None,
+        plain: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(1)
 
 
-@pytest.mark.parametrize("kind", ["imported", "written"])
-def test_options_of_classes_that_name_themselves_and_of_mappings(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind == "imported":
-        found = imported_signature(Parts)
-    else:
-        (tmp_path / "own").mkdir()
-        (tmp_path / "own/__init__.py").write_text(Path(__file__).read_text())
-        monkeypatch.setattr(signatures, "OWN", ("own",))
-        monkeypatch.syspath_prepend(tmp_path)
-        found = written_signature("own.Parts")
-    assert found is not None
-    assert found.options["parts"] == [], "the keys of a mapping are its user's"
-    (node,) = found.options["root"]
-    assert node.options == {"share": [], "following": []}
+def test_the_models_take_options_of_options() -> None:
+    names = option_names(ImageClassifier)
+    assert names is not None
+    assert {"attention", "depth"} <= names
+    assert option_dataclasses(ImageClassifier, "attention") == [AttentionConfig]
+    assert {"kind", "block_size"} <= (option_names(AttentionConfig) or set())
+    assert option_dataclasses(ImageClassifier, "depth") == []
+    assert option_classes(Trainer)["callbacks"] == (Callback,)
 
 
 @pytest.mark.parametrize(
-    "class_path",
+    ("name", "below", "anywhere"),
     [
-        "lightning.pytorch.callbacks.ModelCheckpoint",  # not the suite's
-        "mhla_tasks.classification.NoSuchClass",
-        "mhla_tasks.nowhere.ImageClassifier",
-        "mhla_tasks.doctor.machine",  # a module that its package imports from itself
-        "mhla_tasks./etc/x.Y",
-        "ImageClassifier",
-        "",
+        ("root", (Node,), (Node,)),
+        ("parts", (), (Node,)),  # the keys of a mapping are its user's
+        ("several", (Node,), (Node, Trainer)),
+        ("word", (), ()),
+        ("function", (), ()),
+        ("anything", (), ()),
+        ("plain", (), ()),
+        ("known", (), ()),  # passed on to the base
     ],
 )
-def test_what_the_text_does_not_settle(class_path: str) -> None:
-    assert written_signature(class_path) is None
+def test_classes_below_an_option(name: str, below: tuple[type, ...], anywhere: tuple[type, ...]) -> None:
+    assert option_classes(Parts)[name] == below
+    assert parameter_bases(Parts)[name] == anywhere
 
 
-def test_options_of_any_name_are_not_checked() -> None:
-    assert imported_signature(Open) is None
+def test_a_class_may_name_itself() -> None:
+    assert option_dataclasses(Node, "following") == [Node]
 
 
 def test_fields_that_no_caller_gives_are_no_options() -> None:
-    written = written_signature("lightning_mhla.attention.layout.BlockLayout")
-    assert written is not None
-    assert written == imported_signature(BlockLayout)
+    assert option_names(Node) == {"share", "following"}
+
+
+def test_options_of_any_name_are_not_checked() -> None:
+    assert option_names(Open) is None
+    assert option_names(Parts) == {"root", "parts", "several", "word", "function", "anything", "plain"}

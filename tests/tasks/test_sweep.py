@@ -15,7 +15,8 @@ import pytest
 import torch
 import yaml
 from fork_server import Child
-from mhla_tasks import commands, compare, sweep
+from mhla_tasks.commandline import registry
+from mhla_tasks.tools import compare, sweep
 from processes import fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -42,11 +43,12 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Commands that were run, in processes without start-up."""
     found: list[list[str]] = []
 
-    def wait(command: list[str], environment: dict[str, str]) -> int:
+    def wait(command: list[str], output: Path) -> int:
         assert command[:4] == [sys.executable, "-m", "mhla_tasks", "fit"]
         found.append(command)
-        status, said = fork_server().run(*command[3:], module="mhla_tasks", folder=Path.cwd(), **environment)
-        sys.stdout.write(said)
+        status, said = fork_server().run(*command[3:], module="mhla_tasks", folder=Path.cwd())
+        with output.open("a") as stream:
+            stream.write(said)
         return status
 
     monkeypatch.setattr(sweep, "_wait", wait)
@@ -59,10 +61,10 @@ def test_a_sweep_trains_every_combination_once_and_compares(
     monkeypatch.chdir(tmp_path)
     words = ["--config", config(tmp_path), "--sweep", "model.init_args.attention.kind=mhla,linear",
              "--sweep=seed_everything=0,1", "--run_dir=runs/kinds"]  # fmt: skip
-    assert sweep.run(words) == 0
+    assert sweep.run(["fit", *words]) == 0
     names = [f"kind={kind},seed_everything={seed}" for kind in ("mhla", "linear") for seed in (0, 1)]
     assert sorted(path.name for path in Path("runs/kinds").iterdir() if path.is_dir()) == sorted(names)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     table = [line.split() for line in out.splitlines() if re.match(r" kind=\w+,seed_everything=[01] ", line)]
     assert [row[1:3] for row in table] == [["0", "mhla"], ["1", "mhla"], ["0", "linear"], ["1", "linear"]]
     assert Path("runs/kinds/compared.png").stat().st_size > 10_000
@@ -79,9 +81,19 @@ def test_a_sweep_trains_every_combination_once_and_compares(
         assert f"{losses[-1][1]:.4g}" in row
         assert f"{losses[-1][1]:.5g}</td>" in (Path("runs/kinds") / name / "report.html").read_text()
     assert len(trained) == 4
-    assert sweep.run(words) == 0
+    said = err.splitlines()
+    assert said[0] == "4 runs in runs/kinds; what each prints is in its output.txt"
+    told = [
+        re.fullmatch(r"\[(\d)/4\] runs/kinds/(\S+): \d+ s, best val/loss [\d.]+(; \d left, about \d+ s)?", line)
+        for line in said[1:5]
+    ]
+    assert [(match[1], match[2], bool(match[3])) for match in told if match] == [
+        (str(number), name, number < 4) for number, name in enumerate(names, 1)
+    ]
+    assert "`Trainer.fit` stopped" in (Path("runs/kinds") / names[0] / "output.txt").read_text()
+    assert sweep.run(["fit", *words]) == 0
     assert len(trained) == 4, "what is finished is not trained again"
-    assert sweep.run([*words, "--trainer.max_epochs=3"]) == 0
+    assert sweep.run(["fit", *words, "--trainer.max_epochs=3"]) == 0
     assert len(trained) == 8, "other words are another run, which resumes"
     record = json.loads((Path("runs/kinds") / names[0] / "run.json").read_text())
     assert [step for step, _ in record["metrics"]["val/loss"]] == [2, 4, 6]
@@ -92,11 +104,11 @@ def test_a_run_that_fails_is_named_and_a_wrong_command_ends_the_sweep(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["--config", config(tmp_path), "--trainer.max_steps=1", "--run_dir=runs"]
-    assert sweep.run([*words, "--sweep", "model.init_args.nope=1,2"]) == 2
+    assert sweep.run(["fit", *words, "--sweep", "model.init_args.nope=1,2"]) == 2
     assert len(trained) == 1
-    monkeypatch.setattr(sweep, "_wait", lambda command, _: int("=1" in command[-1]))
+    monkeypatch.setattr(sweep, "_wait", lambda command, output: int("=1" in command[-1]))
     Path("runs/nope=2").mkdir(parents=True)
-    assert sweep.run([*words, "--sweep", "model.init_args.nope=1,2"]) == 1
+    assert sweep.run(["fit", *words, "--sweep", "model.init_args.nope=1,2"]) == 1
     assert "failed: nope=1" in capsys.readouterr().err
 
 
@@ -121,14 +133,14 @@ def test_jobs_are_submitted_once(
         "--nodes=2 train.sbatch",
         "--run_dir=r",
     ]
-    assert sweep.run(words) == 0
+    assert sweep.run(["fit", *words]) == 0
     options = "--nodes=2 train.sbatch --config=a.yaml --seed_everything"
     lines = [
         f"r/seed_everything={seed} --parsable --job-name=seed_everything={seed} {options}={seed}" for seed in (0, 1)
     ]
     assert (tmp_path / "submitted").read_text().splitlines() == lines
     (tmp_path / "queue-1").write_text("PENDING\n")  # squeue fails for the other, which SLURM has forgotten
-    assert sweep.run(words) == 0
+    assert sweep.run(["fit", *words]) == 0
     assert (tmp_path / "submitted").read_text().splitlines() == [*lines, lines[1]]
     assert "seed_everything=0: job 1 is pending" in capsys.readouterr().err
 
@@ -177,26 +189,26 @@ def test_help_is_that_of_fit_and_an_edited_configuration_is_another_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked: list[list[str]] = []
-    monkeypatch.setattr(sweep, "_wait", lambda command, _: asked.append(command) or 0)
-    assert sweep.run(["--sweep=a=1,2", "--print_config"]) == 0
+    monkeypatch.setattr(sweep, "_wait", lambda command, output=None: asked.append(command) or 0)
+    assert sweep.run(["fit", "--sweep=a=1,2", "--print_config"]) == 0
     assert asked == [[sys.executable, "-m", "mhla_tasks", "fit", "--print_config"]]
     Path("a.yaml").write_text("x: 1\n")
     words = ["--config=a.yaml", "--sweep=a=1", "--run_dir=r"]
     record(Path("r/a=1"), {})
-    assert sweep.run(words) == 0
+    assert sweep.run(["fit", *words]) == 0
     assert len(asked) == 2, "trained by other words before"
     done = json.loads(Path("r/a=1/run.json").read_text())
     assert not done["finished"], "the record of the other run would count as this one's"
     Path("r/a=1/run.json").write_text(json.dumps({**done, "finished": True}))
-    assert sweep.run(words) == 0
+    assert sweep.run(["fit", *words]) == 0
     assert len(asked) == 2
     Path("a.yaml").write_text("x: 2\n")
-    assert sweep.run(words) == 0
+    assert sweep.run(["fit", *words]) == 0
     assert len(asked) == 3
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))  # a machine of a cluster has sbatch
-    assert sweep.run(["--sweep=a=1", "--sweep_sbatch=x.sbatch", "--run_dir=other"]) == 2
+    assert sweep.run(["fit", "--sweep=a=1", "--sweep_sbatch=x.sbatch", "--run_dir=other"]) == 2
     assert "there is no program sbatch here" in capsys.readouterr().err
 
 
@@ -217,7 +229,7 @@ def test_values_are_split_at_commas_outside_brackets(text: str, values: list[str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--sweep"], "--sweep needs a value"),
+        (["--sweep"], "--sweep needs a value: --sweep=VALUE"),
         (["--sweep", "seed_everything"], "--sweep seed_everything: write KEY=VALUE,VALUE"),
         (["--sweep", "a=1,,2"], "--sweep a=1,,2: write KEY=VALUE,VALUE"),
         (["--sweep=a=1", "--sweep=a=2"], "--sweep a is given twice"),
@@ -225,7 +237,7 @@ def test_values_are_split_at_commas_outside_brackets(text: str, values: list[str
     ],
 )
 def test_a_sweep_that_cannot_be_read(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep.run(words) == 2
+    assert sweep.run(["fit", *words]) == 2
     assert f"error: {message}\n" in capsys.readouterr().err
 
 
@@ -265,13 +277,13 @@ def test_what_differs_is_shown_and_what_does_not_is_not(tmp_path: Path, capsys: 
     other["trainer"]["logger"]["init_args"]["save_dir"] = "y"
     worse = {"val/loss": [[600, 0.75], [1200, None]], "val/samples": [[1200, 10]]}
     record(tmp_path / "runs/version_10", other, finished=False, metrics=worse, best={})
-    commands.run("compare", [str(tmp_path / "runs"), "--picture", str(tmp_path / "drawn.png")])
+    registry.run("compare", [str(tmp_path / "runs"), "--picture", str(tmp_path / "drawn.png")])
     header, one, two = (line for line in capsys.readouterr().out.splitlines() if line.strip(" ─"))
     assert header.split() == ["run", "kind", "decay", "val/loss", "best", "val/loss", "steps", "time", "parameters"]
     assert one.split() == ["version_9", "mhla", "0.9", "0.5", "0.25", "1,200", "1", "h", "02", "min", "1,000,000"]
     assert two.split() == ["version_10", "linear", "0.99", "1,200,", "unfinished", "1", "h", "02", "min", "1,000,000"]
     assert (tmp_path / "drawn.png").stat().st_size > 10_000
-    commands.run("compare", [str(tmp_path / "runs"), "--json"])
+    registry.run("compare", [str(tmp_path / "runs"), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert [row["options"] for row in found] == [
         {"model.init_args.kind": "mhla", "trainer.callbacks.EMA.decay": 0.9},
@@ -294,7 +306,7 @@ def test_folders_without_runs_are_told(content: str | None, message: str, tmp_pa
     if content is not None:
         (tmp_path / "run.json").write_text(content)
     with pytest.raises(SystemExit, match=message):
-        commands.run("compare", [str(tmp_path)])
+        registry.run("compare", [str(tmp_path)])
 
 
 @pytest.mark.parametrize(
@@ -312,7 +324,7 @@ def test_a_hostile_configuration_in_a_foreign_folder_is_an_error(config: str, tm
     record(tmp_path / "foreign", {})
     (tmp_path / "foreign/config.yaml").write_text(config)
     with pytest.raises(SystemExit, match=r"config.yaml cannot be read"):
-        commands.run("compare", [str(tmp_path)])
+        registry.run("compare", [str(tmp_path)])
 
 
 def test_runs_that_end_alike_and_odd_values_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,7 +333,7 @@ def test_runs_that_end_alike_and_odd_values_are_shown(tmp_path: Path, capsys: py
         record(tmp_path / name, {"model": {"x": value}, "trainer": {"callbacks": callbacks}})
     record(tmp_path / "three", {}, best={"metric": "val/accuracy", "mode": "max", "value": 0.9, "step": 1})
     (tmp_path / "three/config.yaml").unlink()
-    commands.run("compare", [str(tmp_path)])
+    registry.run("compare", [str(tmp_path)])
     header, one, three, two = (line for line in capsys.readouterr().out.splitlines() if line.strip(" ─"))
     assert header.split()[:7] == ["run", "x", "val/loss", "best", "val/loss", "best", "val/accuracy"]
     assert one.split()[:4] == ["one", "[/data]", "0.5", "0.25"]
@@ -332,7 +344,7 @@ def test_runs_that_end_alike_and_odd_values_are_shown(tmp_path: Path, capsys: py
     }  # fmt: skip
     record(tmp_path / "other/none", {}, metrics={})
     with pytest.raises(SystemExit, match="no metric in common"):
-        commands.run("compare", [str(tmp_path), "--picture", str(tmp_path / "x.png")])
+        registry.run("compare", [str(tmp_path), "--picture", str(tmp_path / "x.png")])
 
 
 def test_one_run_is_named_by_its_folder(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse._common import parsing_settings
-from mhla_tasks.cli import main
+from mhla_tasks.commandline.parser import main
 
 from lightning_mhla.generative.text import TextConfig, make_encoder
 
@@ -158,7 +158,7 @@ def test_fuzzed_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         main()
 
 
-COMMAND = {"class_path": "mhla_tasks.sweep._wait", "init_args": {"command": ["touch", "ran"], "environment": {}}}
+COMMAND = {"class_path": "mhla_tasks.tools.sweep._wait", "init_args": {"command": ["touch", "ran"], "environment": {}}}
 """A function of the suite that runs a command."""
 
 
@@ -173,13 +173,13 @@ def timm_model(value: object) -> dict[str, object]:
 
 ATTACKS = {
     "function in a callback": callback(on_fit_start=COMMAND),
-    "function by name": callback(on_fit_start="mhla_tasks.sweep.run"),
+    "function by name": callback(on_fit_start="mhla_tasks.tools.sweep.run"),
     "function behind a module": callback(on_fit_start="lightning.pytorch.trainer.trainer.os.system"),
     "method of an allowed class": callback(on_fit_start="lightning.pytorch.callbacks.LambdaCallback.on_fit_start"),
     "function in a mapping": timm_model(COMMAND),
     "function deep in a mapping": timm_model({"y": [{"z": COMMAND}]}),
     "class in a mapping": timm_model({"class_path": "lightning_mhla.checkpoints.runs.RunFolder", "init_args": {"path": "x"}}),
-    "import in a mapping": timm_model({"class_path": "mhla_tasks.own_modules.import_own", "init_args": {"names": ["evilmod"]}}),
+    "import in a mapping": timm_model({"class_path": "mhla_tasks.commandline.user_modules.import_own", "init_args": {"names": ["evilmod"]}}),
     "pickle in a mapping": timm_model({"class_path": "lightning.fabric.utilities.cloud_io._load", "init_args": {"path_or_url": "x"}}),
     "metric": callback(on_fit_start={"class_path": "torchmetrics.image.fid.FrechetInceptionDistance", "init_args": {"feature": 64}}),
     "metric in an average": {"trainer": {"callbacks": [{
@@ -187,11 +187,11 @@ ATTACKS = {
         "init_args": {"swa_lrs": 0.1, "avg_fn": {"class_path": "torchmetrics.image.inception.InceptionScore"}},
     }]}},
     "function as a callback": {"trainer": {"callbacks": [COMMAND]}},
-    "consolidate as a logger": {"trainer": {"logger": {"class_path": "mhla_tasks.export.load_trained", "init_args": {"checkpoint": "x"}}}},
+    "consolidate as a logger": {"trainer": {"logger": {"class_path": "mhla_tasks.tools.export.load_trained", "init_args": {"checkpoint": "x"}}}},
     "run folder as data": {"data": {"class_path": "lightning_mhla.checkpoints.runs.RunFolder", "init_args": {"path": "x"}}},
     "callback as a model": {"model": {"class_path": "lightning.pytorch.callbacks.Timer"}},
-    "command line as a model": {"model": {"class_path": "mhla_tasks.cli.SuiteCLI"}},
-    "checkpoint reader as a plugin": {"trainer": {"plugins": [{"class_path": "mhla_tasks.sweep._wait"}]}},
+    "command line as a model": {"model": {"class_path": "mhla_tasks.commandline.parser.SuiteCLI"}},
+    "checkpoint reader as a plugin": {"trainer": {"plugins": [{"class_path": "mhla_tasks.tools.sweep._wait"}]}},
     "class under a number": {"trainer": {"max_steps": {"class_path": "lightning_mhla.checkpoints.runs.RunFolder"}}},
     "class beside the options": {"seed_everything": COMMAND},
     "model configuration that is none": timm_model({"class_path": "transformers.AutoConfig", "init_args": {"x": 1}}),
@@ -354,7 +354,7 @@ def test_no_reader_of_model_folders_leaves_the_question_open() -> None:
 def test_classes_are_taken_where_a_parameter_names_their_base() -> None:
     from lightning import Callback, LightningDataModule, Trainer
     from mhla_tasks.classification import ImageClassifier
-    from mhla_tasks.trust import find_class, parameter_bases
+    from mhla_tasks.commandline.trust import find_class, parameter_bases
 
     from lightning_mhla import AttentionConfig
 
@@ -368,7 +368,7 @@ def test_classes_are_taken_where_a_parameter_names_their_base() -> None:
 
 @pytest.mark.parametrize("name", ["lightning_evil.X", "torchmetrics2.X", "mhla_tasksx.video.Y"])
 def test_packages_are_known_by_their_whole_name(name: str) -> None:
-    from mhla_tasks.trust import refusal
+    from mhla_tasks.commandline.trust import refusal
 
     assert refusal(name) is not None
     assert refusal("lightning.pytorch.callbacks.Timer") is None

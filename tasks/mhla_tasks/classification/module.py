@@ -85,8 +85,6 @@ class ImageClassifier(NamesClasses, TrainingModule):
     """
 
     network: Any
-    agrees_with_data = ("image_size", "num_classes", "channels")
-
     output_names: tuple[str, ...] = ("head", "proj", "norm")
     train_batch = ("image", "label")
     evaluation_batch = ("image", "label")

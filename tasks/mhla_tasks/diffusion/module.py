@@ -57,9 +57,6 @@ class ClassToImage(NamesClasses, GenerativeModule):
     """
 
     network: DiT
-
-    agrees_with_data = ("num_classes",)
-
     train_batch = ("latent|image", "label")
     evaluation_batch = ("latent|image", "label", "index")
     predict_batch = ("label", "index", "seed")

@@ -20,7 +20,7 @@ from lightning_mhla.generative.fidelity.features import (
 )
 from lightning_mhla.generative.fidelity.scores import read_set, score
 from lightning_mhla.system.processes import process_device
-from mhla_tasks.console import harmless
+from mhla_tasks.commandline.console import harmless
 
 NETWORKS: dict[str, type[FeatureNetwork]] = {"digits": DigitFeatures, "mnist": MnistFeatures, "random": RandomFeatures}
 

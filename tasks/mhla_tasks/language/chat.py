@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
-from typing_extensions import override
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from lightning_mhla.system.processes import process_device
-from mhla_tasks.console import harmless
+from mhla_tasks.commandline.console import harmless
 from mhla_tasks.language.conversation import Conversation
 from mhla_tasks.language.export import load_model
 from mhla_tasks.language.networks import longest
 from mhla_tasks.language.prompts import GenerationOptions
+from mhla_tasks.language.streaming import TextPrinter
 from mhla_tasks.language.tokenizer import pad_token
 
 LONGEST = 512
@@ -101,7 +101,7 @@ class Chat:
             self.cache = None
             _note(f"the conversation has {len(ids)} tokens, and the model reads {limit}: /reset begins a new one")
             return
-        streamer, start = _Streamer(self.tokenizer), time.perf_counter()
+        streamer, start = TextPrinter(self.tokenizer, skip_prompt=True), time.perf_counter()
         stops = self._stops()
         try:
             self._generate(ids, room, stops, streamer)
@@ -115,7 +115,7 @@ class Chat:
         total = len(self.conversation.ids)
         _note(f"{len(streamer.tokens)} tokens in {seconds:.1f} s; {total} tokens in the conversation{held}")
 
-    def _generate(self, ids: list[int], room: int, stops: list[int], streamer: _Streamer) -> None:
+    def _generate(self, ids: list[int], room: int, stops: list[int], streamer: TextPrinter) -> None:
         rows = torch.tensor([ids], device=self.model.device)
         if self.cache is not None and not 0 < self.cache.get_seq_length() < len(ids):
             self.cache = None
@@ -138,26 +138,6 @@ class Chat:
         listed = own if isinstance(own, list) else [own]
         found = {*listed, self.tokenizer.eos_token_id, *self.conversation.stops} - {None}
         return sorted(found)
-
-
-class _Streamer(TextStreamer):
-    """Prints text as it comes, and keeps the tokens.
-
-    Attributes:
-        tokens: of the reply so far.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.tokens: list[int] = []
-        self._prompt_comes = True
-
-    @override
-    def put(self, value: Tensor) -> None:
-        if not self._prompt_comes:
-            self.tokens += value.flatten().tolist()
-        self._prompt_comes = False
-        super().put(value)
 
 
 def _settings(model: PreTrainedModel, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from lightning_mhla.system.untrusted import time_limit
 from mhla_tasks.language.encoding import begin_tokens, control_tokens, encode_texts
+
+TEMPLATE_SECONDS = 10.0
+"""Time to render a chat template, far above what an honest one takes."""
 
 MARK = re.compile("\ue000(\\d+)\ue001")
 """Place of a message in a rendered template. Templates see marks of the private use area in place of what people wrote."""
@@ -99,8 +103,9 @@ class Conversation:
     def _render(self, reply: bool) -> str:
         messages = [{"role": role, "content": _mark(number)} for number, role in enumerate(self.roles)]
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply))
-        except TemplateError as error:
+            with time_limit(TEMPLATE_SECONDS, "the chat template is not safe to use: its loops"):
+                return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply))
+        except (TemplateError, OverflowError) as error:  # the second for a range that the sandbox rejects
             raise ValueError(f"the chat template rejects the messages: {error}") from error
 
     def _encode(self, rendered: str) -> list[int]:

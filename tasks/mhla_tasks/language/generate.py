@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from transformers import TextStreamer, set_seed
+from transformers import set_seed
 
 from lightning_mhla.system.processes import process_device
 from mhla_tasks.language.export import load_model
 from mhla_tasks.language.networks import longest
 from mhla_tasks.language.prompts import GenerationOptions
+from mhla_tasks.language.streaming import TextPrinter
 from mhla_tasks.language.tokenizer import left_padded
 
 LONGEST = 256
@@ -41,7 +42,7 @@ def continue_prompts(
             limit = longest(model)
             new = LONGEST if limit is None else max(1, min(LONGEST, limit - ids.shape[1]))
         options = GenerationOptions(new, **sampling).for_generate()
-        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+        streamer = TextPrinter(tokenizer, skip_prompt=False)
         model.generate(input_ids=ids, attention_mask=mask, streamer=streamer, **options)
 
 

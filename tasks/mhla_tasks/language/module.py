@@ -183,8 +183,7 @@ class LanguageModel(TrainingModule):
         """Take over the data's tokenizer.
 
         Raises:
-            ValueError: when it does not fit the model, samples are longer than its context, or an attention kind cannot do
-                what the run asks for.
+            ValueError: when it does not fit the model, or an attention kind cannot do what the run asks for.
         """
         super().setup(stage)
         asked = {
@@ -193,7 +192,6 @@ class LanguageModel(TrainingModule):
             "state": stage == "predict" or any(isinstance(each, TextSamples) for each in self.trainer.callbacks),  # type: ignore[attr-defined]
         }
         self._require(*(name for name, wanted in asked.items() if wanted))
-        context = getattr(self.trainer.datamodule, "context", None)  # type: ignore[attr-defined]
         groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
         if len(groups) > MOST:
             raise ValueError(f"answers are counted in {len(groups)} groups, at most {MOST} can be; ask for fewer")
@@ -205,11 +203,6 @@ class LanguageModel(TrainingModule):
             )
         if groups and self.sequence_group is not None:
             raise ValueError("sequences with questions are not spread over processes; set sequence_parallel_size: 1")
-        if context is not None and context > self.context:
-            raise ValueError(
-                f"samples of {context} tokens (--data.context) for a model of {self.context} "
-                "(--model.context); give both the same"
-            )
         if stage != "predict":  # a checkpoint brings its own, and the data may not be here
             self._use_tokenizer_of_data()
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from lightning import Trainer
-from mhla_tasks import commands
 from mhla_tasks.classification.prepare import images_to_shards
+from mhla_tasks.commandline import registry
 from mhla_tasks.diffusion import ClassToImage, DigitImages, ImageShards, LatentShards
 from mhla_tasks.diffusion.data import RequestedSamples, SampleRequest
 from mhla_tasks.diffusion.sampling import SamplingConfig
@@ -49,7 +49,7 @@ def encode(folder: Path, *options: str, rank: int = 0, world: int = 1) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}.items():
             patch.setenv(name, str(value))
-        commands.run("prepare latents", command)
+        registry.run("prepare latents", command)
 
 
 def data(place: Path, **options: object) -> LatentShards:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mhla_tasks import cli, commands
+from mhla_tasks.commandline import parser, registry
 from mhla_tasks.diffusion import ClassToImage, DigitFeatures, DiT, FeatureNetwork, GenerationMetrics, InceptionFeatures
 from mhla_tasks.diffusion.callbacks import SampleGrid
 from mhla_tasks.diffusion.sampling import SamplingConfig
@@ -73,7 +73,7 @@ def test_metrics_are_those_of_torch_fidelitys_command(
     status, said = fork_server().run(*command, module="torch_fidelity.fidelity")
     assert status == 0, said[-2000:]
     want = json.loads(said[said.index("{\n") : said.rindex("}") + 1])
-    commands.run("score", [*folders, "--weights", str(weights), "--json", "--device", "cpu", "--batch_size", "8"])
+    registry.run("score", [*folders, "--weights", str(weights), "--json", "--device", "cpu", "--batch_size", "8"])
     found = json.loads(capsys.readouterr().out)
     names = {
         "fid": "frechet_inception_distance",
@@ -224,7 +224,7 @@ def test_one_process_and_two_log_the_same(start: Path, tmp_path: Path) -> None:
         )
         arguments = ["fit", "--config", str(config), "--trainer.max_steps=1", "--trainer.accelerator=cpu"]
         if processes == 1:
-            cli.main(arguments)
+            parser.main(arguments)
         else:
             run_cli(*arguments, "--config", str(ROOT / "configs/trainer/ddp.yaml"), "--trainer.devices=2")
         (line,) = (folder / "log/generation.jsonl").read_text().splitlines()
@@ -253,14 +253,14 @@ def test_averaged_weights_are_sampled_and_exported(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(ClassToImage, "draw", draw)
     config = digits_config(tmp_path, optimizer={"lr": 0.02, "weight_decay": 0.0}, ema_decay=0.9)
-    cli.main(["fit", "--config", str(config), "--trainer.max_steps=6"])
+    parser.main(["fit", "--config", str(config), "--trainer.max_steps=6"])
     path = tmp_path / "checkpoints/step=6.ckpt"
     averaged, live = (load_module(ClassToImage, path, live=live) for live in (False, True))
     labels, sampling = torch.arange(8), SamplingConfig("euler", 3, 1.5)
     want, other = (original(module, labels, list(range(8)), 0, sampling).int() for module in (averaged, live))
     assert (drawn[0].int() - want).abs().max() <= 1
     assert (other - want).abs().max() > 3, "averaged and live weights draw the same: the test shows nothing"
-    commands.run("export", [str(path), str(tmp_path / "exported")])
+    registry.run("export", [str(path), str(tmp_path / "exported")])
     exported = DiT.from_pretrained(tmp_path / "exported", subfolder="transformer")
     for name, tensor in exported.state_dict().items():
         assert torch.equal(tensor, averaged.network.state_dict()[name]), name
@@ -287,7 +287,7 @@ def test_what_cannot_be_scored_is_an_error_before_training(
         text = text.replace("samples: 35", f"samples: 35\n      {name}: {value}") if "sampler" not in name else text
     config.write_text(text)
     with pytest.raises(SystemExit):
-        cli.main(["fit", "--config", str(config)])
+        parser.main(["fit", "--config", str(config)])
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("checkpoints/*"))
 

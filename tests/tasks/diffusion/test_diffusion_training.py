@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from mhla_tasks import cli
+from mhla_tasks.commandline import parser
 from mhla_tasks.diffusion import ClassToImage, GenerationMetrics
 from PIL import Image
 from processes import run_cli
@@ -34,14 +34,14 @@ def losses(folder: Path) -> dict[int, str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight steps, over an epoch's end, that was never stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    cli.main(["fit", "--config", str(digits_config(folder)), "--trainer.max_steps=8"])
+    parser.main(["fit", "--config", str(digits_config(folder)), "--trainer.max_steps=8"])
     return folder
 
 
 @pytest.mark.parametrize("step", [3, 6])
 def test_resume_is_bitwise_exact(whole: Path, tmp_path: Path, step: int) -> None:
     checkpoint = whole / f"checkpoints/step={step}.ckpt"
-    cli.main(["fit", "--config", str(digits_config(tmp_path)), "--trainer.max_steps=8", f"--ckpt_path={checkpoint}"])
+    parser.main(["fit", "--config", str(digits_config(tmp_path)), "--trainer.max_steps=8", f"--ckpt_path={checkpoint}"])
     assert losses(tmp_path) == {k: v for k, v in losses(whole).items() if k >= step}
     one, two = (torch.load(f / "checkpoints/step=8.ckpt", weights_only=True) for f in (whole, tmp_path))
     for key in ("state_dict", "current_model_state"):
@@ -100,7 +100,7 @@ def predict(folder: Path, checkpoint: Path, *options: str, processes: int = 1) -
     if processes > 1:
         run_cli(*arguments, *DDP)
     else:
-        cli.main([*arguments, "--trainer.accelerator=cpu"])
+        parser.main([*arguments, "--trainer.accelerator=cpu"])
     return folder
 
 
@@ -144,7 +144,7 @@ def test_sharded_training_logs_the_same_samples(start: Path, tmp_path: Path) -> 
         folder = tmp_path / name
         config = digits_config(folder, **still, attention=DRESSED, pretrained=str(start))
         if name == "one":
-            cli.main(["fit", "--config", str(config), "--trainer.max_steps=1"])
+            parser.main(["fit", "--config", str(config), "--trainer.max_steps=1"])
         else:
             run_cli("fit", "--config", str(config), *FSDP, "--trainer.max_steps=1")
         rows.append(json.loads((folder / "log/generation.jsonl").read_text()))
@@ -154,10 +154,10 @@ def test_sharded_training_logs_the_same_samples(start: Path, tmp_path: Path) -> 
 
 def test_weights_to_start_from_are_not_read_where_a_checkpoint_is(start: Path, tmp_path: Path) -> None:
     config = digits_config(tmp_path, attention=DRESSED, pretrained=str(start))
-    cli.main(["fit", "--config", str(config), "--trainer.max_steps=1"])
+    parser.main(["fit", "--config", str(config), "--trainer.max_steps=1"])
     config = digits_config(tmp_path, attention=DRESSED, pretrained="gone")
     checkpoint = tmp_path / "checkpoints/step=1.ckpt"
-    cli.main(["fit", "--config", str(config), "--trainer.max_steps=2", f"--ckpt_path={checkpoint}"])
+    parser.main(["fit", "--config", str(config), "--trainer.max_steps=2", f"--ckpt_path={checkpoint}"])
     assert (tmp_path / "checkpoints/step=2.ckpt").exists()
 
 
@@ -173,11 +173,11 @@ def test_samples_are_scored_on_the_way_and_once_more_if_stopped_meanwhile(
     with monkeypatch.context() as patch:
         patch.setattr(GenerationMetrics, "on_train_end", stopped)
         with pytest.raises((KeyboardInterrupt, SystemExit)):
-            cli.main(["fit", "--config", str(config), "--trainer.max_steps=4"])
+            parser.main(["fit", "--config", str(config), "--trainer.max_steps=4"])
     rows = tmp_path / "log/generation.jsonl"
     assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [2]
     last = tmp_path / "checkpoints/step=4.ckpt"
-    cli.main(["fit", "--config", str(config), "--trainer.max_steps=4", f"--ckpt_path={last}"])
+    parser.main(["fit", "--config", str(config), "--trainer.max_steps=4", f"--ckpt_path={last}"])
     assert [json.loads(line)["step"] for line in rows.read_text().splitlines()] == [2, 4]
 
 
@@ -185,7 +185,7 @@ def test_samples_are_scored_on_the_way_and_once_more_if_stopped_meanwhile(
 def test_true_half_precision_trains(tmp_path: Path, objective: str) -> None:
     config = digits_config(tmp_path, process={"objective": objective}, sampling={"steps": 3})
     config.write_text(config.read_text().replace("sampler: euler", "sampler: null"))
-    cli.main(["fit", "--config", str(config), "--trainer.precision=bf16-true", "--trainer.max_steps=2"])
+    parser.main(["fit", "--config", str(config), "--trainer.precision=bf16-true", "--trainer.max_steps=2"])
     assert json.loads((tmp_path / "log/generation.jsonl").read_text())["fid"] > 0
 
 
@@ -194,7 +194,7 @@ def test_ddpm_with_learned_variance_trains_and_samples(tmp_path: Path) -> None:
         tmp_path, process={"objective": "ddpm", "learn_sigma": True}, sampling={"sampler": "ddpm", "steps": 5}
     )
     config.write_text(config.read_text().replace("sampler: euler", "sampler: ddim"))
-    cli.main(["fit", "--config", str(config)])
+    parser.main(["fit", "--config", str(config)])
     assert (tmp_path / "log/generation.jsonl").exists()
     state = torch.load(tmp_path / "checkpoints/step=3.ckpt", weights_only=True)["state_dict"]
     assert state["network.head.weight"].shape[0] == 2
@@ -208,7 +208,10 @@ def test_ddpm_with_learned_variance_trains_and_samples(tmp_path: Path) -> None:
             "at step 1: first in the loss itself, every module's output is finite",
         ),
         (["--model.sample_size=16"], "images of channels and sides (1, 8, 8) for a model of (1, 16, 16)"),
-        (["--model.num_classes=5"], "is not one of 0 to 4"),
+        (
+            ["--model.num_classes=5"],
+            "model.num_classes=5 does not fit the data, which has num_classes=10; give --model.num_classes=10",
+        ),
         (["--model.sampling.sampler=ddim"], "sampler='ddim' does not go with objective 'flow'"),
         (["--model.pretrained=nowhere"], "pretrained nowhere is no file, no folder of a DiT"),
         (["--model.attention.block_grid=[9,4]"], "9"),
@@ -219,7 +222,7 @@ def test_what_a_user_gets_wrong_is_one_line(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["fit", "--config", str(digits_config(tmp_path)), *options])
+        parser.main(["fit", "--config", str(digits_config(tmp_path)), *options])
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert message in error

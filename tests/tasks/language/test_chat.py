@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer
-from mhla_tasks.language import MHLAConfig, MHLAForCausalLM
+from mhla_tasks.language import MHLAConfig, MHLAForCausalLM, conversation
 from mhla_tasks.language.chat import Chat
 from mhla_tasks.language.conversation import Conversation
 from mhla_tasks.language.tokenizer import train_tokenizer
@@ -172,6 +172,28 @@ def test_a_conversation_longer_than_the_model_reads(capsys: pytest.CaptureFixtur
     chat.reset()
     chat.answer("hello")
     assert "tokens in the conversation, state" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "not safe to use: its loops take more",
+        ),
+        (
+            "{% macro twice(n) %}{% for a in range(9) %}{{ twice(n) }}{% endfor %}{% endmacro %}"
+            "{% for a in range(99999) %}{% set b = messages * 99999 %}{% for c in b %}{% endfor %}{% endfor %}",
+            "not safe to use: its loops take more",
+        ),
+        ("{% for a in range(10 ** 9) %}x{% endfor %}", "chat template rejects the messages: Range too big"),
+    ],
+    ids=["nested", "repeated messages", "range"],
+)
+def test_a_template_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch, template: str, message: str) -> None:
+    monkeypatch.setattr(conversation, "TEMPLATE_SECONDS", 0.3)
+    with pytest.raises(ValueError, match=message):
+        Conversation(make_tokenizer(template)).ask("hello")
 
 
 def saved(folder: Path, kind: str = "mhla", template: str | None = CHATML) -> str:

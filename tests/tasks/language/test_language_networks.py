@@ -27,7 +27,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def run(folder: Path, *words: str, status: int = 0, module: str = "mhla_tasks.cli") -> str:
+def run(folder: Path, *words: str, status: int = 0, module: str = "mhla_tasks.commandline.parser") -> str:
     found, said = fork_server().run(*words, module=module, folder=folder)
     assert found == status, said[-4000:]
     return said

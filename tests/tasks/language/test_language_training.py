@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from mhla_tasks.cli import main
+from mhla_tasks.commandline.parser import main
 from mhla_tasks.language import PythonSource
 from mhla_tasks.language.export import load_checkpoint
 from mhla_tasks.language.prompts import GenerationOptions

@@ -80,7 +80,7 @@ def test_from_the_original_to_generation_in_another_process(tmp_path: Path) -> N
     third = LinearizedModel(str(first), context=48)
     assert third.network.generation_config.temperature == 0.6
     done = subprocess.run(
-        [sys.executable, "-c", "from mhla_tasks.main import main; main()", "export", str(first), str(tmp_path / "exported")],
+        [sys.executable, "-c", "from mhla_tasks.commandline.main import main; main()", "export", str(first), str(tmp_path / "exported")],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from lightning import Trainer
-from mhla_tasks.export import _is_replaced
 from mhla_tasks.language.export import REPLACED, export, load_checkpoint
 from mhla_tasks.language.module import LanguageModel
 from mhla_tasks.language.tokenizer import (
@@ -24,6 +23,7 @@ from mhla_tasks.language.tokenizer import (
     train_tokenizer,
     unpack_tokenizer,
 )
+from mhla_tasks.tools.export import _is_replaced
 from processes import fork_server
 from small import SENTENCES, small_model
 from tokenizer_kinds import KINDS, made

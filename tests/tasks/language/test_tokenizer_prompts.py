@@ -16,6 +16,7 @@ from mhla_tasks.language.evaluation.lm import MHLALM
 from mhla_tasks.language.export import export
 from mhla_tasks.language.generate import continue_prompts
 from mhla_tasks.language.prompts import GenerationOptions
+from mhla_tasks.language.streaming import TextPrinter
 from mhla_tasks.language.token_shards import ShardRuns
 from mhla_tasks.language.tokenizer import left_padded
 from processes import fork_server
@@ -70,6 +71,42 @@ def test_an_empty_prompt_is_what_stands_in_front_or_an_error() -> None:
     for kind in ("byt5", "unigram", "byte_level_end"):
         with pytest.raises(ValueError, match="the prompt '' is empty"):
             left_padded(made(kind), [""])
+
+
+def printed(tokenizer: Any, ids: list[int], prompt: int, skip: bool, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is printed while tokens come one by one, after a prompt."""
+    printer = TextPrinter(tokenizer, skip_prompt=skip)
+    printer.put(torch.tensor([ids[:prompt]]))
+    for token in ids[prompt:]:
+        printer.put(torch.tensor([token]))
+    printer.end()
+    assert printer.tokens == ids[prompt:]
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_that_is_printed_as_it_comes_is_the_text_of_all_tokens(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = made(kind)
+    texts = ["def f():\n    return 1\n\n  two  spaces\n", "naïve 你好 \U0001f600 \n x", " ".join(SENTENCES)]
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] * 3
+        assert printed(tokenizer, ids, 1, False, capsys) == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
+    numbers = torch.Generator().manual_seed(0)
+    for _ in range(5):  # as an untrained model draws them
+        ids = torch.randint(len(tokenizer), (300,), generator=numbers).tolist()
+        assert printed(tokenizer, ids, 2, False, capsys) == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
+
+
+def test_the_prompt_is_left_out_where_a_reply_alone_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = made("llama")
+    ids = tokenizer("The river\n  runs on", add_special_tokens=False)["input_ids"]
+    count = len(tokenizer("The river\n", add_special_tokens=False)["input_ids"])
+    assert (
+        printed(tokenizer, ids, count, True, capsys)
+        == tokenizer.decode(ids)[len(tokenizer.decode(ids[:count])) :] + "\n"
+    )
 
 
 @pytest.mark.parametrize("kind", ["byte_level_end", "llama", "unigram", "byt5"])

@@ -12,7 +12,7 @@ import torch
 from fork_server import ForkServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mhla_tasks import commands
+from mhla_tasks.commandline import registry
 from mhla_tasks.text_to_image import CaptionedImageShards, ImageLatentShards
 from mhla_tasks.text_to_image.buckets import nearest_bucket, parse_buckets
 from PIL import Image
@@ -136,14 +136,14 @@ def test_what_is_wrong_with_buckets(folder: Path) -> None:
 def test_latents_of_several_sizes(folder: Path, tmp_path: Path) -> None:
     pipeline, out = save_pipeline(tmp_path / "sana"), tmp_path / "latents"
     words = [str(folder), str(out), "--model", str(pipeline), "--text_length", "8", "--per_shard", "8"]
-    assert commands.run("prepare caption-latents", [*words, "--buckets", *BUCKETS, "--max_skipped", "1"]) is None
+    assert registry.run("prepare caption-latents", [*words, "--buckets", *BUCKETS, "--max_skipped", "1"]) is None
     assert json.loads((out / "train-manifest.json").read_text())["buckets"] == BUCKETS
     module = ImageLatentShards(str(out), str(out), batch_size=3, num_workers=0)
     shapes = [tuple(batch["latent"].shape[2:]) for batch in module.train_dataloader()]
     assert len(set(shapes)) == 3
     assert len(shapes) == len(module.train_dataloader())
     with pytest.raises(SystemExit, match=r"made from something else \(buckets was .* and is None\)"):
-        commands.run("prepare caption-latents", [*words, "--max_skipped", "1"])
+        registry.run("prepare caption-latents", [*words, "--max_skipped", "1"])
     with pytest.raises(ValueError, match=r"bucket \d+x\d+: only \d latents are nearest to it"):
         ImageLatentShards(str(out), str(out), batch_size=12, num_workers=0).train_dataloader()
 

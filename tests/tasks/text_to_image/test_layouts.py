@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mhla_tasks import commands
+from mhla_tasks.commandline import registry
 from mhla_tasks.text_to_image import ClipScore
 from mhla_tasks.text_to_image.layouts import arrange
 from PIL import Image
@@ -34,13 +34,13 @@ def test_geneval(tmp_path: Path) -> None:
     (tmp_path / "list.jsonl").write_text("\n".join(lines) + "\n")
     draw(RequestedSamples(PromptRequest(str(tmp_path / "list.jsonl"), 4), [], "png"), tmp_path / "images")
     arguments = [str(tmp_path / "images"), str(tmp_path / "out"), "--prompts", str(tmp_path / "list.jsonl")]
-    commands.run("arrange", [*arguments, "--layout", "geneval"])
+    registry.run("arrange", [*arguments, "--layout", "geneval"])
     assert (tmp_path / "out/00001/metadata.jsonl").read_text() == lines[1] + "\n"
     levels = [level(tmp_path / f"out/0000{prompt}/samples/000{number}.png") for prompt in (0, 1) for number in range(4)]
     assert levels == list(range(8))
     (tmp_path / "images/00001-0.png").unlink()
     with pytest.raises(SystemExit, match="draw all prompts of the list first"):
-        commands.run("arrange", [*arguments, "--layout", "geneval"])
+        registry.run("arrange", [*arguments, "--layout", "geneval"])
 
 
 def test_dpg_and_mjhq(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_dpg_and_mjhq(tmp_path: Path) -> None:
         (tmp_path / f"prompts/{name}.txt").write_text(prompt)
     draw(RequestedSamples(PromptRequest(str(tmp_path / "prompts"), 4), [], "png"), tmp_path / "images")
     arguments = [str(tmp_path / "images"), str(tmp_path / "dpg"), "--prompts", str(tmp_path / "prompts")]
-    commands.run("arrange", [*arguments, "--layout", "dpg"])
+    registry.run("arrange", [*arguments, "--layout", "dpg"])
     tiles = [level(tmp_path / "dpg/two.png", x, y) for y in (0, 4) for x in (0, 4)]
     assert tiles == [4, 5, 6, 7], "as the program crops them: right, then below"
     (tmp_path / "meta.json").write_text(
@@ -57,11 +57,11 @@ def test_dpg_and_mjhq(tmp_path: Path) -> None:
     )
     assert RequestedSamples(PromptRequest(str(tmp_path / "meta.json")), [], "png")[1]["caption"] == PROMPTS["two"]
     arguments = [str(tmp_path / "images"), str(tmp_path / "mjhq"), "--prompts", str(tmp_path / "meta.json")]
-    commands.run("arrange", [*arguments, "--layout", "mjhq"])
+    registry.run("arrange", [*arguments, "--layout", "mjhq"])
     assert level(tmp_path / "mjhq/two.png") == 4
     (tmp_path / "images/two-3.png").unlink()
     with pytest.raises(SystemExit, match="has 3 images of two, DPG-Bench wants 4"):
-        commands.run(
+        registry.run(
             "arrange",
             [str(tmp_path / "images"), str(tmp_path / "x"), "--prompts", str(tmp_path / "prompts"), "--layout", "dpg"],
         )
@@ -87,7 +87,7 @@ def test_names_lead_out_of_no_folder(layout: str, name: str, tmp_path: Path) -> 
     there = sorted(tmp_path.rglob("*"))
     options = ["--prompts", str(tmp_path / "prompts.json"), "--layout", layout]
     with pytest.raises(SystemExit, match="cannot be a file name"):
-        commands.run("arrange", [str(images), str(tmp_path / "bench/x/y"), *options])
+        registry.run("arrange", [str(images), str(tmp_path / "bench/x/y"), *options])
     assert sorted(tmp_path.rglob("*")) == there
 
 

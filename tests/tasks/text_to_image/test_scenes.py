@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mhla_tasks import commands
+from mhla_tasks.commandline import registry
 from mhla_tasks.text_to_image import CaptionedImageShards, DigitScenes, ImageLatentShards, SceneScores, TextToImage
 from mhla_tasks.text_to_image.judge import check_scene, parse_caption, score_scenes
 from mhla_tasks.text_to_image.scenes import Scene, SceneSamples, every_caption
@@ -114,7 +114,7 @@ def test_captions_beside_images(suffix: str, tmp_path: Path) -> None:
     expected = to_size(16, 24)(Image.open(folder / "3.png").convert("RGB"))
     assert torch.equal(sample["image"], expected)
     assert expected.shape == (3, 16, 24)
-    assert commands.run("prepare captions", [str(folder), str(tmp_path / "out"), "--caption-key", "said"]) is None
+    assert registry.run("prepare captions", [str(folder), str(tmp_path / "out"), "--caption-key", "said"]) is None
     packed = CaptionedImageShards(str(tmp_path / "out"), str(tmp_path / "out"), 16, 24, batch_size=2, num_workers=0)
     captions = {packed.source("train")[index]["caption"] for index in range(6)}
     assert len(captions) == (2 if suffix == "txt" else 6)
@@ -138,8 +138,8 @@ def test_what_is_wrong_with_captioned_images(tmp_path: Path, caplog: pytest.LogC
     assert len(source) == 6
     assert "1 captions without a file beside them, such as 9.txt" in caplog.text
     with pytest.raises(SystemExit, match="broken samples: 3, more than --max_skipped 2"):
-        commands.run("prepare captions", [str(folder), str(tmp_path / "none"), "--max_skipped", "2"])
-    assert commands.run("prepare captions", [str(folder), str(tmp_path / "out"), "--max_skipped", "3"]) is None
+        registry.run("prepare captions", [str(folder), str(tmp_path / "none"), "--max_skipped", "2"])
+    assert registry.run("prepare captions", [str(folder), str(tmp_path / "out"), "--max_skipped", "3"]) is None
     assert caplog.text.count("skipped: ") >= 3
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"is not a folder with \.jpg or"):
@@ -173,7 +173,7 @@ def test_what_cannot_be_drawn(options: dict[str, Any], message: str, tmp_path: P
 
 def test_wrong_latents_are_a_short_error(tmp_path: Path) -> None:
     folder = save_pictures(tmp_path / "pictures")
-    commands.run("prepare captions", [str(folder), str(tmp_path / "out")])
+    registry.run("prepare captions", [str(folder), str(tmp_path / "out")])
     data = ImageLatentShards(str(tmp_path / "out"), str(tmp_path / "out"))
     with pytest.raises(ValueError, match="these are no shards of lightning prepare caption-latents"):
         data.source("train")

@@ -10,7 +10,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from mhla_tasks import commands
+from mhla_tasks.commandline import registry
 from mhla_tasks.video.clips import check_video, read_clip
 from mhla_tasks.video.data import PREPARE, MovingDigits, PromptRequest, VideoLatentShards, VideoShards
 from mhla_tasks.video.digits import NAMES
@@ -69,7 +69,7 @@ def test_the_command_makes_shards_of_a_folder(
     (source / "cut.mp4").write_bytes(in_front(videos[1], tmp_path / "stream.mp4")[:-200])
     (source / "cut.txt").write_text("cut at its end")
     command = [str(source), str(tmp_path / "out"), "--per-shard", "3", "--caption-key", "said"]
-    commands.run("prepare clips", command)
+    registry.run("prepare clips", command)
     assert "; 2 videos skipped (" in " ".join(capsys.readouterr().out.split())
     assert f"skipped: {source}/mute.mp4 has no .txt or .json beside it" in caplog.text
     assert f"skipped: {source}/cut.mp4: the video is cut off: 200 bytes are missing" in caplog.text
@@ -85,9 +85,9 @@ def test_the_command_makes_shards_of_a_folder(
     )
     assert next(iter(data.val_dataloader()))["video"].shape == (2, 3, 5, 16, 24)
     with pytest.raises(SystemExit, match=r"made from something else \(caption_key was 'said' and is 'caption'"):
-        commands.run("prepare clips", command[:-2])
+        registry.run("prepare clips", command[:-2])
     with pytest.raises(SystemExit, match="broken samples: 2, more than --max_skipped 1"):
-        commands.run("prepare clips", [command[0], str(tmp_path / "none"), "--max_skipped", "1"])
+        registry.run("prepare clips", [command[0], str(tmp_path / "none"), "--max_skipped", "1"])
 
 
 def test_trimmed_and_held_videos_are_whole(ramp: bytes, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def encode_command(source: Path, target: Path, pipeline: Path, *options: str) ->
         "6",
     ]
     arguments = [str(source), str(target), "--model", str(pipeline), "--per_shard", "2", "--device", "cpu"]
-    commands.run("prepare clip-latents", [*arguments, *sizes, *options])
+    registry.run("prepare clip-latents", [*arguments, *sizes, *options])
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
-from mhla_tasks import commands
+from mhla_tasks.commandline import registry
 from mhla_tasks.video import VideoDiffusion
 from mhla_tasks.video.model import TransformerConfig, build_transformer
 from mhla_tasks.video.pretrained import load_published, load_weights, read_transformer, read_weights
@@ -200,10 +200,10 @@ def test_published_weights_by_command(
 ) -> None:
     torch.save(published(original, (1,)), tmp_path / "theirs.pth")
     source, target = str(tmp_path / "theirs.pth"), str(tmp_path / "ours")
-    commands.run("import", [source, target, "--block_grid", "2", "2", "3"])
+    registry.run("import", [source, target, "--block_grid", "2", "2", "3"])
     assert sorted(swapped_layers(load_swapped(target))) == [1]
     with pytest.raises(SystemExit, match=r"has 12 blocks, not the 150 of block_grid \[3, 5, 10\]"):
-        commands.run("import", [source, target])
+        registry.run("import", [source, target])
     assert "parameters written to" in capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mhla_tasks import commands
+from mhla_tasks.commandline import registry
 from mhla_tasks.video.clips import to_frames
 from mhla_tasks.video.data import VideoLatentShards, VideoShards
 from mhla_tasks.video.sources import ClipFolder, ShardClips
@@ -131,7 +131,7 @@ def test_prepare_clip_latents_encodes_the_good_and_names_the_bad(
     target = tmp_path / "latents"
     size = ["--frames", "5", "--height", "16", "--width", "24", "--fps", "10", "--text_length", "6"]
     arguments = [str(folder), str(target), "--model", str(pipeline), "--device", "cpu", *size]
-    commands.run("prepare clip-latents", arguments)
+    registry.run("prepare clip-latents", arguments)
     for name, (_, reason) in bad_videos().items():
         assert f"{folder}/{name}.mp4: " in caplog.text
         assert reason in caplog.text, name
@@ -143,7 +143,7 @@ def test_prepare_clip_latents_encodes_the_good_and_names_the_bad(
     for name in ("mirrored", "turned", "wide"):
         assert (latents[names.index(name)] - plain).abs().mean() < 0.1 * plain.abs().mean(), name
     with pytest.raises(SystemExit, match="broken samples: 4, more than --max_skipped 3"):
-        commands.run("prepare clip-latents", [*arguments, "--prefix", "few", "--max_skipped", "3"])
+        registry.run("prepare clip-latents", [*arguments, "--prefix", "few", "--max_skipped", "3"])
 
 
 def test_shards_of_a_hidden_file_are_not_shards(tmp_path: Path) -> None:

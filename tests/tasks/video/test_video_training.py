@@ -17,7 +17,7 @@ import torch
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from lightning import Trainer
-from mhla_tasks import cli, commands
+from mhla_tasks.commandline import parser, registry
 from mhla_tasks.video import MovingDigits, VideoDiffusion
 from mhla_tasks.video.clips import read_clip
 from mhla_tasks.video.sampling import SamplingConfig, latent_shape
@@ -48,14 +48,14 @@ def column(folder: Path, name: str = "train/loss") -> dict[int, str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pretraining of eight steps, over an epoch's end (5 batches), that was never stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    cli.main(["fit", "--config", str(digits_config(folder)), "--trainer.max_steps=8"])
+    parser.main(["fit", "--config", str(digits_config(folder)), "--trainer.max_steps=8"])
     return folder
 
 
 @pytest.mark.parametrize("step", [3, 6])
 def test_resume_is_bitwise_exact(whole: Path, tmp_path: Path, step: int) -> None:
     start = whole / f"checkpoints/step={step}.ckpt"
-    cli.main(["fit", "--config", str(digits_config(tmp_path)), "--trainer.max_steps=8", f"--ckpt_path={start}"])
+    parser.main(["fit", "--config", str(digits_config(tmp_path)), "--trainer.max_steps=8", f"--ckpt_path={start}"])
     assert column(tmp_path) == {k: v for k, v in column(whole).items() if k >= step}
     one, two = (torch.load(f / "checkpoints/step=8.ckpt", weights_only=True) for f in (whole, tmp_path))
     for key in ("state_dict", "current_model_state"):
@@ -115,7 +115,7 @@ def test_fine_tuning_starts_from_the_checkpoint(
         tmp_path, "digits_finetune", attention=attention, layer_kinds=layer_kinds, pretrained=str(source)
     )
     once = ["--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
-    cli.main(["fit", "--config", str(config), "--trainer.max_steps=2", *once])
+    parser.main(["fit", "--config", str(config), "--trainer.max_steps=2", *once])
     assert list((tmp_path / "log/pictures").glob("attention-*.png")), "attention inside the model is drawn too"
     weights = torch.load(tmp_path / "checkpoints/step=2.ckpt", weights_only=True)["current_model_state"]
     before = torch.load(source, weights_only=True)["state_dict"]
@@ -125,7 +125,7 @@ def test_fine_tuning_starts_from_the_checkpoint(
     )
     if kind == "softmax":  # with an open gate it is the pretrained model: training resumes where that one stood
         kept = digits_config(tmp_path / "kept", layer_kinds=["keep"], pretrained=str(source))
-        cli.main(["fit", "--config", str(kept), "--trainer.max_steps=1", *once])
+        parser.main(["fit", "--config", str(kept), "--trainer.max_steps=1", *once])
         assert float(column(tmp_path)[0]) == pytest.approx(float(column(tmp_path / "kept")[0]), rel=1e-4)
 
 
@@ -136,9 +136,9 @@ def test_train_lora_and_export(
     config = digits_config(
         tmp_path, "digits_finetune", train="lora", lora={"rank": 2}, pretrained=source, ema_decay=None
     )
-    cli.main(["fit", "--config", str(config), "--trainer.max_steps=2"])
+    parser.main(["fit", "--config", str(config), "--trainer.max_steps=2"])
     last = tmp_path / "checkpoints/step=2.ckpt"
-    commands.run("export", [str(last), str(tmp_path / "out")])
+    registry.run("export", [str(last), str(tmp_path / "out")])
     exported = load_swapped(tmp_path / "out")
     trained = VideoDiffusion.load_from_checkpoint(last, weights_only=True).eval()
     before = torch.load(source, weights_only=True)["state_dict"]
@@ -150,7 +150,7 @@ def test_train_lora_and_export(
             exported(noisy, times, text).sample, trained(noisy, times, text), atol=1e-5, rtol=1e-4
         )
     parts = [str(tmp_path / "base"), "--adapters", str(tmp_path / "adapters")]
-    commands.run("export", [str(last), *parts])
+    registry.run("export", [str(last), *parts])
     base = load_swapped(tmp_path / "base")
     with torch.no_grad():
         want, alone = exported(noisy, times, text).sample, base(noisy, times, text).sample
@@ -160,7 +160,7 @@ def test_train_lora_and_export(
         adapted = PeftModel.from_pretrained(load_swapped(tmp_path / "base"), tmp_path / "adapters")
         torch.testing.assert_close(adapted(noisy, times, text).sample, want, atol=1e-5, rtol=1e-4)
     again = digits_config(tmp_path / "again", "digits_finetune", pretrained=str(tmp_path / "out"))
-    cli.main(["fit", "--config", str(again), "--trainer.max_steps=1"])
+    parser.main(["fit", "--config", str(again), "--trainer.max_steps=1"])
     assert "model.safetensors" in capsys.readouterr().out
 
 
@@ -170,7 +170,7 @@ def test_distillation_matches_layers_then_the_velocity(whole: Path, tmp_path: Pa
     config = digits_config(
         tmp_path, "digits_finetune", train="attention", pretrained=source, distillation=distillation, ema_decay=0.5
     )
-    cli.main(["fit", "--config", str(config), "--trainer.max_steps=4"])
+    parser.main(["fit", "--config", str(config), "--trainer.max_steps=4"])
     layer, flow, teacher = (
         column(tmp_path, f"train/{name}") for name in ("layer_distance", "flow_loss", "teacher_distance")
     )
@@ -183,7 +183,7 @@ def test_distillation_matches_layers_then_the_velocity(whole: Path, tmp_path: Pa
     assert not [name for name in content["state_dict"] if "teacher" in name], "the teacher is not kept"
     resumed = tmp_path / "resumed"
     options = ["--config", str(digits_config(resumed, "digits_finetune", train="attention", distillation=distillation))]
-    cli.main(["fit", *options, "--trainer.max_steps=4", f"--ckpt_path={tmp_path / 'checkpoints/step=1.ckpt'}"])
+    parser.main(["fit", *options, "--trainer.max_steps=4", f"--ckpt_path={tmp_path / 'checkpoints/step=1.ckpt'}"])
     assert column(resumed) == {step: loss for step, loss in total.items() if step >= 1}
 
 
@@ -199,7 +199,7 @@ def test_layers_improve_by_matching(whole: Path, tmp_path: Path) -> None:
         ema_decay=None,
     )
     small = ["--trainer.max_steps=12", "--data.batch_size=100", "--trainer.limit_val_batches=0"]
-    cli.main(["fit", "--config", str(config), *small])
+    parser.main(["fit", "--config", str(config), *small])
     distance = [float(value) for value in column(tmp_path, "train/layer_distance").values()]
     assert sum(distance[-3:]) < 0.8 * sum(distance[:3]), distance
 
@@ -238,7 +238,7 @@ def test_wrong_options_are_short_errors(
     path.write_text(yaml.safe_dump(config))
     monkeypatch.setattr(sys, "argv", ["lightning", "fit", "--config", str(path)])
     with pytest.raises(SystemExit):
-        cli.main()
+        parser.main()
     error = capsys.readouterr().err
     assert message in error, error
     assert "Traceback" not in error
@@ -330,7 +330,7 @@ def predict(folder: Path, start: Path, *options: str, processes: int = 1) -> Pat
     arguments = ["predict", f"--ckpt_path={start}", "--config", str(folder / "logger.yaml"), *options]
     arguments += ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--data.batch_size=2"]
     if processes == 1:
-        cli.main(arguments)
+        parser.main(arguments)
     else:
         run_cli(*arguments, *DDP)
     return folder
@@ -411,7 +411,7 @@ def test_predict_from_weights_without_a_checkpoint(whole: Path, tmp_path: Path) 
     config = digits_config(tmp_path / "config")
     for name, source in (("a", f"--ckpt_path={start}"), ("b", f"--model.pretrained={start}")):
         output = f"--model.output={tmp_path / name}"
-        cli.main(["predict", "--config", str(config), source, output, "--data.prompts.prompts=[one]"])
+        parser.main(["predict", "--config", str(config), source, output, "--data.prompts.prompts=[one]"])
     one, two = (read_clip((tmp_path / name / "videos/one-0.mp4").read_bytes(), name, 3, None, 0.0) for name in "ab")
     assert torch.equal(one, two)
 
@@ -425,7 +425,7 @@ def test_training_and_prediction_in_bfloat16(whole: Path, pipeline: Path, tmp_pa
         distillation={"teacher": source, "layer_steps": 1},
         checkpointing=True,
     )
-    cli.main(["fit", "--config", str(config), "--trainer.max_steps=2", "--trainer.precision=bf16-mixed"])
+    parser.main(["fit", "--config", str(config), "--trainer.max_steps=2", "--trainer.precision=bf16-mixed"])
     assert all(0 < float(loss) < 5 for loss in column(tmp_path).values())
     made = module(text=TextConfig(str(pipeline), 8), vae=str(pipeline))
     precise = made.draw(["a seven"], [0], 0)
@@ -473,7 +473,7 @@ def at_rest(whole: Path, folder: Path, overlay: list[str]) -> Path:
     if overlay:
         run_cli(*arguments)
     else:
-        cli.main(arguments)
+        parser.main(arguments)
     return folder
 
 
@@ -507,7 +507,7 @@ def test_train_on_encoded_clips_and_on_the_fly(pipeline: Path, tmp_path: Path, m
     sizes = {"frames": 9, "height": 32, "width": 32, "fps": 8.0}
     arguments = [str(clips), str(tmp_path / "latents"), "--model", str(pipeline), "--text_width", "16"]
     arguments += [f"--{name}={value}" for name, value in sizes.items()]
-    commands.run("prepare clip-latents", [*arguments, "--text_length", "8"])
+    registry.run("prepare clip-latents", [*arguments, "--text_length", "8"])
     import tarfile
 
     with tarfile.open(tmp_path / "clips.tar", "w") as archive:

@@ -21,7 +21,7 @@ from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
-from mhla_tasks.console import harmless
+from mhla_tasks.commandline.console import harmless
 from mhla_tasks.language.callbacks import TokenThroughput
 
 log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ import torch
 from lm_eval.__main__ import cli_evaluate
 
 import mhla_tasks.language.evaluation.lm  # noqa: F401  registers the model type
-from mhla_tasks.console import prepare_streams, show_log
-from mhla_tasks.errors import reported
+from mhla_tasks.commandline.console import prepare_streams, show_log
+from mhla_tasks.commandline.errors import reported
+from mhla_tasks.commandline.user_modules import import_own
 from mhla_tasks.language.evaluation.tasks import local_data
-from mhla_tasks.own_modules import import_own
 
 
 def main() -> None:

@@ -1,0 +1,33 @@
+"""List the benchmarks, or run one: ``python -m benchmarks NAME [options]``, which ``lightning bench`` hands over to."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from mhla_tasks.commandline.console import harmless
+
+from benchmarks import BENCHMARKS
+
+
+def main() -> int | None:
+    """Run the benchmark that the first argument names; the exit status."""
+    name, *options = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        width = max(map(len, BENCHMARKS))
+        print("usage: lightning bench NAME [options]\n")
+        for known, summary in BENCHMARKS.items():
+            print(f"  {known:<{width}}  {summary}")
+        return 0
+    if name not in BENCHMARKS:
+        sys.stderr.write(
+            f"error: no benchmark {harmless(name)}; there are {', '.join(BENCHMARKS)}\nhelp: lightning bench\n"
+        )
+        return 2
+    sys.argv = [f"lightning bench {name}", *options]  # the parser of the benchmark names itself by it
+    import_module(f"benchmarks.{name}").main()
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The one rule for options that a model and its data have under the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+AGREE = ("num_classes", "image_size", "sample_size", "channels", "context")
+"""Options that mean the same thing for a model and for its data."""
+
+
+OF_PIXELS = ("image_size", "sample_size", "channels")
+"""Those that a model of latents has for its latents, and not for the images of its data."""
+
+
+def shared_options(model: Mapping[str, Any]) -> list[str]:
+    """Names of the options that must agree, for a model with some options."""
+    return [name for name in AGREE if name not in OF_PIXELS or not model.get("vae")]
+
+
+def agrees(name: str, model: Any, data: Any) -> bool:
+    """Whether the values of an option agree: they are equal, or the data's samples are shorter than the model's context."""
+    return bool(data <= model if name == "context" else data == model)
+
+
+def disagreement(name: str, model: Any, data: Any) -> str:
+    """The message for values that do not agree."""
+    return f"model.{name}={model} and data.{name}={data} must be equal; give one of them, and it is taken for both"
+
+
+def check_agreement(model: Any, data: Any) -> None:
+    """Check the options of a model and of a data module against each other. Values that are not known are left alone.
+
+    Args:
+        model: a LightningModule.
+        data: a LightningDataModule, or None.
+
+    Raises:
+        ValueError: naming both values.
+    """
+    if data is None:
+        return
+    for name in shared_options(model.hparams):
+        ours, theirs = _value(model, name), _value(data, name)
+        if ours is None or theirs is None or agrees(name, ours, theirs):
+            continue
+        if name in data.hparams:
+            raise ValueError(disagreement(name, ours, theirs))
+        raise ValueError(
+            f"model.{name}={ours} does not fit the data, which has {name}={theirs}; give --model.{name}={theirs}"
+        )
+
+
+def _value(module: Any, name: str) -> Any:
+    """An option of a model or a data module, or what it made of others; None if it does not know it."""
+    given = module.hparams.get(name)
+    return vars(module).get(name) if given is None else given

@@ -1,0 +1,138 @@
+"""The arguments of a command, read once into one object."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+ABBREVIATIONS = {"c": "config", "h": "help"}
+"""Long names of the options that have a short one."""
+
+WITHOUT_VALUE = ("help", "print_config")
+"""Options that take no value from the next argument."""
+
+WITH_ANY_VALUE = ("sweep_sbatch",)
+"""Options whose value may be an option itself: ``--sweep_sbatch --nodes=2``."""
+
+HELP = ".help"
+"""End of the names of options that print the options of a class."""
+
+
+class UsageError(ValueError):
+    """A command line that cannot be understood; its text goes to the user."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option, as typed.
+
+    Attributes:
+        name: without dashes: ``config``, ``trainer.max_epochs``, ``trainer.callbacks+``.
+        value: text after the equals sign, or the next argument; None if there is neither.
+        words: the arguments that it was read from, one or two.
+    """
+
+    name: str
+    value: str | None
+    words: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The option as typed, for messages."""
+        return " ".join(self.words)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command and its options.
+
+    Attributes:
+        command: ``fit``, ``validate``, ``test`` or ``predict``.
+        options: in the order in which they were typed.
+    """
+
+    command: str
+    options: tuple[Option, ...] = ()
+
+    def values(self, name: str) -> list[str]:
+        """Values of all options of a name, in order."""
+        return [option.value for option in self.options if option.name == name and option.value is not None]
+
+    def last(self, name: str) -> str | None:
+        """The value that counts for an option that takes one; None if it was not typed."""
+        return next(reversed(self.values(name)), None)
+
+    def asks_for(self, name: str) -> bool:
+        """Whether an option was typed, with a value or without."""
+        return any(option.name == name for option in self.options)
+
+    def without(self, *names: str) -> CommandLine:
+        """The command line without the options of some names."""
+        return replace(self, options=tuple(option for option in self.options if option.name not in names))
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments after the command."""
+        return [word for option in self.options for word in option.words]
+
+
+def read_words(words: Sequence[str], commands: Collection[str]) -> CommandLine:
+    """Read the arguments of a command. Every argument is the command, an option, or the value of one.
+
+    An option's value follows an equals sign, or is the next argument unless that is itself an option.
+
+    Args:
+        words: arguments after the name of the program.
+        commands: names of the commands.
+
+    Raises:
+        UsageError: without a command, for an option without a value, and for an argument that is none of the three.
+    """
+    command: str | None = None
+    options: list[Option] = []
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        if _is_option(word):
+            options.append(_read_option(word, remaining))
+        elif command is None and word in commands:
+            command = word
+        else:
+            raise UsageError(_unexpected(word, options, command, commands))
+    if command is None:
+        raise UsageError(f"no command is given; there are {', '.join(commands)}")
+    for option in options:
+        if option.value is None and option.name not in WITHOUT_VALUE and not option.name.endswith(HELP):
+            raise UsageError(f"{option.text} needs a value: {option.text}=VALUE")
+    return CommandLine(command, tuple(options))
+
+
+def _read_option(word: str, remaining: list[str]) -> Option:
+    """The option of an argument; takes its value out of the remaining ones."""
+    name, equals, value = word.partition("=")
+    name = name.lstrip("-")
+    name = ABBREVIATIONS.get(name, name)
+    if equals:
+        return Option(name, value, (word,))
+    if name in WITHOUT_VALUE or not remaining or (_is_option(remaining[0]) and name not in WITH_ANY_VALUE):
+        return Option(name, None, (word,))
+    value = remaining.pop(0)
+    return Option(name, value, (word, value))
+
+
+def _is_option(word: str) -> bool:
+    """Whether an argument is an option; ``-1`` and ``-`` are values."""
+    return (word.startswith("--") and word != "--") or word.partition("=")[0] in ("-c", "-h")
+
+
+def _unexpected(word: str, options: Sequence[Option], command: str | None, commands: Collection[str]) -> str:
+    if command is None and not options:
+        return f"{word} is no command; there are {', '.join(commands)}"
+    last = next((option for option in reversed(options) if option.value is not None), None)
+    if last is None:
+        return f"unexpected argument {word!r}; options are written --name=value"
+    name = last.words[0].partition("=")[0]
+    return (
+        f"unexpected argument {word!r} after {last.text}; options are written --name=value. For several values, quote them "
+        f"as a list: '{name}=[{last.value},{word}]'"
+    )

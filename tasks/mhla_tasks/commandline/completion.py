@@ -1,0 +1,76 @@
+"""Words that complete a command line, for the shells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mhla_tasks.commandline import registry, shipped
+
+REQUEST = "--complete"
+"""First word of the call by which a shell asks."""
+
+SCRIPT = """\
+_lightning_mhla() {
+    local IFS=$'\\n'
+    COMPREPLY=($("$1" --complete "$COMP_WORDBREAKS" "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+    [[ ${COMPREPLY[0]} == *= ]] && compopt -o nospace 2>/dev/null
+}
+complete -o default -F _lightning_mhla lightning mhla lightning-mhla
+"""
+SHELLS = {"bash": SCRIPT, "zsh": f"autoload -U +X bashcompinit && bashcompinit\n{SCRIPT}"}
+
+OPTIONS = {
+    "fit": ("--config", "--run_dir=", "--ckpt_path=", "--sweep", "--sweep_sbatch", "--allow=", "--print_config",
+            "--seed_everything=", "--model.help", "--data.help", "--help"),
+    "validate": ("--config", "--ckpt_path=", "--run_dir=", "--allow=", "--print_config", "--help"),
+}  # fmt: skip
+OPTIONS |= dict.fromkeys(("test", "predict"), OPTIONS["validate"])
+
+
+def answer(breaks: str, line: str) -> list[str]:
+    """Candidates for the last part of a line, which begins after its last word break.
+
+    Args:
+        breaks: characters at which the shell breaks words.
+        line: up to the cursor.
+    """
+    words = line.split(" ")[1:]
+    last = words[-1] if words else ""
+    kept = max((last.rfind(letter) + 1 for letter in breaks), default=0)
+    return [word[kept:] for word in complete([*(word for word in words[:-1] if word), last])]
+
+
+def complete(words: Sequence[str]) -> list[str]:
+    """Candidates for the last word.
+
+    Args:
+        words: after the command, the last one as far as it is typed.
+    """
+    *before, last = words or [""]
+    if last.startswith((shipped.PREFIX, f"--config={shipped.PREFIX}")) or (before[-1:] == ["--config"] and not last):
+        start = "--config=" if last.startswith("--") else ""
+        found = [f"{start}{shipped.PREFIX}{name}" for name in shipped.names()]
+    elif tool := registry.tool_named(before):
+        found = _options(tool)
+    elif before and before[0] in OPTIONS:
+        found = list(OPTIONS[before[0]])
+    elif before and before[0] in registry.families():
+        found = [
+            name.split(" ")[1]
+            for tools in registry.TOOLS.values()
+            for name in tools
+            if name.startswith(f"{before[0]} ")
+        ]
+    elif not before:
+        names = [name.split(" ")[0] for tools in registry.TOOLS.values() for name in tools]
+        found = list(dict.fromkeys([*registry.LIGHTNING, *names, "--help", "--version"]))
+    else:
+        found = []
+    return [word for word in found if word.startswith(last)]
+
+
+def _options(tool: str) -> list[str]:
+    if getattr(registry.function_of(tool), "passes_on", False):
+        return ["--help"]
+    parser, _ = registry.parser_of(tool)
+    return [option for action in parser._actions for option in action.option_strings if option.startswith("--")]

@@ -1,0 +1,74 @@
+"""The command line: ``lightning COMMAND --config FILE [--config OVERLAY] [--key=value]``, and the tools beside the commands.
+
+What a command does not use is not imported for it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import version
+
+from mhla_tasks.commandline import completion, registry, shipped
+from mhla_tasks.commandline.console import harmless, prepare_streams
+from mhla_tasks.commandline.errors import reported
+from mhla_tasks.commandline.late_imports import put_off_imports, without_collection
+
+HELP = """\
+usage: lightning COMMAND [--config FILE]... [--key=value]...
+       lightning TOOL [options]
+
+Train, evaluate and sample models with MHLA attention.
+
+{listing}
+
+`lightning COMMAND --help` lists the options of a command or a tool, `lightning fit --model.help CLASS` those of a class.
+`--config mhla://classification/mnist.yaml` names a configuration that the package brings, `--config mhla://` lists them.
+`lightning`, `mhla` and `lightning-mhla` are the same program; other packages may install a `lightning` too.
+"""
+
+
+def main() -> None:
+    """Run the command or the tool that the command line names; whatever it is, errors are those of :func:`reported`."""
+    prepare_streams()
+    with reported():
+        _run()
+
+
+def _run() -> None:
+    if sys.argv[1:2] == [completion.REQUEST]:
+        sys.stdout.write("\n".join(completion.answer(*sys.argv[2:4])))
+        sys.exit(0)
+    try:
+        sys.argv[1:] = words = shipped.resolve(sys.argv[1:])
+    except FileNotFoundError as error:
+        sys.stderr.write(f"error: {harmless(str(error))}\n")
+        sys.exit(2)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(HELP.format(listing=registry.listing()))
+        sys.exit(0)
+    if words[0] == "--version":
+        sys.stdout.write(f"lightning-mhla {version('lightning-mhla')}\n")
+        sys.exit(0)
+    os.environ["MPLBACKEND"] = "agg"  # pictures are written to files; a notebook hands down its own
+    put_off_imports()
+    if tool := registry.tool_named(words):
+        sys.exit(registry.run(tool, words[len(tool.split()) :]))
+    if words[0] in registry.families():
+        known = len(words) == 1 or words[1] in ("-h", "--help")
+        message = "" if known else f"error: {harmless(' '.join(words[:2]))} is no tool\n"
+        (sys.stdout if known else sys.stderr).write(f"{message}{registry.listing(words[0])}\n")
+        sys.exit(0 if known else 2)
+    if words[0] not in registry.LIGHTNING and not words[0].startswith("-"):
+        sys.stderr.write(
+            f"error: {harmless(words[0])} is no command{registry.nearest(words[0])}\nhelp: lightning --help\n"
+        )
+        sys.exit(2)
+    if any(word.partition("=")[0] == "--sweep" for word in words):
+        sys.exit(import_module("mhla_tasks.tools.sweep").run(words))
+    with without_collection():
+        main_of_commands = import_module("mhla_tasks.commandline.parser").main
+    gc.freeze()  # what was imported stays, and need not be searched; before any model is made
+    main_of_commands()

@@ -1,0 +1,88 @@
+"""Options of the trainer as a command uses them: the folder that its files go into, and combinations that cannot work."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from lightning_mhla.checkpoints.io import RECOVERY
+from lightning_mhla.checkpoints.runs import RunFolder
+from lightning_mhla.checkpoints.sharded import is_sharded
+from mhla_tasks.commandline.sources import Source, mapping
+
+log = logging.getLogger(__name__)
+
+
+def use_run_folder(options: Any) -> RunFolder:
+    """Send the files of a fit into the folder of its run, and lock it.
+
+    Args:
+        options: options of the command, changed in place.
+    """
+    path = Path(options.run_dir)
+    folder = RunFolder(path)
+    options.trainer.default_root_dir = str(path)
+    place = {"save_dir": str(path), "name": "", "version": ""}
+    if options.trainer.logger in (None, True):
+        options.trainer.logger = [
+            Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=Namespace(place))
+        ]
+    loggers = options.trainer.logger or []
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        if logger.class_path.rsplit(".", 1)[-1] in ("TensorBoardLogger", "CSVLogger"):
+            logger.init_args.update(Namespace(place))
+            if folder.taken and logger.class_path.endswith("CSVLogger"):
+                folder.keep("metrics.csv")  # Lightning deletes the table of an earlier start
+        elif logger.init_args.get("save_dir", path) in (None, "", "."):  # W&B and others write into the working folder
+            logger.init_args["save_dir"] = str(path)
+    return folder
+
+
+def write_beside_checkpoint(options: Any, command: str, sources: Sequence[Source]) -> None:
+    """Write predictions into a folder of their checkpoint's run, ``predict``, ``predict-2`` and so on, unless told otherwise.
+
+    Args:
+        options: options of the command, changed in place.
+        command: validate, test or predict; only predict writes.
+        sources: options that the user gave.
+    """
+    said = {name for source in sources for name in mapping(source.values.get("trainer"))}
+    checkpoint = options.get("ckpt_path")
+    if not checkpoint or said & {"logger", "default_root_dir"} or not Path(checkpoint).exists():
+        return
+    folder = Path(checkpoint)
+    if folder.is_file() or is_sharded(folder):
+        folder = next(
+            (parent for parent in folder.parents if parent.name not in ("checkpoints", RECOVERY)), folder.parent
+        )
+    if command == "predict":
+        names = (f"predict-{number}" if number > 1 else "predict" for number in itertools.count(1))
+        folder = next(folder / name for name in names if not (folder / name).exists())
+    options.trainer.logger, options.trainer.default_root_dir = False, str(folder)
+
+
+def check_trainer(trainer: Any) -> None:
+    """Reject numbers that Lightning would divide by.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
+        value = trainer.get(name)
+        if value is not None and value < 1:
+            raise ValueError(f"--trainer.{name}={value} must be at least 1")
+
+
+def leave_out_monitors(trainer: Any, command: str) -> None:
+    """Remove LearningRateMonitors where there is no logger that they could write to; Lightning would stop."""
+    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else []
+    kept = [callback for callback in callbacks if not callback.class_path.endswith("LearningRateMonitor")]
+    if len(kept) < len(callbacks):
+        if command == "fit":
+            log.info("LearningRateMonitor is left out: there is no logger")
+        trainer.callbacks = kept

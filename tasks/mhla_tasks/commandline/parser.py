@@ -1,0 +1,292 @@
+"""The command line of every domain: ``lightning fit|validate|test|predict --config FILE [--config OVERLAY] [--key=value]``.
+
+What the command line says beats the YAML files, a later file beats an earlier one, and all of them beat what a
+checkpoint given by ``--ckpt_path`` remembers of its model and data.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from jsonargparse import Namespace
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from typing_extensions import override
+
+from lightning_mhla.callbacks.recovery import RunStopped
+from lightning_mhla.checkpoints.io import CHECKPOINTS, read_safely, remove_secrets
+from lightning_mhla.checkpoints.runs import RunFolder, keep_tables, remove_log_folder
+from lightning_mhla.system.lightning_private import saved_hyperparameters
+from lightning_mhla.system.redaction import hidden_options, redacted
+from mhla_tasks.commandline.agreement import agree
+from mhla_tasks.commandline.arguments import UsageError, read_words
+from mhla_tasks.commandline.console import ignore_noise, prepare_streams, show_log
+from mhla_tasks.commandline.errors import printable, reported
+from mhla_tasks.commandline.late_imports import without_collection
+from mhla_tasks.commandline.memory import remembered_network
+from mhla_tasks.commandline.options import check_trainer, leave_out_monitors, use_run_folder, write_beside_checkpoint
+from mhla_tasks.commandline.plan import OBJECTS, Plan, check_same, make_plan, method_options
+from mhla_tasks.commandline.problems import shorten
+from mhla_tasks.commandline.registry import LIGHTNING
+from mhla_tasks.commandline.sources import Source
+from mhla_tasks.commandline.trust import allow_model_config, refusal, subclass_named
+
+
+class SaveConfig(SaveConfigCallback):
+    """Saves the configuration of a run without the folder and the checkpoint of this start: another run may take it.
+
+    Secrets are left out, see :mod:`lightning_mhla.system.redaction`; of the options of every model and data module also from
+    what loggers and checkpoints get.
+
+    Raises:
+        ValueError: for a configuration from which secrets were left out, unless they are given again.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **options: Any) -> None:
+        if hidden := dict.fromkeys(name.replace(".init_args", "") for name in hidden_options(config)):
+            again = " ".join(f"--{name}=..." for name in hidden)
+            raise ValueError(
+                f"{', '.join(hidden)}: secrets, such as passwords and queries of URLs, are not written into "
+                f"files, so that these options are not complete; give them again on the command line: {again}"
+            )
+        kept = redacted(config.clone())
+        kept.run_dir = kept.ckpt_path = None
+        super().__init__(parser, kept, *args, **options)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for module in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]  # set when the data is attached
+            if module is not None and module.hparams:
+                _, logged = saved_hyperparameters(module)
+                logged.update(redacted(dict(logged)))
+        super().setup(trainer, pl_module, stage)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        remove_secrets(checkpoint)
+
+
+class ShortErrorParser(LightningArgumentParser):
+    """A parser whose errors are a line or two, not a page of usage.
+
+    Attributes:
+        sources: where options come from. They are those of the command line, for the parsers too that jsonargparse makes of
+            the options of a class.
+        program: the command, for the line that names its help.
+    """
+
+    sources: ClassVar[Sequence[Source]] = ()
+    program: ClassVar[str] = "lightning"
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say what is wrong and leave with status 2."""
+        text = shorten(message, self.sources)
+        if denied := re.search(r"Importing '([^']+)' is not allowed", text):
+            text = f"{denied[1]}: {refusal(denied[1]) or 'may not be imported'}"
+        leave(text, self.program)
+
+
+def leave(text: str, program: str) -> NoReturn:
+    """Print an error of usage and leave with status 2."""
+    sys.stderr.write(f"error: {printable(text)}\nhelp: {program} --help\n")
+    sys.exit(2)
+
+
+class SuiteCLI(LightningCLI):
+    """LightningCLI for a plan: it builds model, data and trainer from one configuration.
+
+    Args:
+        plan: the command, its options, and where they come from.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.run_folder: RunFolder | None = None
+        ShortErrorParser.sources, ShortErrorParser.program = plan.sources, f"lightning {plan.command}"
+        super().__init__(
+            args=plan.configuration,
+            run=False,
+            parser_class=ShortErrorParser,
+            parser_kwargs={"prog": f"lightning {plan.command}", "description": LIGHTNING[plan.command]},
+            save_config_callback=SaveConfig if plan.command == "fit" else None,  # else the run keeps its own
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
+            trainer_defaults={
+                "default_root_dir": "runs",
+                "enable_model_summary": False,  # Forecast says what it needs
+            },
+        )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the options of the command beside those of model, data and trainer."""
+        command = self.plan.command
+        parser.add_argument(
+            "--run_dir",
+            type=str | None,
+            default=None,
+            help="Folder of the run: logs and checkpoints go there, and fit resumes from the latest complete checkpoint in it. "
+            "--ckpt_path=best is then the run's best checkpoint; fit with an earlier one of the run rolls back to it. "
+            "Without --config it takes the configuration that it was started with. With --sweep KEY=VALUE,VALUE (fit only, one "
+            "or more) it holds several runs, one for each combination of values, which are trained and compared.",
+        )
+        parser.add_argument(
+            "--allow",
+            type=list[str] | str | None,
+            default=None,
+            help="Modules and packages beyond those of this suite and Lightning whose classes and attention kinds "
+            "configurations may name (comma between them). They are imported, which runs them. Only on the command line.",
+        )
+        parser.add_method_arguments(
+            Trainer, command, skip=OBJECTS & set(signature(getattr(Trainer, command)).parameters)
+        )
+        parser.set_defaults({"weights_only": True})
+        if command == "predict":
+            parser.set_defaults({"return_predictions": False})  # callbacks write them
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Check the types of all values, of those too that a stronger source replaces; or print what was asked for."""
+        request = self.plan.request
+        if request is not None and not request.startswith("--print_config"):
+            parser.parse_args([request])
+        printed = (
+            [] if request is None else [f"--config={json.dumps(args)}", request]
+        )  # the parser changes what it gets
+        for replaced in self.plan.replaced:
+            parser.parse_object(replaced)
+        super().parse_arguments(parser, args)
+        if printed:
+            parser.parse_args(printed)
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Make model and data agree, use the run's folder, and leave out weights that a checkpoint replaces."""
+        options, command = self.config, self.plan.command
+        check_trainer(options.trainer)
+        agree(options, self.plan.sources)
+        options.ckpt_path = self.plan.checkpoint
+        if command != "fit":
+            given = [source for source in self.plan.sources if options.run_dir is None or source.typed]
+            write_beside_checkpoint(options, command, given)
+        elif options.run_dir is not None:
+            self.run_folder = use_run_folder(options)
+        start = options.get("model", {}).get("init_args", {})
+        if options.ckpt_path and "pretrained" in start:
+            start["pretrained"] = None
+            if "network" in start and start["network"] is None:  # it was read where the weights were
+                start["network"] = remembered_network(str(options.ckpt_path))
+                allow_model_config(start["network"])
+        if command == "predict" and not options.ckpt_path and not start.get("pretrained"):
+            raise ValueError(
+                "predict has no weights and would draw noise: name them with --ckpt_path=FILE, --run_dir=FOLDER or "
+                "--model.pretrained"
+            )
+        if options.trainer.logger is False:
+            leave_out_monitors(options.trainer, command)
+        if not _has_progress_bar(options.trainer):
+            self.trainer_defaults["callbacks"] = [EpochBar()]
+
+    def run(self) -> None:
+        """Call the trainer's method of the command. A fit that fails before its first step leaves no log folder."""
+        read_safely(self.trainer.strategy)  # for modules of others too
+        keep_tables(self.trainer)
+        if self.run_folder is not None:
+            for callback in self.trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                    callback.dirpath = str(self.run_folder.path / CHECKPOINTS)  # a logger would choose the folder
+        options = {name: self.config_init[name] for name in method_options(self.plan.command)}
+        if self.datamodule is not None:
+            options["datamodule"] = self.datamodule
+        try:
+            getattr(self.trainer, self.plan.command)(self.model, **options)
+        except Exception:
+            if self.plan.command == "fit" and self.config.run_dir is None:
+                remove_unused(self.trainer)
+            raise
+
+
+def _has_progress_bar(trainer: Namespace) -> bool:
+    """Whether the options of a trainer name a progress bar, or switch it off."""
+    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
+    names = [callback.class_path for callback in callbacks if callback is not None]
+    return (
+        any(subclass_named(name, (ProgressBar,)) is not None for name in names)
+        or trainer.enable_progress_bar is False
+        or bool(trainer.barebones)
+    )
+
+
+def remove_unused(trainer: Trainer) -> None:
+    """Remove the numbered log folder of a fit that ended before its first step, so that failures use up no number."""
+    folder = Path(trainer.log_dir or "")
+    fresh = trainer.is_global_zero and not trainer.global_step and re.fullmatch(r"version_\d+", folder.name)
+    if fresh:
+        remove_log_folder(folder)
+
+
+class EpochBar(RichProgressBar):
+    """A progress bar that leaves out the number of epochs where only the number of steps is known."""
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        limit = self.trainer.max_epochs
+        return f"Epoch {current_epoch}" if limit in (None, -1) else super()._get_train_description(current_epoch)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run one of Lightning's commands; errors are those of :func:`mhla_tasks.commandline.errors.reported`.
+
+    Args:
+        args: arguments after the name of the program; those of this process if not given.
+    """
+    prepare_streams()
+    show_log(sys.stdout)
+    ignore_noise()
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip:" not in str(record.msg) and not str(record.msg).startswith("TPU available")
+    )
+    saving = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
+    saving.addFilter(lambda record: "`weights_only` was not set" not in str(record.msg))  # what is read is plain data
+    with reported():
+        try:
+            _run(sys.argv[1:] if args is None else args)
+        except RunStopped:
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # srun sends them to who is still on the way out
+            raise
+
+
+def _run(words: Sequence[str]) -> None:
+    program = "lightning"
+    try:
+        line = read_words(words, LIGHTNING)
+        program = f"lightning {line.command}"
+        with without_collection():  # the classes that are named are imported
+            plan = make_plan(line)
+        check_same(plan)
+    except UsageError as error:
+        leave(str(error), program)
+    build(plan).run()
+
+
+def build(plan: Plan) -> SuiteCLI:
+    """Build model, data and trainer; an error about a value that fits no type of an option names the value's source."""
+    try:
+        return SuiteCLI(plan)
+    except Exception as error:
+        if "Does not validate against any of the Union subtypes" not in str(error):
+            raise
+        raise ValueError(shorten(str(error), plan.sources)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Short messages for wrong configurations: the key, where it came from, and the nearest valid one.
+
+jsonargparse's own error for a misspelt key names neither the file nor a valid key, and comes after two pages of usage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from mhla_tasks.commandline.arguments import CommandLine
+from mhla_tasks.commandline.extras import name_the_extra
+from mhla_tasks.commandline.signatures import option_dataclasses, option_names
+from mhla_tasks.commandline.sources import Source
+from mhla_tasks.commandline.trust import CLASS_OPTIONS, AllowError, find_class
+
+SHORT_NAMES = {
+    "callbacks": "lightning.pytorch.callbacks",
+    "logger": "lightning.pytorch.loggers",
+    "strategy": "lightning.pytorch.strategies",
+}
+"""Module in which the trainer's options look for a class that is named without one, as LightningCLI does."""
+
+NOISE = re.compile(
+    r"^-?\s*(Does not validate against any|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
+    r"|Not a valid subclass of|Subclass types expect|- a (class path|dict))"
+)
+
+
+def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer: Collection[str]) -> str | None:
+    """A message for the first key that nothing accepts, or None.
+
+    Args:
+        sources: in order of precedence, weakest first.
+        roots: options of the command: ``model``, ``data``, ``trainer``, ``ckpt_path``, ...
+        trainer: options of the trainer.
+    """
+    classes: dict[str, type] = {}
+    for source in sources:
+        for name, value in source.values.items():
+            key = str(name)
+            if key not in roots:
+                problem: str | None = _message(source.origin, key, roots, "")
+            elif (key in ("trainer", "model", "data") and isinstance(value, list | int | float)) or (key, value) == (
+                "trainer",
+                None,
+            ):
+                problem = f"{source.origin}: {key} is not a value, got {value}; it needs options (KEY: VALUE) below it"
+            elif key == "trainer" and isinstance(value, dict):
+                problem = _check_trainer(source, value, trainer)
+            elif key in ("model", "data"):
+                problem = _check_class(source, key, value, classes)
+            else:
+                problem = None
+            if problem:
+                return problem + _line_named_by(problem, source)
+    return None
+
+
+def _line_named_by(problem: str, source: Source) -> str:
+    """The line of the key that a message is about, for a source that has lines."""
+    line = next((line for path, line in source.lines.items() if f": {_dotted(path)} is not" in problem), None)
+    return f" (line {line})" if line else ""
+
+
+def find_repeated_option(line: CommandLine) -> str | None:
+    """A message for the first data option with several values, or None.
+
+    A shell that expands the braces of ``--data.train=train-{0000..0002}.tar`` gives the option three times; the
+    last value alone would count, and two thirds of the data be lost.
+    """
+    for name in dict.fromkeys(option.name for option in line.options):
+        values = line.values(name)
+        if name.startswith("data.") and not name.endswith("+") and len(set(values)) > 1:
+            key = f"--{name}"
+            return (
+                f"{key} is given {len(values)} times: {', '.join(values[:3])}{' ..' if len(values) > 3 else ''}. Quote braces, "
+                f"so that the shell leaves them alone ({key}='shards/train-{{0000..0099}}.tar'), or give a list: "
+                f"'{key}=[{','.join(values[:2])}]'"
+            )
+    return None
+
+
+def find_options_of_another_command(sources: Sequence[Source], command: str, commands: Collection[str]) -> str | None:
+    """A message for the first file that holds the options of another command, or None."""
+    for source in sources:
+        others = [name for name in commands if name != command and isinstance(source.values.get(name), dict)]
+        if others and not source.typed:
+            return (
+                f"{source.origin} holds options of `lightning {others[0]}`, and this is `lightning {command}`; run that "
+                f"command, or take the options out from under `{others[0]}:`"
+            )
+    return None
+
+
+def _message(origin: str, path: str, valid: Collection[str], owner: str) -> str:
+    leaf = path.rsplit(".", 1)[-1]
+    close = get_close_matches(leaf, sorted(valid), 1, 0.5)
+    hint = f"did you mean {path[: -len(leaf)]}{close[0]}?" if close else f"valid are {', '.join(sorted(valid))}"
+    return f"{origin}: {path} is not an option{f' of {owner}' if owner else ''}; {hint}"
+
+
+def _check_trainer(source: Source, values: dict[str, Any], valid: Collection[str]) -> str | None:
+    for key, value in values.items():
+        name = str(key).rstrip("+")
+        if name not in valid:
+            return _message(source.origin, f"trainer.{key}", valid, "the trainer")
+        for index, item in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(item, dict) and "class_path" in item:
+                problem = _check_class(source, f"trainer.{name}[{index}]", item, {}, SHORT_NAMES.get(name))
+                if problem:
+                    return problem
+    return None
+
+
+def _check_class(
+    source: Source, path: str, value: Any, classes: dict[str, type], module: str | None = None
+) -> str | None:
+    """Check one ``{class_path, init_args}`` or class path; ``classes`` remembers that of weaker sources."""
+    origin = source.origin
+    if isinstance(value, str) and value.endswith((".yaml", ".yml")):  # one that exists is a source of its own
+        return (
+            f"{origin}: {path}: there is no file {value}; a file in a configuration is looked for in the folder of that"
+        )
+    if isinstance(value, str):
+        value = {"class_path": value}
+    if not isinstance(value, dict):
+        return None
+    if "class_path" in value:
+        class_path = str(value["class_path"])
+        classes.pop(path, None)
+        if "." not in class_path and module is None:
+            return None  # the parser looks for a class of this name
+        try:
+            classes[path] = find_class(
+                class_path if "." in class_path else f"{module}.{class_path}", typed=source.typed
+            )
+        except AllowError as error:
+            return f"{origin}: {path}.class_path {class_path[:100]!r}: {error}"
+    if path not in classes:
+        return None
+    arguments = value.get("init_args") or {key: item for key, item in value.items() if key not in CLASS_OPTIONS}
+    prefix = f"{path}.init_args" if "init_args" in value else path
+    return next(_unknown(origin, prefix, arguments, classes[path]), None)
+
+
+def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
+    """Messages for the options of a class that it does not take, those of its dataclasses included."""
+    valid = option_names(kind)
+    if valid is None or not isinstance(options, dict):
+        return
+    for key, value in options.items():
+        name = str(key).rstrip("+")
+        if name not in valid:
+            yield _message(origin, f"{path}.{key}", valid, kind.__name__)
+            continue
+        for inner in option_dataclasses(kind, name):
+            yield from _unknown(origin, f"{path}.{key}", value, inner)
+
+
+def shorten(message: str, sources: Sequence[Source]) -> str:
+    """The part of a message of jsonargparse that matters: keys, what was wrong, and where the value came from."""
+    lines = [line.strip() for line in message.splitlines()]
+    kept = [re.sub(r"^- ", "", line) for line in lines if line and not NOISE.match(line)]
+    keys = [key for line in kept for key in re.findall(r'Parser key "([^"]+)"', line)]
+    detail = [line for line in kept if not re.match(r'^(Parser key "[^"]+":|Problem with given class_path .*:)$', line)]
+    detail = [re.sub(r'^Parser key "[^"]+":\s*', "", line) for line in detail]
+    text = "; ".join(dict.fromkeys(detail)) or "; ".join(kept)
+    text = re.sub(r"Expected an? <class '(?:\w+\.)*(\w+)'>", r"expected \1", text)
+    if text.endswith("required: model"):
+        return "no model is given; name a configuration: --config FILE, for example configs/classification/digits.yaml"
+    given = re.search(r"Given value: (.*)", message)
+    text = name_the_extra(text.replace(". Got value: ", ", got "))
+    unfit = re.search(r"Group '\w+' does not accept option '([\w.]+)'|Option '([\w.]+)' is not accepted", text)
+    if unfit:
+        keys, text = [unfit[1] or unfit[2]], "this value does not fit the option"
+    if len(keys) == 1 and given and ", got " not in text and len(given[1]) < 60:
+        text += f", got {given[1]}"
+    if not keys:
+        return text
+    places = [
+        (source, path) for source in reversed(sources) for path in _located(source.values, keys[-1].split("."), ())
+    ]
+    got = re.search(r", got (.*)$", text)
+    wrong = [(source, path) for source, path in places if got and got[1] in _spellings(_value_at(source.values, path))]
+    if unfit:  # the message quotes no value, and a text is what fits the fewest options
+        wrong = [(source, path) for source, path in places if isinstance(_value_at(source.values, path), str)]
+    for source, path in wrong or places:  # a stronger source may have the key, too, with a right value
+        line = source.lines.get(path)
+        return f"{source.origin}: {_dotted(path)}: {text}{f' (line {line})' if line else ''}"
+    return f"{'.'.join(keys)}: {text}"
+
+
+def _located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    """Paths of the keys in nested options and lists that end in ``tail``."""
+    items: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(values, dict):
+        items = values.items()
+    elif isinstance(values, list):
+        items = enumerate(values)
+    for key, value in items:
+        here = (*path, key)
+        if list(here[-len(tail) :]) == tail:
+            yield here
+        yield from _located(value, tail, here)
+
+
+def _value_at(values: Any, path: tuple[str | int, ...]) -> Any:
+    for key in path:
+        values = values[key]
+    return values
+
+
+def _spellings(value: Any) -> tuple[str, ...]:
+    """Texts by which an error message may quote a value."""
+    return str(value), repr(value), str(value).lower()
+
+
+def _dotted(path: tuple[str | int, ...]) -> str:
+    """A path as messages write it: ``trainer.callbacks[0].init_args.keep``."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")

@@ -1,0 +1,64 @@
+"""Modules of the user's own, which ``--allow`` lets in, for every command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+allowed: list[str] = []
+"""Names that ``--allow`` of a tool named."""
+
+
+def add_allow(parser: argparse.ArgumentParser) -> None:
+    """Let a command import modules of the user's own, such as those of attention kinds."""
+    parser.add_argument(
+        "--allow",
+        action=_Import,
+        metavar="MODULE",
+        help="modules to import (comma between them): attention kinds of your own",
+    )
+
+
+class UnknownModuleError(ValueError):
+    """A module that ``--allow`` names does not exist."""
+
+
+def find_in_working_folder(names: Iterable[str]) -> None:
+    """Let Python find modules and packages that lie in the working folder, after all others."""
+    folder, own = Path.cwd(), {name.split(".")[0] for name in names}
+    there = any((folder / f"{name}.py").is_file() or (folder / name).is_dir() for name in own)
+    if there and str(folder) not in sys.path:
+        sys.path.append(str(folder))  # last, so that it hides no package
+
+
+def import_own(names: Iterable[str]) -> None:
+    """Import modules that the command line allows: what they register, such as attention kinds, is known from then on.
+
+    Raises:
+        UnknownModuleError: for a name that is no module. Whatever the module itself raises is not caught.
+    """
+    names = list(names)
+    find_in_working_folder(names)
+    for name in names:
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise UnknownModuleError(
+                f"--allow={name}: there is no module {error.name!r}, installed or in the working folder"
+            ) from None
+
+
+class _Import(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        names = [name.strip() for name in values.split(",") if name.strip()]
+        try:
+            import_own(names)
+            allowed.extend(names)
+        except UnknownModuleError as error:
+            raise argparse.ArgumentError(self, str(error)) from None

@@ -1,0 +1,1 @@
+"""Tools beside the commands of Lightning: data, models, measurements, the machine."""

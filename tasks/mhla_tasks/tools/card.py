@@ -1,0 +1,140 @@
+"""The model card that an export leaves beside the weights: ``README.md``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from mhla_kernels.version import __version__
+
+from lightning_mhla.callbacks.page import duration, fenced
+from lightning_mhla.system.redaction import published
+from lightning_mhla.training.module import TrainingModule
+from mhla_tasks.commandline.console import harmless
+
+PAPER = "https://arxiv.org/abs/2601.07832"
+
+
+MARK = "<!-- lightning export "
+
+
+def is_own(text: str) -> bool:
+    """Whether a card is as :func:`write_card` wrote it."""
+    before, mark, digest = text.rpartition(MARK)
+    return bool(mark) and digest.strip() == f"{_digest(before)} -->"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write_card(
+    module: TrainingModule, content: Mapping[str, Any], path: Path, folder: str, loading: str, license_name: str | None
+) -> None:
+    """Write a card: what the model is, how to load it, data, metrics, configuration, versions, licence.
+
+    Options come without secrets and without the folders of local paths, and no text of the checkpoint is Markdown or HTML.
+
+    Args:
+        module: that was exported.
+        content: its checkpoint, without the tensors.
+        path: path of the card.
+        folder: name of the folder of the export.
+        loading: Python that loads it, with ``FOLDER`` for its path.
+        license_name: identifier of the model's licence; None where it is not stated.
+    """
+    memory, data = (_options(content.get(key)) for key in ("hyper_parameters", "datamodule_hyper_parameters"))
+    name = type(module).__name__
+    network = getattr(module, "network", module)
+    count = sum(parameter.numel() for parameter in network.parameters())
+    header = {"library_name": "lightning-mhla", "tags": ["mhla", "linear-attention"]}
+    header |= {"license": license_name} if license_name else {}
+    article = "An" if name[0] in "AEIOU" else "A"
+    quoted = json.dumps(folder, ensure_ascii=not folder.isprintable())  # as Python has it, too
+    code = loading.replace("FOLDER", quoted[1:-1])
+    parts = [
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {_plain(folder)}",
+        f"{article} `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory)}.",
+        f"## Loading\n\n{fenced(code, 'python')}",
+        f"## Training data\n\n{_data(content, data)}",
+        f"## Metrics\n\n{_metrics(content)}",
+        f"## Training\n\n{content.get('global_step', 0):,} optimiser steps, {content.get('epoch', 0) + 1} epochs"
+        f"{_spent(content)}. Options of the model and its optimiser:\n\n{fenced(_yaml(memory), 'yaml')}",
+        "## Versions\n\n"
+        f"lightning-mhla {__version__}, Lightning {_plain(content.get('pytorch-lightning_version', 'unknown'))}"
+        + (
+            f" (training); torch {_plain(torch_version)}"
+            if (torch_version := _report(content).get("versions", {}).get("torch"))
+            else ""
+        )
+        + ".",
+        f"## Licence\n\n{_plain(license_name or '') or 'Not stated. Name it with `lightning export --license IDENTIFIER`.'}",
+    ]
+    text = ("\n\n".join(parts) + "\n\n").encode(errors="backslashreplace").decode()
+    path.write_text(f"{text}{MARK}{_digest(text)} -->\n", encoding="utf-8")
+
+
+def _options(memory: Any) -> dict[str, Any]:
+    """Options that a checkpoint remembers, and the class that they are of."""
+    found = {key: value for key, value in (memory or {}).items() if not key.startswith("_")}
+    class_path = (memory or {}).get("_class_path")
+    return {"class_path": class_path, "init_args": found} if class_path else found
+
+
+def _attention(memory: Mapping[str, Any]) -> str:
+    options = memory.get("init_args", memory)
+    kind = (options.get("attention") or {}).get("kind")
+    kinds = dict.fromkeys(options.get("layer_kinds") or [kind])
+    named = ", ".join(_code(kind) for kind in kinds if kind)
+    return f"; attention: {named}{f' ([paper]({PAPER}))' if 'mhla' in kinds else ''}" if named else ""
+
+
+def _report(content: Mapping[str, Any]) -> dict[str, Any]:
+    return dict((content.get("callbacks") or {}).get("RunReport") or {})
+
+
+def _data(content: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    if not data:
+        return "The checkpoint does not say which."
+    return fenced(_yaml(data), "yaml")
+
+
+def _metrics(content: Mapping[str, Any]) -> str:
+    rows = [(name, *points[-1]) for name, points in _report(content).get("points", {}).items() if points]
+    if not rows:
+        return "The checkpoint holds none; `lightning validate` measures them."
+    lines = [f"| {_code(name)} | {value:.4g} | {step:,} |" for name, step, value in rows]
+    return "\n".join(["| metric | value | step |", "| --- | ---: | ---: |", *lines])
+
+
+def _spent(content: Mapping[str, Any]) -> str:
+    seconds = _report(content).get("seconds")
+    return f", {duration(seconds)}" if seconds else ""
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    return yaml.dump(published(values), Dumper=_Plain, sort_keys=False, allow_unicode=True).rstrip()
+
+
+def _plain(text: Any) -> str:
+    """Text in one line that Markdown and HTML show as it is."""
+    line = " ".join(harmless(str(text)).split())
+    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
+
+
+def _code(text: Any) -> str:
+    """Text as code within a line or a cell of a table, where it holds no sign that would end it."""
+    line = str(text)
+    return f"`{line}`" if re.fullmatch(r"[^`|<>\n\r\\]+", line) and harmless(line) == line else _plain(line)
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes what it has no YAML for as text."""
+
+
+_Plain.add_multi_representer(object, lambda dumper, value: dumper.represent_str(str(value)))

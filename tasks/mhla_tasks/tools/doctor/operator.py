@@ -1,0 +1,154 @@
+"""The operator on this machine: every form against float64, twice for equal bits, and against softmax attention by time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from statistics import median
+from typing import Any, get_args
+
+import torch
+from mhla_kernels import ExponentialMixing, mhla_attention
+from mhla_kernels.backend import ChosenForm
+from mhla_kernels.mixing import MixingLike
+from mhla_kernels.verdicts import folder_of, forget_kept, try_again
+from torch import Tensor
+from torch.nn import functional as F
+
+from mhla_tasks.tools.doctor.report import Finding, Status
+
+BOUNDS = {torch.float32: (1e-5, 2e-5), torch.bfloat16: (5e-3, 1e-2)}
+"""Errors of outputs and gradients, relative to their norm, for values of zero mean."""
+WIDTHS = ((16, 16), (64, 64), (72, 72), (128, 256))
+"""Of keys and values: a class each of what kernels are compiled for."""
+SHAPES = {
+    "cpu": {"1,024 tokens": (1, 6, 1024, 64, 64, 64, False), "4,096 tokens, causal": (1, 6, 4096, 64, 64, 64, True)},
+    "cuda": {
+        "DiT-S/2, 256 px": (256, 6, 256, 16, 64, 64, False),
+        "DiT-XL/2, 512 px": (32, 16, 1024, 64, 72, 72, False),
+        "Wan 1.3B, 81 frames": (1, 12, 31500, 210, 128, 128, False),
+        "LM 340M, 2,048 tokens": (16, 4, 2048, 64, 128, 256, True),
+    },
+}
+"""B, H, N, tokens of a block, widths, causal."""
+NORMALIZED = ("DiT-S/2, 256 px", "DiT-XL/2, 512 px")
+"""Whose outputs are divided by their normaliser; the kernels map their queries and keys, the others have rotary embedding."""
+
+
+def forms() -> Iterator[Finding]:
+    """The PyTorch forms, and on a GPU the Triton kernels, by dtype and direction, over all widths."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backends = ("torch", "triton") if device.type == "cuda" else ("torch",)
+    for backend, form, dtype, causal in product(backends, get_args(ChosenForm), BOUNDS, (False, True)):
+        errors, wrong = [0.0, 0.0], []
+        for widths in WIDTHS:
+            try:
+                given = _problem(widths, device, form == "spanning")
+                want = _run(given, torch.float64, causal, form="reference", backend="torch")
+                got, again = (_run(given, dtype, causal, form=form, backend=backend) for _ in range(2))
+            except Exception as error:  # a kernel that does not compile, say
+                wrong.append(f"{widths[0]} x {widths[1]}: {type(error).__name__}: {str(error).strip()[:200]}")
+                continue
+            found = [max(_error(a, b) for a, b in zip(got[i], want[i], strict=True)) for i in (0, 1)]
+            errors = [max(pair) for pair in zip(errors, found, strict=True)]
+            if any(not error <= bound for error, bound in zip(found, BOUNDS[dtype], strict=True)):
+                wrong.append(f"{widths[0]} x {widths[1]}: off by {found[0]:.1e} (outputs), {found[1]:.1e} (gradients)")
+            if not all(torch.equal(a, b) for i in (0, 1) for a, b in zip(got[i], again[i], strict=True)):
+                wrong.append(f"{widths[0]} x {widths[1]}: two runs differ")
+        name = f"{backend} {form}, {str(dtype)[6:]}, {'causal' if causal else 'bidirectional'}"
+        text = "; ".join(wrong) or f"errors {errors[0]:.1e} (outputs), {errors[1]:.1e} (gradients), equal bits"
+        advice = ""
+        if wrong and backend == "triton":
+            advice = (
+                f"backend='auto' uses the PyTorch form; please report this with the verdicts in {folder_of('cuda:0')}"
+            )
+        elif wrong:
+            advice = "this torch computes wrong here: try another version of it"
+        status: Status = "ok" if not wrong else "wrong" if backend == "torch" else "note"
+        yield Finding("operator", name, status, text, advice, {"output_error": errors[0], "gradient_error": errors[1]})
+    if device.type == "cuda":
+        yield from kernels(device)
+
+
+def kernels(device: torch.device) -> Iterator[Finding]:
+    """New verdicts on the kinds of kernels that models of the domains use; all that were kept before are forgotten."""
+    forget_kept(f"cuda:{device.index or 0}")
+    from mhla_kernels.triton_backend.trial import Kind, size_class, try_kernels
+
+    for name, (_, _, tokens, block, key, value, causal) in SHAPES["cuda"].items():
+        for form in ("parallel", "chunked"):
+            many = form == "chunked" and tokens // block > 32
+            kind = Kind(
+                form, "dense", "bfloat16", key, value, causal, name in NORMALIZED, name in NORMALIZED, False, "equal",
+                size_class(block, form), many, 0,
+            )  # fmt: skip
+            verdict = try_again(str(kind), f"cuda:{device.index or 0}", partial(try_kernels, kind, device))
+            yield Finding(
+                "operator", f"kernels of {name}, {form}", "ok" if verdict.agrees else "note",
+                f"{verdict.reason} ({verdict.seconds:.1f} s)",
+                "" if verdict.agrees else "backend='auto' uses the PyTorch form",
+            )  # fmt: skip
+
+
+def speed() -> Iterator[Finding]:
+    """Forward and backward at the shapes of models, against scaled_dot_product_attention."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for name, (batch, heads, tokens, block, key, value, causal) in SHAPES[device.type].items():
+        shapes = ((batch, tokens, heads, width) for width in (key, key, value))
+        q, k, v = (torch.rand(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes)
+        blocks = -(-tokens // block)
+        mixing = torch.rand(blocks, blocks, device=device).requires_grad_()
+        ours = partial(mhla_attention, q, k, v, mixing, block_size=block, causal=causal, normalize=not causal)
+        turned = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+        softmax = partial(F.scaled_dot_product_attention, turned[0], turned[1], turned[2][..., :key], is_causal=causal)
+        own, other = (_milliseconds(call, device) for call in (ours, softmax))
+        yield Finding(
+            "speed", name, "ok", f"{own:.2f} ms forward and backward; softmax {other:.2f} ms ({other / own:.1f} x)",
+            values={"mhla_ms": own, "softmax_ms": other},
+        )  # fmt: skip
+
+
+def _problem(widths: tuple[int, int], device: torch.device, spans: bool) -> list[Tensor]:
+    """Tokens, and coefficients of three blocks of 32 or, for more than one chunk, of exponentials."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, device=device)
+
+    tokens = 300 if spans else 83
+    q, k, v = rand(2, tokens, 2, widths[0]), rand(2, tokens, 2, widths[0]), rand(2, tokens, 2, widths[1]) - 0.5
+    rounded = [x.bfloat16().float() for x in (q, k, v)]  # the same numbers in every dtype
+    return [*rounded, *((rand(2, 3), rand(2, 3)) if spans else (rand(2, 3, 3),))]
+
+
+def _run(given: list[Tensor], dtype: torch.dtype, causal: bool, **choice: Any) -> tuple[list[Tensor], list[Tensor]]:
+    learned = torch.float64 if dtype is torch.float64 else torch.float32
+    leaves = [x.to(dtype if i < 3 else learned).requires_grad_() for i, x in enumerate(given)]
+    q, k, v, *coefficients = leaves
+    mixing: MixingLike = (
+        coefficients[0] if len(coefficients) == 1 else ExponentialMixing(coefficients[0], coefficients[1])
+    )
+    out = mhla_attention(q, k, v, mixing, block_size=32, causal=causal, **choice)
+    generator = torch.Generator(out.device).manual_seed(1)
+    cotangent = torch.randn(out.shape, generator=generator, device=out.device).bfloat16().to(dtype)
+    return [out.detach()], list(torch.autograd.grad(out, leaves, cotangent))
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    error = float((got.double() - want).norm() / want.norm())
+    return error if error == error else float("inf")
+
+
+def _milliseconds(call: Any, device: torch.device, calls: int = 5) -> float:
+    times = []
+    for number in range(calls + 2):
+        start = time.perf_counter()
+        call().sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if number >= 2:
+            times.append((time.perf_counter() - start) * 1e3)
+    return median(times)

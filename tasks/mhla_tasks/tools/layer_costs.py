@@ -1,0 +1,104 @@
+"""The cost of each replaced layer of a linearised model on held-out data, and the layers to keep."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning import LightningDataModule, Trainer
+
+from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
+from lightning_mhla.swap import KEEP, REPLACE, LayerCosts, layer_costs, original_attention, swapped_layers
+from lightning_mhla.swap.swapping import host_of
+from lightning_mhla.training.transfer import TransferOptions
+from mhla_tasks.commandline.trust import AllowError, find_class
+from mhla_tasks.tools.export import load_trained
+
+
+def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") -> dict[str, Any]:
+    """Losses by layer, and the layers that a hybrid would keep.
+
+    Args:
+        path: checkpoint or run of a LinearizedModel or a TimmClassifier.
+        keep: share of the model's layers that a hybrid keeps as softmax, 0 to 1.
+        batches: batches of the run's validation data.
+        accelerator: as for Lightning.
+
+    Returns:
+        ``original``, ``replaced`` and ``hybrid``: nats a token or an image with the original attention, the new one, and the
+        proposed mixture; ``alone``: with one new layer, by number; ``unit``; ``kept``; and ``layer_kinds``.
+
+    Raises:
+        ValueError: for another model, a share that is none, no batches, and data without validation.
+    """
+    if not 0 <= keep < 1:
+        raise ValueError(f"keep={keep} is a share of the layers, from 0 to below 1")
+    if batches < 1:
+        raise ValueError(f"batches={batches} must be at least 1")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+    module = load_trained(path)
+    network: Any = getattr(module, "network", None)
+    if not isinstance(getattr(module, "distillation", None), TransferOptions) or not swapped_layers(network):
+        raise ValueError(
+            f"{path} is of a {type(module).__name__}, in which no pretrained layer is replaced: train a LinearizedModel or a "
+            "TimmClassifier with attention"
+        )
+    data = _data(path)
+    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(
+        accelerator=accelerator, devices=1, limit_val_batches=batches, enable_model_summary=False, **options
+    )
+
+    units = []
+
+    def loss() -> float:
+        (found,) = trainer.validate(module, data, verbose=False) or ({},)
+        if "val/perplexity" in found:
+            units.append("token")
+            return math.log(found["val/perplexity"])
+        if "val/loss" not in found:
+            raise ValueError(f"the data of {path}, {type(data).__name__}, has no validation to measure a loss on")
+        units.append("image")
+        return float(found["val/loss"])
+
+    costs = layer_costs(network, loss)
+    depth = len(host_of(network).layers(network))
+    stay = set(range(depth)) - set(swapped_layers(network))
+    kept = costs.worst(max(0, round(keep * depth) - len(stay)))
+    with original_attention(network, kept):
+        hybrid = loss()
+    kinds = [KEEP if index in {*kept, *stay} else REPLACE for index in range(depth)]
+    return {**vars(costs), "unit": units[0], "hybrid": hybrid, "kept": sorted({*kept, *stay}), "layer_kinds": kinds}
+
+
+def table(found: dict[str, Any]) -> str:
+    """The figures of :func:`measure` as text."""
+    losses = LayerCosts(found["original"], found["replaced"], found["alone"])
+    lines = [f"nats per {found['unit']:<10} against the original"]
+    rows: Sequence[tuple[str, float]] = [
+        ("original", losses.original),
+        *((f"layer {index} new", value) for index, value in losses.alone.items()),
+        ("all new", losses.replaced),
+        (f"kept: {', '.join(map(str, found['kept'])) or 'none'}", found["hybrid"]),
+    ]
+    lines += [f"{name:<14} {value:.4f}  {value - losses.original:+.4f}" for name, value in rows]
+    return "\n".join([*lines, f"layer_kinds: [{', '.join(found['layer_kinds'])}]", ""])
+
+
+def _data(path: Path) -> LightningDataModule:
+    """The data that a run was trained on, as its checkpoint remembers it."""
+    memory = dict(read_header(resolve_checkpoint(path)).get("datamodule_hyper_parameters") or {})
+    class_path = str(memory.get("_class_path", ""))
+    if not class_path:
+        raise ValueError(f"{path} does not say what data it was trained on: train it with lightning fit")
+    try:
+        kind = find_class(class_path, (LightningDataModule,))
+    except AllowError as error:
+        raise ValueError(f"{path} was trained on data of the class {class_path[:80]}: {error}") from error
+    data: LightningDataModule = kind(**{key: value for key, value in memory.items() if not key.startswith("_")})
+    return data

@@ -1,0 +1,32 @@
+"""Tools that look at the machine."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from mhla_tasks.commandline.registry import Run, passes_on
+
+
+@passes_on
+def doctor(words: Sequence[str]) -> int:
+    """Check this machine: versions, devices, the operator, a short fit; --json for programs."""
+    from mhla_tasks.tools.doctor import main
+
+    return main(words)
+
+
+def completion(parser: ArgumentParser) -> Run:
+    """Print what a shell needs to complete commands, options and configurations.
+
+    lightning completion bash >> ~/.bashrc
+    """
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.commandline.completion import SHELLS
+
+        sys.stdout.write(SHELLS[args.shell])
+
+    return run

@@ -1,0 +1,226 @@
+"""Tools for trained models."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from mhla_tasks.commandline.console import harmless
+from mhla_tasks.commandline.registry import Run, passes_on
+from mhla_tasks.commandline.user_modules import add_allow
+
+
+def export(parser: ArgumentParser) -> Run:
+    """Write the trained model of a checkpoint as a folder, for use anywhere.
+
+        lightning export runs/mnist/version_0/checkpoints/last.ckpt exported
+
+    The folder is what the library of its domain loads: a classifier ``VisionTransformer.from_pretrained``, a class-to-image
+    model ``DiTPipeline.from_pretrained`` (network, scheduler and VAE), a video model ``lightning_mhla.load_swapped``, or
+    diffusers' own ``from_pretrained`` where no layer was replaced, a language model
+    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. ``--model.pretrained=FOLDER`` starts
+    from it. Its model card, ``README.md``, has data, configuration, metrics, versions, how to load it, and the licence. The
+    weights are the moving average where the checkpoint has one; LoRA adapters are added to the weights that they adapt.
+    """
+    parser.add_argument("checkpoint", type=Path, help="file that training wrote, or the folder of a run")
+    parser.add_argument("folder", type=Path, help="folder to write the model to")
+    parser.add_argument("--live", action="store_true", help="the weights as trained, not their moving average")
+    add_allow(parser)
+    parser.add_argument(
+        "--license", metavar="IDENTIFIER", help="licence of the model, for its card: apache-2.0, mit, ..."
+    )
+    language = parser.add_argument_group("language models")
+    language.add_argument("--tokenizer", help="folder or name on the hub; replaces the tokenizer of the checkpoint")
+    language.add_argument("--context", type=int, help="number of tokens to extend the model to first")
+    video = parser.add_argument_group("video models")
+    video.add_argument("--adapters", type=Path, help="folder for LoRA adapters, instead of adding them to the weights")
+
+    def run(args: Namespace) -> None:
+        from rich.console import Console
+
+        from mhla_tasks.tools.export import write_export
+
+        given = {name: getattr(args, name) for name in ("tokenizer", "context", "adapters")}
+        options = {name: value for name, value in given.items() if value is not None}
+        write_export(args.checkpoint, args.folder, args.live, options, args.license)
+        written = sorted(path.name for path in args.folder.iterdir())
+        Console(soft_wrap=True).print(
+            f"{harmless(str(args.folder))}: {', '.join(map(harmless, written))}", markup=False
+        )
+
+    return run
+
+
+def import_published(parser: ArgumentParser) -> Run:
+    """Turn weights that the paper's authors published (Wan2.1-MHLA) into a folder that this suite loads.
+
+        lightning import Wan_1300M_mhla.pth wan-mhla --block_grid 3 5 10
+
+    Writes ``config.json`` and safetensors, which ``lightning_mhla.load_swapped`` and ``--model.pretrained`` read.
+    """
+    parser.add_argument("source", help="file with the authors' names")
+    parser.add_argument("folder", type=Path, help="folder to write the model to")
+    parser.add_argument(
+        "--block_grid",
+        type=int,
+        nargs=3,
+        default=(3, 5, 10),
+        metavar=("FRAMES", "ROWS", "COLUMNS"),
+        help="blocks along each axis (default: 3 5 10, as published)",
+    )
+
+    def run(args: Namespace) -> None:
+        from rich.console import Console
+
+        from lightning_mhla.system.files import rebuilt_folder
+        from mhla_tasks.video.pretrained import load_published
+
+        model = load_published(args.source, tuple(args.block_grid))
+        with rebuilt_folder(args.folder) as aside:
+            model.save_pretrained(aside)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        Console(soft_wrap=True).print(f"{count:,} parameters written to {harmless(str(args.folder))}", markup=False)
+
+    return run
+
+
+def consolidate(parser: ArgumentParser) -> Run:
+    """Make one file of a sharded checkpoint, as training in one process writes it.
+
+        lightning consolidate runs/NAME/checkpoints/recovery/step=00001000.ckpt whole.ckpt
+
+    Training resumes from either; generation, export and evaluation read folders too, with memory for all of them. The folder
+    may come from any number of processes, or be that of a run: then its furthest whole checkpoint is taken.
+    """
+    parser.add_argument("source", type=Path, help="folder of a sharded checkpoint, or of a run")
+    parser.add_argument("target", type=Path, help="file to write")
+
+    def run(args: Namespace) -> None:
+        from rich.console import Console
+
+        from lightning_mhla.checkpoints.io import consolidate
+
+        found = consolidate(args.source, args.target)
+        size = args.target.stat().st_size / 2**20
+        Console(soft_wrap=True).print(
+            f"{harmless(str(args.target))}: {size:.1f} MiB, from {harmless(str(found))}", markup=False
+        )
+
+    return run
+
+
+def generate(parser: ArgumentParser) -> Run:
+    """Continue a prompt with a language model, token by token.
+
+        lightning generate runs/stdlib/version_0/checkpoints/last.ckpt "def main():"
+
+    The model is a checkpoint of training, an exported folder or a name on the hub. Without a prompt it is read from the
+    terminal, one after the other.
+    """
+    parser.add_argument("model", help="checkpoint, exported folder, or name on the hub")
+    parser.add_argument("prompt", nargs="?", help="text to continue")
+    parser.add_argument(
+        "--max_new_tokens", type=int, help="maximum number of tokens to generate (default: 256, or the model's limit)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="sampling temperature; 0 takes the likeliest token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top_k", type=int, default=50, help="sample from the k likeliest tokens; 0 for all (default: 50)"
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens with this total probability (default: 1)",
+    )
+    parser.add_argument(
+        "--control_tokens",
+        action="store_true",
+        help="read the letters of a control token in the prompt, such as <|im_start|>, as that token, for prompts made by a "
+        "chat template; otherwise they stay text",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    add_allow(parser)
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.language.generate import continue_prompts
+
+        sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "control_tokens")}
+        continue_prompts(args.model, args.prompt, args.max_new_tokens, sampling, args.seed, args.device)
+
+    return run
+
+
+def chat(parser: ArgumentParser) -> Run:
+    """Chat with a language model; replies appear as they are written.
+
+        lightning chat exported --system "Answer in one sentence."
+
+    The model is a checkpoint of training, the folder of a run, an exported folder or a name on the hub. Messages go through
+    the chat template of its tokenizer, and a model without one continues what you write. The model reads each turn once: it
+    keeps its state, whose size is printed after each reply and does not grow with mhla and the other linear kinds. Messages
+    may also come from a file or a pipe, one on each line; replies alone go to standard output.
+    """
+    parser.add_argument("model", help="checkpoint, folder of a run, exported folder, or name on the hub")
+    parser.add_argument("--system", metavar="TEXT", help="system message, where the chat template has a place for it")
+    parser.add_argument("--max_new_tokens", type=int, help="maximum number of tokens of a reply (default: 512)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="sampling temperature; 0 takes the likeliest token (default: the one saved with the model, or 0.8)",
+    )
+    parser.add_argument(
+        "--top_k",
+        type=int,
+        help="sample from the k likeliest tokens; 0 for all (default: the one saved with the model, or 50)",
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        help="sample from the likeliest tokens with this total probability (default: the one saved with the model, or 1)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    add_allow(parser)
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.language.chat import chat as talk
+
+        sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+        asked = {name: value for name, value in sampling.items() if value is not None}
+        talk(args.model, args.system, args.max_new_tokens, asked, args.seed, args.device)
+
+    return run
+
+
+@passes_on
+def timm_script(words: Sequence[str]) -> int | None:
+    """Run a script of timm (train.py, validate.py, ...) that knows this package's models.
+
+        lightning timm validate.py images --model mhla_vlt_t --checkpoint model.pth
+
+    Takes the options of the script. The models are those of ``import lightning_mhla.timm``: mhla_vlt_t, mhla_deit_t and more.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write("usage: lightning timm SCRIPT [options of the script]\n\n")
+        sys.stdout.write(f"{timm_script.__doc__}\n")
+        return 0 if words else 2
+    if not Path(words[0]).is_file():
+        raise FileNotFoundError(
+            f"{words[0]}: there is no such script; timm's are in its repository, not in its package"
+        )
+    _ = import_module("timm").create_model  # all of timm, whose import the command line puts off
+    import_module("lightning_mhla.timm")
+    sys.argv = list(words)
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    runpy.run_path(words[0], run_name="__main__")
+    return None

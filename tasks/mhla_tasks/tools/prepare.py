@@ -1,0 +1,404 @@
+"""Tools that turn data into shards.
+
+Longer than other modules: every command of ``lightning prepare``, a function with its options each.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mhla_tasks.commandline.console import harmless
+from mhla_tasks.commandline.registry import Run
+
+if TYPE_CHECKING:
+    from lightning_mhla.data.pack import Packing
+
+
+def _shards(parser: ArgumentParser, what: str, per_shard: int) -> None:
+    parser.add_argument("--prefix", default="train", help="prefix of the shards' names (default: train)")
+    parser.add_argument("--per_shard", type=int, default=per_shard, help=f"{what} in a shard (default: {per_shard})")
+    _forced(parser)
+
+
+def _forced(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="delete shards of this prefix and make them again, where the source or an option has changed",
+    )
+
+
+def _shuffled(parser: ArgumentParser, what: str) -> None:
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of the order of the {what} (default: 0)")
+    _skipping(parser, what)
+
+
+def _skipping(parser: ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--max_skipped", type=int, default=100, help=f"broken {what} to skip before the command fails (default: 100)"
+    )
+
+
+def _caption_key(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--caption_key",
+        default="caption",
+        help="entry of NNN.json, or of a line of metadata.jsonl, that is the caption (default: caption)",
+    )
+
+
+def _packing(args: Namespace) -> Packing:
+    from lightning_mhla.data.pack import Packing
+
+    return Packing(args.target, args.prefix, args.per_shard, args.seed, args.max_skipped, args.force)
+
+
+def _report(paths: Sequence[Path], what: str, skipped: int, share: tuple[int, int] = (0, 1)) -> None:
+    """Say what lies in the shards, of which this process of several has written its share."""
+    from lightning_mhla.data import ShardReader
+
+    rank, world = share
+    here = [path for path in paths if path.exists()]
+    part = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
+    left_out = f"; {skipped} {what} skipped (to add them once repaired: --force)" if skipped else ""
+    _say(f"{len(ShardReader(here))} {what} in {len(paths)} shards{part}: {paths[0]} ..{left_out}")
+
+
+def _say(text: str) -> None:
+    from rich.console import Console
+
+    Console(soft_wrap=True, highlight=False).print(harmless(text), markup=False)
+
+
+def images(parser: ArgumentParser) -> Run:
+    """Pack a folder of images, one folder for each class, into WebDataset shards.
+
+        lightning prepare images photos/train shards --prefix train
+
+    The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. Shards
+    of a second prefix in the same folder get the labels of the first, by name. Every image is decoded to check it, and copied
+    byte for byte, in an order shuffled by the seed. Images that cannot be decoded, truncated ones for instance, are skipped
+    with a warning each, up to a limit. The command resumes after a stop, and says what has changed since.
+    """
+    parser.add_argument("source", type=Path, help="folder that holds one folder of images for each class")
+    parser.add_argument("target", type=Path, help="folder for the shards")
+    _shards(parser, "images", 1000)
+    parser.add_argument(
+        "--classes",
+        type=Path,
+        metavar="FILE",
+        help="file with the name of a class on each line, in the order of their labels; without it, the classes are those of "
+        "the shards of another prefix in the target, or else the folders in alphabetical order",
+    )
+    _shuffled(parser, "images")
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.classification.prepare import class_list, images_to_shards
+
+        classes = class_list(args.classes) if args.classes else None
+        paths, skipped = images_to_shards(args.source, _packing(args), classes)
+        _report(paths, "images", skipped)
+
+    return run
+
+
+def latents(parser: ArgumentParser) -> Run:
+    """Encode images into latent shards by a diffusers VAE, once, for training without it.
+
+        lightning prepare latents photos/train latents --vae stabilityai/sd-vae-ft-ema --image_size 256
+        torchrun --nproc-per-node 8 -m mhla_tasks prepare latents 'shards/train-{0000..1023}.tar' latents --vae VAE
+
+    The source is a folder that holds one folder of images for each class, or WebDataset shards of NNN.jpg and NNN.cls. Every
+    sample keeps means and standard deviations of its latent and of its mirror image's, in float16. Images that cannot be read
+    are skipped, with a warning each, up to a limit. A shard gets its name when it is complete, so calling again after a stop
+    resumes, with any number of processes: those of torchrun or srun share the shards, and each takes the GPU of its local
+    rank.
+    """
+    parser.add_argument("source", help="folder of class folders, or shards of images")
+    parser.add_argument("target", type=Path, help="folder for the latent shards")
+    parser.add_argument("--vae", required=True, help="folder or hub name of a diffusers AutoencoderKL")
+    parser.add_argument("--image_size", type=int, default=256, help="side of the square that is encoded (default: 256)")
+    _shards(parser, "latents", 1000)
+    parser.add_argument("--batch_size", type=int, default=32, help="images encoded at once (default: 32)")
+    parser.add_argument(
+        "--num_classes",
+        type=int,
+        help="labels of shards lie below it (default: the number of classes that PREFIX-classes.txt beside them names)",
+    )
+    _skipping(parser, "images")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.generative.codecs import LatentCodec
+        from lightning_mhla.system.processes import process_device, process_ranks
+        from mhla_tasks.diffusion.prepare_latents import encode_images, open_source
+
+        (rank, world, _), device = process_ranks(), process_device(args.device)
+        source = open_source(args.source, args.target, args.prefix, args.image_size, args.num_classes)
+        paths, skipped = encode_images(
+            source, args.target, LatentCodec(args.vae), args.prefix, args.per_shard, args.batch_size, device,
+            args.image_size, args.max_skipped, (rank, world), args.force,
+        )  # fmt: skip
+        _report(paths, "images", skipped, (rank, world))
+
+    return run
+
+
+def tokenizer(parser: ArgumentParser) -> Run:
+    """Train a byte-level BPE tokenizer on text, without network.
+
+        lightning prepare tokenizer tokenizer texts/ more.jsonl --vocab_size 4096
+
+    Sources are those of ``lightning prepare text``. The folder is what ``--tokenizer`` of that command takes, and what
+    transformers' AutoTokenizer loads.
+    """
+    parser.add_argument("target", type=Path, help="folder for the tokenizer")
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        help="text files, tables (.jsonl, .json, .csv, .tsv, .parquet), folders, hub:NAME[:CONFIG[:SPLIT]]",
+    )
+    parser.add_argument("--vocab_size", type=int, default=4096, help="number of tokens (default: 4096)")
+    parser.add_argument("--column", default="text", help="column of tables that holds the text (default: text)")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.system.files import rebuilt_folder
+        from mhla_tasks.language.corpus import read_documents
+        from mhla_tasks.language.tokenizer import save_tokenizer, train_tokenizer
+
+        trained = train_tokenizer(read_documents(args.sources, args.column), args.vocab_size)
+        with rebuilt_folder(args.target) as aside:
+            save_tokenizer(trained, aside)
+        _say(f"{len(trained):,} tokens in {args.target}")
+
+    return run
+
+
+def text(parser: ArgumentParser) -> Run:
+    """Tokenise text into shards, once, for training of any length.
+
+        lightning prepare text shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
+        lightning prepare text shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
+
+    Sources are text files (one document each), tables (.jsonl, .json, .csv, .tsv, .parquet: one document for each row of
+    --column; other columns may hold anything), all of these compressed (.gz, .bz2, .xz, .zst), folders of them, or
+    hub:NAME[:CONFIG[:SPLIT]], which is streamed. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. One line says
+    what is left out: rows without a text; of folders, hidden and binary files, tables without the column, files in another
+    encoding. All cores tokenise. A shard gets its name when it is complete: calling again after a stop resumes. The
+    tokenizer is kept in the folder's tokenizer/.
+    """
+    parser.add_argument("target", type=Path, help="folder for the shards")
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        help="text files, tables (.jsonl, .json, .csv, .tsv, .parquet), folders, hub:NAME[:CONFIG[:SPLIT]]",
+    )
+    parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer, or a model on the hub")
+    parser.add_argument("--prefix", default="train", help="prefix of the shards' names (default: train)")
+    parser.add_argument("--column", default="text", help="column of tables that holds the text (default: text)")
+    parser.add_argument(
+        "--skip", type=int, default=0, help="number of documents to leave out at the start (default: 0)"
+    )
+    parser.add_argument("--limit", type=int, help="maximum number of documents (default: all)")
+    parser.add_argument(
+        "--run_characters", type=int, default=4_000_000, help="characters of a sample (default: 4000000)"
+    )
+    parser.add_argument("--runs_per_shard", type=int, default=16, help="samples in a shard (default: 16)")
+    _forced(parser)
+    parser.add_argument(
+        "--control_tokens",
+        action="store_true",
+        help="read the letters of a control token in a document, such as <|endoftext|>, as that token (default: as text)",
+    )
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.data import ShardReader
+        from mhla_tasks.language.prepare import write_token_shards
+        from mhla_tasks.language.token_shards import ShardRuns
+        from mhla_tasks.language.tokenizer import load_tokenizer
+
+        paths = write_token_shards(
+            args.target, args.sources, load_tokenizer(args.tokenizer), args.prefix, args.column, args.run_characters,
+            args.runs_per_shard, args.skip, args.limit, args.control_tokens, args.force,
+        )  # fmt: skip
+        runs = ShardRuns(ShardReader(paths))
+        _say(f"{sum(runs.lengths):,} tokens in {len(paths)} shards: {paths[0]} ..")
+
+    return run
+
+
+def captions(parser: ArgumentParser) -> Run:
+    """Pack a folder of images with captions into WebDataset shards.
+
+        lightning prepare captions photos/train shards --prefix train
+
+    The source holds images (JPEG, PNG, WebP) with NNN.txt, or with NNN.json, beside each, in any folders below; or a
+    metadata.jsonl with a file_name and a caption on each line. Every image is decoded to check it, and copied byte for byte,
+    in an order shuffled by the seed. Images that cannot be decoded or lack a caption are skipped with a warning each, up to a
+    limit. The command resumes after a stop.
+    """
+    parser.add_argument("source", type=Path, help="folder of images and captions")
+    parser.add_argument("target", type=Path, help="folder for the shards")
+    _shards(parser, "images", 1000)
+    _caption_key(parser)
+    _shuffled(parser, "images")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.data.images import EXTENSIONS, decode_image
+        from lightning_mhla.data.pack import pack_captioned
+
+        paths, skipped = pack_captioned(args.source, EXTENSIONS, decode_image, args.caption_key, _packing(args))
+        _report(paths, "images", skipped)
+
+    return run
+
+
+def caption_latents(parser: ArgumentParser) -> Run:
+    """Encode images and captions into latent shards, once, for training without both encoders.
+
+        lightning prepare caption-latents 'shards/train-*.tar' latents --model Efficient-Large-Model/Sana_600M_512px_diffusers
+        torchrun --nproc-per-node 8 -m mhla_tasks prepare caption-latents photos latents --model SANA --height 1024 --width 1024
+
+    The source is WebDataset shards of NNN.jpg with NNN.txt (or NNN.json), or a folder of such files. Images are scaled to
+    cover the size; their middle is encoded by SANA's autoencoder and their caption by its text encoder, and stored in float16.
+    Images that cannot be read or lack a caption are skipped, with a warning each, up to a limit. A shard gets its name when it
+    is complete, so calling again after a stop resumes, with any number of processes: those of torchrun or srun share the
+    shards, and each takes the GPU of its local rank.
+    """
+    parser.add_argument("source", help="shards of images and captions, or a folder of them")
+    parser.add_argument("target", type=Path, help="folder for the latent shards")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="folder or hub name of a diffusers SANA pipeline: autoencoder, text encoder, tokenizer",
+    )
+    parser.add_argument("--height", type=int, default=512, help="height of an image in pixels (default: 512)")
+    parser.add_argument("--width", type=int, default=512, help="width of an image in pixels (default: 512)")
+    parser.add_argument(
+        "--buckets",
+        nargs="+",
+        metavar="HEIGHTxWIDTH",
+        help="several sizes in place of one, such as 512x512 384x640; each image takes the one with the nearest ratio",
+    )
+    _caption_key(parser)
+    parser.add_argument(
+        "--text_length", type=int, default=300, help="maximum number of tokens of a caption (default: 300)"
+    )
+    parser.add_argument(
+        "--instruction",
+        default="sana",
+        help="text before each caption; sana for SanaPipeline's own (default); empty for none",
+    )
+    _shards(parser, "images", 1000)
+    _skipping(parser, "images")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.generative.codecs import ImageCodec
+        from lightning_mhla.generative.encoded import encode_samples
+        from lightning_mhla.generative.text import TextConfig, make_encoder
+        from lightning_mhla.system.processes import process_device, process_ranks
+        from mhla_tasks.text_to_image.buckets import parse_buckets
+        from mhla_tasks.text_to_image.prepare import open_source
+
+        (rank, world, _), device = process_ranks(), process_device(args.device)
+        sizes = parse_buckets(args.buckets) if args.buckets else [(args.height, args.width)]
+        codec = ImageCodec(args.model)
+        for size in sizes:
+            codec.latent_size(*size)
+        source = open_source(args.source, sizes, args.caption_key)
+        encoder = make_encoder(TextConfig(args.model, args.text_length, args.instruction or None), None)
+        options = ("height", "width", "model", "caption_key", "text_length", "instruction")
+        made_with = {name: getattr(args, name) for name in (*options, "buckets")}
+        paths, skipped = encode_samples(
+            source, made_with, args.target, codec.encode, encoder, args.prefix, args.per_shard, device, args.max_skipped,
+            (rank, world), args.force,
+        )  # fmt: skip
+        _report(paths, "images", skipped, (rank, world))
+
+    return run
+
+
+def clips(parser: ArgumentParser) -> Run:
+    """Pack a folder of videos with captions into WebDataset shards.
+
+        lightning prepare clips clips/train shards --prefix train
+
+    The source holds NNN.mp4 with NNN.txt, or with NNN.json, beside it, in any folders below. The files are copied byte for
+    byte, in an order shuffled by the seed. Videos that are truncated, cannot be decoded at their beginning or their end, or
+    lack a caption are skipped with a warning each, up to a limit. The command resumes after a stop.
+    """
+    parser.add_argument("source", type=Path, help="folder of videos and captions")
+    parser.add_argument("target", type=Path, help="folder for the shards")
+    _shards(parser, "videos", 100)
+    _caption_key(parser)
+    _shuffled(parser, "videos")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.data.pack import pack_captioned
+        from mhla_tasks.video.clips import check_video
+        from mhla_tasks.video.sources import VIDEO
+
+        paths, skipped = pack_captioned(args.source, (VIDEO,), check_video, args.caption_key, _packing(args))
+        _report(paths, "videos", skipped)
+
+    return run
+
+
+def clip_latents(parser: ArgumentParser) -> Run:
+    """Encode clips and captions into latent shards, once, for training without VAE and text encoder.
+
+        lightning prepare clip-latents 'clips/train-{0000..0099}.tar' latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+        torchrun --nproc-per-node 8 -m mhla_tasks prepare clip-latents clips latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+
+    The source is WebDataset shards of NNN.mp4 with NNN.txt (or NNN.json), or a folder of such files. The middle of every
+    video is encoded by Wan's VAE and its caption by UMT5, both in float16. Videos that cannot be read, are too short or lack
+    a caption are skipped, with a warning each, up to a limit. A shard gets its name when it is complete, so calling again
+    after a stop resumes, with any number of processes: those of torchrun or srun share the shards, and each takes the GPU of
+    its local rank.
+    """
+    parser.add_argument("source", help="shards of videos and captions, or a folder of them")
+    parser.add_argument("target", type=Path, help="folder for the latent shards")
+    parser.add_argument(
+        "--model", required=True, help="folder or hub name of a diffusers Wan pipeline: VAE, UMT5, tokenizer"
+    )
+    parser.add_argument("--frames", type=int, default=81, help="frames of a clip (default: 81)")
+    parser.add_argument("--height", type=int, default=480, help="height of a clip in pixels (default: 480)")
+    parser.add_argument("--width", type=int, default=800, help="width of a clip in pixels (default: 800)")
+    parser.add_argument("--fps", type=float, default=16.0, help="frames per second of a clip (default: 16)")
+    _caption_key(parser)
+    parser.add_argument(
+        "--text_length", type=int, default=512, help="maximum number of tokens of a caption (default: 512)"
+    )
+    parser.add_argument(
+        "--text_width", type=int, help="width of a token's embedding; an encoder of another width is an error"
+    )
+    _shards(parser, "videos", 100)
+    _skipping(parser, "videos")
+    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+
+    def run(args: Namespace) -> None:
+        from lightning_mhla.generative.codecs import ClipCodec
+        from lightning_mhla.generative.encoded import encode_samples
+        from lightning_mhla.generative.text import TextConfig, make_encoder
+        from lightning_mhla.system.processes import process_device, process_ranks
+        from mhla_tasks.video.prepare_latents import open_source
+
+        (rank, world, _), device = process_ranks(), process_device(args.device)
+        size = {"frames": args.frames, "height": args.height, "width": args.width}
+        source = open_source(args.source, args.caption_key, **size, fps=args.fps)
+        codec = ClipCodec(args.model)
+        codec.latent_size(*size.values())
+        codec.check_size(tuple(size.values()))
+        captions = make_encoder(TextConfig(args.model, args.text_length), args.text_width)
+        kept = {"fps": args.fps, "model": args.model, "caption_key": args.caption_key, "text_length": args.text_length}
+        paths, skipped = encode_samples(
+            source, {**size, **kept}, args.target, codec.encode, captions, args.prefix, args.per_shard, device,
+            args.max_skipped, (rank, world), args.force,
+        )  # fmt: skip
+        _report(paths, "videos", skipped, (rank, world))
+
+    return run
