@@ -136,7 +136,8 @@ def test_jobs_are_submitted_once(
     assert sweep.run(["fit", *words]) == 0
     options = "--nodes=2 train.sbatch --config=a.yaml --seed_everything"
     lines = [
-        f"r/seed_everything={seed} --parsable --job-name=seed_everything={seed} {options}={seed}" for seed in (0, 1)
+        f"r/seed_everything={seed} --parsable --export=ALL --job-name=seed_everything={seed} {options}={seed}"
+        for seed in (0, 1)
     ]
     assert (tmp_path / "submitted").read_text().splitlines() == lines
     (tmp_path / "queue-1").write_text("PENDING\n")  # squeue fails for the other, which SLURM has forgotten

@@ -252,7 +252,13 @@ def _state(own: Path, line: CommandLine, queues: bool) -> str:
 
 def _submit(own: Path, words: Sequence[str], progress: Progress) -> int:
     """Submit a run and note its job; the exit status of ``sbatch``."""
-    command = ["sbatch", "--parsable", f"--job-name={own.name}", *words]
+    command = [
+        "sbatch",
+        "--parsable",
+        "--export=ALL",
+        f"--job-name={own.name}",
+        *words,
+    ]  # else SBATCH_EXPORT=NONE loses RUN_DIR
     try:
         done = subprocess.run(command, env={**os.environ, "RUN_DIR": str(own)}, stdout=subprocess.PIPE, text=True)
     except FileNotFoundError:
