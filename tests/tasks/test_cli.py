@@ -380,6 +380,26 @@ def test_right_keys_pass(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) 
         parse(monkeypatch, "fit", "--config", str(DIGITS), *arguments)
 
 
+@pytest.mark.parametrize("flags", ["", "=skip_default", "=skip_unset"])
+def test_the_configuration_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run(
+            monkeypatch,
+            "fit",
+            "--config",
+            str(DIGITS),
+            "--model.depth=3",
+            f"--print_config{flags}",
+            "--trainer.max_epochs=7",
+        )
+    assert stop.value.code == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["model"]["init_args"]["depth"], printed["trainer"]["max_epochs"]) == (3, 7)
+    assert ("barebones" in printed["trainer"]) == (flags != "=skip_default")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -122,6 +122,65 @@ def test_texts_stay_as_typed() -> None:
     assert found["model"]["init_args"]["pretrained"] == "{a,b}"
 
 
+def test_brackets_and_nothing_are_texts_where_no_class_can_stand() -> None:
+    found = options("--config", DIGITS, "--data.predict_dir=[a]", "--model.pretrained=a: b", "--trainer.max_steps=null")
+    assert (found["data"]["init_args"]["predict_dir"], found["model"]["init_args"]["pretrained"]) == ("[a]", "a: b")
+    assert found["trainer"]["max_steps"] == "null"
+    assert options("--config", DIGITS, "--trainer.callbacks=null")["trainer"]["callbacks"] is None
+    added = options("--config", DIGITS, "--trainer.callbacks=null", "--trainer.callbacks+=Timer")["trainer"][
+        "callbacks"
+    ]
+    assert added == ["Timer"]
+    new = options("--config", DIGITS, "--model.optimizer=null", "--model.optimizer.lr=3")["model"]["init_args"][
+        "optimizer"
+    ]
+    assert new == {"lr": "3"}
+    strategy = options("--config", DIGITS, "--trainer.strategy=ddp", "--trainer.strategy.find_unused_parameters=true")
+    assert strategy["trainer"]["strategy"] == {"find_unused_parameters": "true"}
+
+
+def test_a_class_with_none_of_the_options_before_keeps_none() -> None:
+    timm = "mhla_tasks.classification.TimmClassifier"
+    found = options("--config", DIGITS, f"--model={timm}", "--model.model=vit_tiny_patch16_224")["model"]["init_args"]
+    assert found["model"] == "vit_tiny_patch16_224"
+    assert "patch_size" not in found
+    assert found["num_classes"] == 10
+
+
+def test_appending_below_a_mapping_of_the_users_own_keys() -> None:
+    timm = "mhla_tasks.classification.TimmClassifier"
+    typed = ["--model.model_args={l: [1]}", "--model.model_args.l+=4"]
+    arguments = options("--config", DIGITS, f"--model={timm}", *typed)["model"]["init_args"]["model_args"]
+    assert arguments == {"l": [1, "4"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("config: nofile.yaml\n", "a.yaml: config takes the name of a file, and there is no file nofile.yaml"),
+        ("config: [a.yaml]\n", "config takes the name of a file"),
+        ("config: {trainer: {}}\n", "config takes the name of a file"),
+        ("trainer: foo\n", "trainer is not a value, got foo"),
+        ("model: {init_args: 3}\n", "init_args takes options by name (KEY: VALUE), got 3"),
+        ("data: {dict_kwargs: {batch_size: 3}}\n", "Digits takes its own options alone; write them under init_args"),
+        ("model: {init_args: {depth: !!binary aGk=}}\n", "could not determine a constructor"),
+        ("model: {init_args: {depth: !!set {a}}}\n", "could not determine a constructor"),
+        ("trainer: {callbacks++: [Timer]}\n", "trainer.callbacks++ is not an option"),
+    ],
+)
+def test_what_is_no_configuration_is_rejected_with_its_file(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UsageError) as error:
+        plan("fit", "--config", DIGITS, "--config", str(tmp_path / "a.yaml"))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["model: {init_args: null}\n", "model: {init_args: {}}\n"])
+def test_no_options_change_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    assert options("--config", DIGITS, "--config", str(tmp_path / "a.yaml")) == options("--config", DIGITS)
+
+
 def test_numbers_in_files_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         "model: {init_args: {drop_path: 1e-3}}\ndata: {init_args: {predict_dir: 2026-11-25}}\n"

@@ -28,6 +28,11 @@ class Open:
         pass
 
 
+class Passing(Open):
+    def __init__(self, own: int, **others: int) -> None:
+        super().__init__(**others)
+
+
 class Parts(Open):
     def __init__(
         self,
@@ -62,12 +67,16 @@ def test_the_models_take_options_of_options() -> None:
         ("function", (), ()),
         ("anything", (), ()),
         ("plain", (), ()),
-        ("known", (), ()),  # passed on to the base
     ],
 )
 def test_classes_below_an_option(name: str, below: tuple[type, ...], anywhere: tuple[type, ...]) -> None:
     assert option_classes(Parts)[name] == below
     assert parameter_bases(Parts)[name] == anywhere
+
+
+def test_options_of_a_base_count_where_they_are_passed_on() -> None:
+    assert "known" not in option_classes(Parts)
+    assert set(option_classes(Passing)) == {"own", "known"}
 
 
 def test_a_class_may_name_itself() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,9 +213,83 @@ def test_files_run_nothing(
     path.write_text(yaml.safe_dump(ATTACKS[name]))
     said = failing(capsys, monkeypatch, "fit", "--config", str(DIGITS), "--config", str(path), *RUN)
     assert said.startswith("error: ")
-    assert len(said.splitlines()) == 2 or name.startswith("unpickling")
+    assert (len(said.splitlines()) == 2 and f"{path}: " in said) or name.startswith("unpickling")
     assert not evil.exists()
     assert {file.name for file in tmp_path.iterdir()} <= {"overlay.yaml", "evilmod.py", "__pycache__"}
+
+
+TIMM = "mhla_tasks.classification.TimmClassifier"
+MONITOR = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor", "init_args": {"logging_interval": "step"}}
+TEXTS: dict[str, tuple[dict[str, Any], str]] = {
+    "class": (MONITOR, "no class can be given here"),
+    "class in a list": ([MONITOR], "no class can be given here"),  # type: ignore[dict-item]
+    "class in a text in a text": ({"a": json.dumps(MONITOR)}, "no class can be given here"),
+    "method of a configuration": ({"class_path": "transformers.PretrainedConfig.from_pretrained"}, "no class can be given here"),
+    "base of configurations": ({"class_path": "transformers.PretrainedConfig"}, "is no configuration of transformers"),
+    "method of the data": ({"class_path": f"{TIMM}.load_from_checkpoint", "init_args": {"checkpoint_path": "e.ckpt"}}, "no class can be given here"),
+    "method of a plugin": ({"class_path": "lightning.pytorch.plugins.io.TorchCheckpointIO.load_checkpoint"}, "no class can be given here"),
+    "module": ({"class_path": "evilmod.X"}, "no class can be given here"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["file", "typed", "checkpoint"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_that_means_a_class_is_checked_as_the_class(
+    evil: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    name: str,
+) -> None:
+    """The parser reads texts under options that take any value as YAML."""
+    monkeypatch.chdir(tmp_path)
+    value, message = TEXTS[name]
+    arguments = {"model": "vit_tiny_patch16_224", "num_classes": 10, "image_size": 8, "channels": 1}
+    model = {"class_path": TIMM, "init_args": {**arguments, "model_args": {"x": json.dumps(value)}}}
+    data = {"class_path": "mhla_tasks.classification.Digits"}
+    typed = ["--data.batch_size=8"]
+    if place == "checkpoint":
+        memory = {"_class_path": TIMM, **model["init_args"]}
+        content = {"state_dict": {}, "hyper_parameters": memory, "global_step": 1, "epoch": 0}
+        torch.save({**content, "datamodule_hyper_parameters": {"_class_path": data["class_path"]}}, "a.ckpt")
+        words = ["validate", "--ckpt_path=a.ckpt"]
+    else:
+        if place == "typed":
+            del model["init_args"]["model_args"]
+            typed.append(f"--model.model_args.x={json.dumps(value)}")
+        (tmp_path / "a.yaml").write_text(yaml.safe_dump({"model": model, "data": data}))
+        words = ["fit", "--config=a.yaml"]
+    said = failing(capsys, monkeypatch, *words, *typed, *RUN)
+    assert message in said.splitlines()[0]
+    assert "model_args.x" in said
+    assert not evil.exists()
+
+
+@pytest.mark.parametrize("option", ["callbacks", "logger", "strategy", "profiler", "plugins"])
+@pytest.mark.parametrize("kind", ["text", "json", "fifo"])
+def test_no_other_file_is_read_in_the_place_of_a_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if kind == "fifo":
+        os.mkfifo("other.txt")
+    else:
+        (tmp_path / "other.txt").write_text("precious" if kind == "text" else json.dumps({"class_path": "Timer"}))
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"trainer": {option: "other.txt"}}))
+    said = failing(capsys, monkeypatch, "fit", "--config", str(DIGITS), "--config=a.yaml", *RUN)
+    assert f"a.yaml: trainer.{option}: other.txt is a file; options are read from files that end in .yaml" in said
+    assert "precious" not in said
+
+
+@pytest.mark.parametrize("value", [False, "false", "no", "False", 0])
+def test_checkpoints_are_never_unpickled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"weights_only": value}))
+    for words in (["--config", str(tmp_path / "a.yaml")], [f"--weights_only={value}"]):
+        said = failing(capsys, monkeypatch, "fit", "--config", str(DIGITS), *words, *RUN)
+        assert "checkpoints are read as plain data" in said
 
 
 @pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])

@@ -24,7 +24,7 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
     Raises:
         ValueError: when one source says two things.
     """
-    parts = {part: options.get(part, {}).get("init_args", {}) for part in ("model", "data")}
+    parts = {part: (options.get(part) or {}).get("init_args", {}) for part in ("model", "data")}
     _count_classes(options, parts, sources)
     for name in shared_options(parts["model"]):
         values = {part: arguments[name] for part, arguments in parts.items() if name in arguments}

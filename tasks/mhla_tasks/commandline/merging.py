@@ -7,17 +7,20 @@ a list. An option below a list belongs to its last item.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning import LightningDataModule, LightningModule, Trainer
 
+from mhla_tasks.commandline.arguments import UsageError
 from mhla_tasks.commandline.signatures import option_classes, parameter_hints
 from mhla_tasks.commandline.sources import Source
 from mhla_tasks.commandline.trust import CLASS_OPTIONS, subclass_named
 
 Classes = tuple[type, ...]
+
+REQUESTS = ("print_config", "help")
+"""Options that ask for a text and are no options of a run."""
 
 ROOTS: Mapping[str, Classes] = {
     "model": (LightningModule,),
@@ -41,21 +44,49 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
             continue
         path = source.option.name.split(".")
         value = _typed_value(source, path)
-        if value is not None:
+        if value is not None and source.option.name not in REQUESTS and path[-1] != "help":
             _put_argument(configuration, path[0], path[1:], value, ROOTS)
-    return configuration
+    plain: dict[str, Any] = _plain(configuration)
+    return plain
 
 
-def _typed_value(source: Source, path: Sequence[str]) -> Any:
-    """The value of a typed option: its text, unless it is a mapping or a list; None where a file has its options."""
+def _plain(value: Any) -> Any:
+    """A value with texts as they were typed."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, _Typed) else value
+
+
+class _Typed(str):
+    """Text of a typed option, which is a mapping, a list or null only where classes or their options can stand.
+
+    Attributes:
+        meaning: its value as YAML.
+    """
+
+    meaning: Any
+
+    def at(self, classes: Classes) -> Any:
+        """The value at a place."""
+        if classes and (self.meaning is None or isinstance(self.meaning, dict | list)):
+            braces = isinstance(self.meaning, dict) and all(item is None for item in self.meaning.values())
+            return self if braces and self.meaning else self.meaning
+        return self
+
+
+def _typed_value(source: Source, path: Sequence[str]) -> _Typed | None:
+    """The text of a typed option; None where a file has its options."""
     value: Any = source.values
     for key in path:
         if key not in value:
             return None
         value = value[key]
-    if isinstance(value, dict) and all(item is None for item in value.values()):
-        return source.option.value if source.option is not None else value  # {a,b} is a text with braces
-    return value if isinstance(value, dict | list) or source.option is None else source.option.value
+    assert source.option is not None
+    text = _Typed(source.option.value)
+    text.meaning = value
+    return text
 
 
 def _put_argument(
@@ -73,6 +104,7 @@ def _put_argument(
     name = key.removesuffix("+")
     below = classes.get(name, ())
     if key != name and not path:
+        value = value.at(below) if isinstance(value, _Typed) else value
         stored = name if name in arguments else key  # jsonargparse appends to the default
         items = [_put(None, [], item, below) for item in (value if isinstance(value, list) else [value])]
         arguments[stored] = [*_as_list(arguments.get(stored)), *items]
@@ -103,21 +135,22 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
     options = _as_options(old, classes)
     key, *rest = path
     if not classes:
-        options[key] = _put(options.get(key), rest, value, ())
+        _put_argument(options, key, rest, value, {})
         return options
-    if key == "class_path":
-        return _with_class(options, value, classes)
+    if key == "class_path" and not rest:
+        return _with_class(options, str(value), classes)
     if "class_path" in options and key not in CLASS_OPTIONS:
         key, rest = "init_args", [key, *rest]
     if key == "init_args":
         arguments = dict(options.get("init_args") or {})
+        value = value.at(classes) if isinstance(value, _Typed) and not rest else value
         if rest:
             _put_argument(arguments, rest[0], rest[1:], value, _below(options, classes))
         elif isinstance(value, dict):
             for name, item in value.items():
                 _put_argument(arguments, str(name), [], item, _below(options, classes))
-        else:
-            return {**options, "init_args": value}  # the parser says what is wrong with it
+        elif value is not None:
+            raise UsageError(f"init_args takes options by name (KEY: VALUE), got {str(value)[:100]}")
         return {**options, "init_args": arguments}
     if key in CLASS_OPTIONS:
         options[key] = _put(options.get(key), rest, value, ())
@@ -128,6 +161,7 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
 
 def _replace(old: Any, value: Any, classes: Classes) -> Any:
     """What stands at a place after a source gives ``value`` for it."""
+    value = value.at(classes) if isinstance(value, _Typed) else value
     if isinstance(value, list):
         return [_replace(None, item, classes) for item in value]
     if isinstance(value, dict) and classes:
@@ -142,9 +176,10 @@ def _replace(old: Any, value: Any, classes: Classes) -> Any:
 
 def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
     """A copy of the options at a place; a class that is named alone has none yet."""
+    value = value.meaning if isinstance(value, _Typed) and isinstance(value.meaning, dict) else value
     if isinstance(value, dict):
         return dict(value)
-    return {"class_path": value} if isinstance(value, str) and re.fullmatch(r"[\w.]+", value) and classes else {}
+    return {"class_path": value} if subclass_named(value, classes) is not None else {}
 
 
 def _with_class(options: dict[str, Any], class_path: Any, classes: Classes) -> dict[str, Any]:

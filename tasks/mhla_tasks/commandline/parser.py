@@ -91,7 +91,8 @@ class ShortErrorParser(LightningArgumentParser):
         """Say what is wrong and leave with status 2."""
         text = shorten(message, self.sources)
         if denied := re.search(r"Importing '([^']+)' is not allowed", text):
-            text = f"{denied[1]}: {refusal(denied[1]) or 'may not be imported'}"
+            origins = [f"{source.origin}: " for source in self.sources if denied[1] in str(source.values)]
+            text = f"{''.join(origins[-1:])}{denied[1]}: {refusal(denied[1]) or 'may not be imported'}"
         leave(text, self.program)
 
 

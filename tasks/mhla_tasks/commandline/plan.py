@@ -119,7 +119,7 @@ def _find_problem(line: CommandLine, sources: Sequence[Source]) -> str | None:
     for source in sources:
         if source.problem:
             return source.problem
-        if source.values.get("weights_only") is False:
+        if source.values.get("weights_only") not in (None, True, "true", "null"):
             return (
                 f"{source.origin}: checkpoints are read as plain data, so that they run no code; leave weights_only out"
             )

@@ -43,9 +43,10 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
             key = str(name)
             if key not in roots:
                 problem: str | None = _message(source.origin, key, roots, "")
-            elif (key in ("trainer", "model", "data") and isinstance(value, list | int | float)) or (key, value) == (
-                "trainer",
-                None,
+            elif key == "config":  # a file that exists is a source of its own
+                problem = f"{source.origin}: config takes the name of a file, and there is no file {str(value)[:100]}"
+            elif (key in ("model", "data") and isinstance(value, list | int | float)) or (
+                key == "trainer" and not isinstance(value, dict)
             ):
                 problem = f"{source.origin}: {key} is not a value, got {value}; it needs options (KEY: VALUE) below it"
             elif key == "trainer" and isinstance(value, dict):
@@ -104,7 +105,7 @@ def _message(origin: str, path: str, valid: Collection[str], owner: str) -> str:
 
 def _check_trainer(source: Source, values: dict[str, Any], valid: Collection[str]) -> str | None:
     for key, value in values.items():
-        name = str(key).rstrip("+")
+        name = str(key).removesuffix("+")
         if name not in valid:
             return _message(source.origin, f"trainer.{key}", valid, "the trainer")
         for index, item in enumerate(value if isinstance(value, list) else [value]):
@@ -141,6 +142,8 @@ def _check_class(
             return f"{origin}: {path}.class_path {class_path[:100]!r}: {error}"
     if path not in classes:
         return None
+    if value.get("dict_kwargs") and option_names(classes[path]) is not None:
+        return f"{origin}: {path}.dict_kwargs: {classes[path].__name__} takes its own options alone; write them under init_args"
     arguments = value.get("init_args") or {key: item for key, item in value.items() if key not in CLASS_OPTIONS}
     prefix = f"{path}.init_args" if "init_args" in value else path
     return next(_unknown(origin, prefix, arguments, classes[path]), None)
@@ -152,7 +155,7 @@ def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
     if valid is None or not isinstance(options, dict):
         return
     for key, value in options.items():
-        name = str(key).rstrip("+")
+        name = str(key).removesuffix("+")
         if name not in valid:
             yield _message(origin, f"{path}.{key}", valid, kind.__name__)
             continue
@@ -202,7 +205,7 @@ def _located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Itera
         items = enumerate(values)
     for key, value in items:
         here = (*path, key)
-        if list(here[-len(tail) :]) == tail:
+        if [str(each).removesuffix("+") if isinstance(each, str) else each for each in here[-len(tail) :]] == tail:
             yield here
         yield from _located(value, tail, here)
 

@@ -18,13 +18,21 @@ PLAIN = ("builtins", "pathlib", "datetime", "os")
 
 @cache
 def parameter_hints(kind: type) -> dict[str, Any]:
-    """Type hints of the parameters of a class, those that it passes on to its bases included."""
+    """Type hints of the parameters of a class, those of its bases included where it passes options of any name on."""
     hints: dict[str, Any] = {}
+    passes_on = True
     for each in kind.__mro__:
         if each is object or "__init__" not in vars(each):
             continue
+        if not passes_on:
+            break
+        passes_on = option_names(each) is None
         scope = vars(import_module(each.__module__))
+        parameters = inspect.signature(each.__init__).parameters.values()  # type: ignore[misc]
+        variadic = {one.name for one in parameters if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
         for name, annotation in getattr(inspect.unwrap(vars(each)["__init__"]), "__annotations__", {}).items():
+            if name == "return" or name in variadic:
+                continue
             try:
                 hint = typing.get_type_hints(types.SimpleNamespace(__annotations__={name: annotation}), scope)[name]
             except NameError:  # imported for type checkers alone

@@ -37,6 +37,8 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
     }
 
 
+for tag in ("binary", "set", "timestamp", "omap", "pairs"):  # values that no option takes
+    Loader.add_constructor(f"tag:yaml.org,2002:{tag}", Loader.construct_undefined)
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+0123456789."))
 
 
@@ -84,7 +86,7 @@ def read_sources(line: CommandLine) -> list[Source]:
 
 
 def _typed(option: Option) -> Source:
-    nested: Any = _literal(option.value or "")
+    nested: Any = literal(option.value or "")
     for part in reversed(option.name.split(".")):
         nested = {part: nested}
     return Source(option.text, nested, typed=True, option=option)
@@ -239,7 +241,8 @@ def _names_a_file(key: str, value: str, folder: Path) -> bool:
         return False
 
 
-def _literal(text: str) -> Any:
+def literal(text: str) -> Any:
+    """The value that a text means in YAML; the text itself where it means none."""
     try:
         check_yaml(text)
         return yaml.load(text, Loader)

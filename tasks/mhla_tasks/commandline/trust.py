@@ -9,6 +9,7 @@ private names, and classes under parameters that take anything (``dict[str, Any]
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 from jsonargparse import set_parsing_settings
 
 from mhla_tasks.commandline.signatures import parameter_bases
-from mhla_tasks.commandline.sources import Source
+from mhla_tasks.commandline.sources import Source, literal
 from mhla_tasks.commandline.user_modules import allowed, import_own
 
 PACKAGES = ("lightning", "lightning_mhla", "mhla_kernels", "mhla_tasks")
@@ -173,12 +174,17 @@ class _Check:
                 self.value(source, path, item, bases)
         elif isinstance(value, str):
             self._text(source, path, value, bases)
+            if isinstance(meaning := literal(value), dict | list):  # the parser reads such a text as what it means
+                self.value(source, path, meaning, bases)
         elif isinstance(value, dict):
             for key in ("class_path", "help"):
                 if key in value and (key == "class_path" or bases):
                     self._named_class(source, path, value[key], bases)
             if "class_path" not in value:  # the parser takes the base itself for the class of such options
-                self.found |= {name for base in bases if refusal(next(_paths(base))) is None for name in _paths(base)}
+                named = [
+                    base for base in bases if dataclasses.is_dataclass(base) and refusal(next(_paths(base))) is None
+                ]
+                self.found |= {name for base in named for name in _paths(base)}
             kinds = self._named.get(path) or list(bases)
             inner = value.get("init_args") if "class_path" in value or "init_args" in value else None
             self.arguments(source, path, inner, kinds)
@@ -193,11 +199,15 @@ class _Check:
         for kind in kinds:
             self._add_options(kind)
         for key, value in values.items():
-            name = str(key).rstrip("+")
+            name = str(key).removesuffix("+")
             bases = tuple({base for kind in kinds for base in parameter_bases(kind).get(name, ())})
             self.value(source, f"{path}.{name}", value, bases)
 
     def _text(self, source: Source, path: str, text: str, bases: tuple[type, ...]) -> None:
+        if bases and _is_file(text):  # the parser would read it
+            raise AllowError(
+                f"{source.origin}: {path}: {text[:100]} is a file; options are read from files that end in .yaml"
+            )
         if bases and "." not in text:
             for kind in _called(text, bases):  # a class may be named without its module
                 self._add(path, kind, f"{kind.__module__}.{kind.__qualname__}")
@@ -272,7 +282,8 @@ def _model_config(path: str) -> type:
     import transformers
 
     found = getattr(transformers, path.rpartition(".")[2], None)
-    if not (isinstance(found, type) and issubclass(found, transformers.PretrainedConfig)):
+    base = transformers.PretrainedConfig
+    if not (isinstance(found, type) and issubclass(found, base)) or found is base:
         raise AllowError("is no configuration of transformers, such as transformers.LlamaConfig")
     return found
 
@@ -289,12 +300,23 @@ def _is_installed(class_path: str) -> bool:
     return spec is not None and all(place.parent.resolve() != Path.cwd().resolve() for place in places)
 
 
+def _is_file(text: str) -> bool:
+    try:
+        return os.path.exists(text) and not os.path.isdir(text)
+    except ValueError:  # with a zero byte
+        return False
+
+
 def _is_within(path: str, names: Sequence[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
 def _tell_parser() -> None:
-    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=[*_trusted, *_classes])
+    set_parsing_settings(
+        import_path_denylist=["*"],
+        import_path_allowlist=[*_trusted, *_classes],
+        instantiate_subclass_spec_in_any=False,
+    )
 
 
 def _names(value: object) -> list[str]:
