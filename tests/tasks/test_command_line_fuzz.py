@@ -69,7 +69,10 @@ def plan(words: list[str], folder: Path) -> Plan | None:
     before = set(sys.modules)
     try:
         made = make_plan(read_words(words, LIGHTNING))
-    except UsageError:
+    except (
+        UsageError,
+        OSError,
+    ):  # the second for a name that the file system rejects, which ends every command with one line
         made = None
     allowed = any(word.startswith("--allow") for word in words)  # the user's own word
     assert allowed or not {PLANTED, "last"} & (set(sys.modules) - before), words
