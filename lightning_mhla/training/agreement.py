@@ -10,7 +10,7 @@ AGREE = ("num_classes", "image_size", "sample_size", "channels", "context")
 
 
 OF_PIXELS = ("image_size", "sample_size", "channels")
-"""Those that a model of latents has for its latents, and not for the images of its data."""
+"""Options that describe the latents of a model that works on latents, and not the images of its data."""
 
 
 def shared_options(model: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a checkpoint remembers of its model and data: the weakest source of options."""
+"""Options that a checkpoint remembers of its model and data: the weakest source."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
-    """What stands at a place after a source gives ``value`` for it, or for the option below it at ``path``.
+    """The new value of a place, after a source gives ``value`` for it or for the option below it at ``path``.
 
     Args:
         old: what weaker sources give; None if they give nothing.
@@ -160,7 +160,7 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
 
 
 def _replace(old: Any, value: Any, classes: Classes) -> Any:
-    """What stands at a place after a source gives ``value`` for it."""
+    """The new value of a place, after a source gives ``value`` for it."""
     value = value.at(classes) if isinstance(value, _Typed) else value
     if isinstance(value, list):
         return [_replace(None, item, classes) for item in value]

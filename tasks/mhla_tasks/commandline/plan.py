@@ -1,4 +1,4 @@
-"""What a command line asks for, after all checks that need no model: one configuration, and the checkpoint to start from."""
+"""A command that is checked as far as that needs no model: one configuration, and the checkpoint to start from."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_an_empty_prompt_is_what_stands_in_front_or_an_error() -> None:
 
 
 def printed(tokenizer: Any, ids: list[int], prompt: int, skip: bool, capsys: pytest.CaptureFixture[str]) -> str:
-    """What is printed while tokens come one by one, after a prompt."""
+    """The text that is printed while tokens come one by one, after a prompt."""
     printer = TextPrinter(tokenizer, skip_prompt=skip)
     printer.put(torch.tensor([ids[:prompt]]))
     for token in ids[prompt:]:
