@@ -73,9 +73,9 @@ def test_help_imports_no_library() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["fitt"], "fitt is no command; did you mean fit?"),
-        (["genrate"], "genrate is no command; did you mean generate?"),
-        (["xyzzy"], "xyzzy is no command\n"),
+        (["fitt"], "fitt is not a command; did you mean fit?"),
+        (["genrate"], "genrate is not a command; did you mean generate?"),
+        (["xyzzy"], "xyzzy is not a command\n"),
         (["prepare", "picture"], "prepare picture is no tool"),
         (["prepare", "images", "a", "b", "--per_sharp=3"], "unrecognized arguments: --per_sharp=3"),
         (["prepare", "images", "a", "b", "--per-shard=x"], "argument --per_shard: invalid int value: 'x'"),

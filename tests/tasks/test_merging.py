@@ -175,6 +175,17 @@ def test_what_is_no_configuration_is_rejected_with_its_file(tmp_path: Path, text
     assert message in str(error.value)
 
 
+def test_options_for_a_class_that_is_replaced_are_no_error(tmp_path: Path) -> None:
+    overlay = write(tmp_path / "a.yaml", {"model": {"init_args": {"depth": 3}}})
+    timm = "mhla_tasks.classification.TimmClassifier"
+    made = plan("fit", "--config", DIGITS, "--config", overlay, f"--model={timm}", "--model.model=vit_tiny_patch16_224")
+    assert "depth" not in made.configuration["model"]["init_args"]
+    assert all("depth" not in each["model"]["init_args"] for each in made.replaced)
+    assert plan("fit", "--config", DIGITS, "--config", overlay, "--model.depth=2").replaced, (
+        "it is checked where it is replaced"
+    )
+
+
 @pytest.mark.parametrize("text", ["model: {init_args: null}\n", "model: {init_args: {}}\n"])
 def test_no_options_change_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.yaml").write_text(text)
@@ -221,7 +232,7 @@ def test_a_file_that_is_edited_between_the_starts_of_two_processes_of_a_run_is_a
     ("words", "message"),
     [
         ([], "no command is given; there are fit, validate, test, predict"),
-        (["fitt"], "fitt is no command"),
+        (["fitt"], "fitt is not a command"),
         (["fit", "--config", DIGITS, "more"], "unexpected argument 'more' after --config"),
         (["fit", "--data.train=a", "b"], "'--data.train=[a,b]'"),
         (["fit", "validate"], "unexpected argument 'validate'"),

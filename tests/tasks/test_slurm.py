@@ -122,7 +122,7 @@ def test_tasks_that_differ_between_nodes_are_one_clear_line(cluster: Cluster, tm
 @pytest.mark.skipif(os.geteuid() != 0, reason="SLURM asks su for the environment of a login, which wants a password")
 @pytest.mark.parametrize("export", ["NONE", "FOO=1"])
 def test_a_job_starts_without_the_environment_of_sbatch(cluster: Cluster, tmp_path: Path, export: str) -> None:
-    """As under SBATCH_EXPORT=NONE: PATH and all other variables come from the file SETUP alone."""
+    """The environment is that of SBATCH_EXPORT=NONE: PATH and all other variables come from the file SETUP alone."""
     needed = {
         name: cluster.environment[name]
         for name in ("PATH", "LD_LIBRARY_PATH", "SLURM_CONF")

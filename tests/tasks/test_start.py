@@ -56,6 +56,21 @@ def test_a_mistake_is_told_without_what_a_run_would_need(config: str, mistake: s
     assert not modules.intersection(HEAVY)
 
 
+@pytest.mark.parametrize(
+    ("config", "mistake"),
+    [
+        ("diffusion/digits", "--model.attention.nope=1"),
+        ("language/stdlib", "--data.nope=1"),
+        ("video/digits_finetune", "--model.nope=1"),
+    ],
+)
+def test_a_mistake_is_told_in_domains_that_import_large_libraries(config: str, mistake: str) -> None:
+    status, _, said = modules_after(MAIN, "fit", "--config", f"configs/{config}.yaml", mistake)
+    assert status == 2
+    (error,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert f"{mistake.lstrip('-').partition('=')[0]} is not an option" in error
+
+
 def test_packages_that_are_put_off_lack_nothing() -> None:
     program = """
 from mhla_tasks.commandline.late_imports import put_off_imports

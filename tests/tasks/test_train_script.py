@@ -204,7 +204,7 @@ def test_tasks_keep_their_cpus(submission: Submission) -> None:
 
 
 def test_a_job_without_variables_finds_its_interpreter(submission: Submission) -> None:
-    """As under SBATCH_EXPORT=NONE: PATH knows another Python, the package is in .venv of the script's checkout."""
+    """The environment is that of SBATCH_EXPORT=NONE: PATH knows another Python, the package is in .venv of the script's checkout."""
     (submission.programs / "python").unlink()
     submission.program("python3", "#!/bin/sh\nexit 1\n")
     submission.program("python", PYTHON, submission.work.parent / "my checkout/.venv/bin")
@@ -291,7 +291,7 @@ def test_other_surroundings_that_cannot_work_are_one_clear_line(submission: Subm
 
 
 def binds(submission: Submission) -> list[str]:
-    """What a container was given."""
+    """Arguments that a container was given."""
     words = (submission.seen / "container").read_text().splitlines()
     return [word for option, word in pairwise(words) if option == "--bind"]
 

@@ -127,7 +127,7 @@ def _is_option(word: str) -> bool:
 
 def _unexpected(word: str, options: Sequence[Option], command: str | None, commands: Collection[str]) -> str:
     if command is None and not options:
-        return f"{word} is no command; there are {', '.join(commands)}"
+        return f"{word} is not a command; there are {', '.join(commands)}"
     last = next((option for option in reversed(options) if option.value is not None), None)
     if last is None:
         return f"unexpected argument {word!r}; options are written --name=value"

@@ -63,7 +63,7 @@ def _run() -> None:
         sys.exit(0 if known else 2)
     if words[0] not in registry.LIGHTNING and not words[0].startswith("-"):
         sys.stderr.write(
-            f"error: {harmless(words[0])} is no command{registry.nearest(words[0])}\nhelp: lightning --help\n"
+            f"error: {harmless(words[0])} is not a command{registry.nearest(words[0])}\nhelp: lightning --help\n"
         )
         sys.exit(2)
     if any(word.partition("=")[0] == "--sweep" for word in words):

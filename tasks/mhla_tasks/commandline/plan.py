@@ -1,11 +1,11 @@
-"""A command that is checked as far as that needs no model: one configuration, and the checkpoint to start from."""
+"""A checked command before any model is built: one configuration, and the checkpoint to start from."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ OBJECTS = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_datal
 
 OWN = ("config", "seed_everything", "run_dir", "allow", "print_config", "help")
 """Options of every command that are not the Trainer's."""
-
 
 PLAN = "LIGHTNING_MHLA_PLAN"
 """Environment variable: the first process of a run, and a digest of its configuration."""
@@ -91,9 +90,33 @@ def make_plan(line: CommandLine) -> Plan:
         raise UsageError(str(error)) from error
     every = [*remembered, *sources]
     configuration = _completed(merge(every))
-    strongest = [_completed(merge([*every, source])) for source in sources if not source.typed]
-    replaced = [each for each in strongest if each != configuration]
-    return Plan(line.command, tuple(sources), configuration, checkpoint, tuple(replaced), _request(line, configuration))
+    replaced = tuple(_replaced(remembered, sources, configuration))
+    return Plan(line.command, tuple(sources), configuration, checkpoint, replaced, _request(line, configuration))
+
+
+def _replaced(
+    remembered: Sequence[Source], sources: Sequence[Source], configuration: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The configuration with the values of each file that stronger sources replace.
+
+    Options of a model or data module of a class that is itself replaced are left out: they are for that class.
+    """
+    for index, source in enumerate(sources):
+        if source.typed:
+            continue
+        here = merge([*remembered, *sources[: index + 1]])
+        changed = _completed(merge([*remembered, *sources, source]))
+        for root in ("model", "data"):
+            named = _class_of(here.get(root))
+            if named is not None and named != _class_of(configuration.get(root)):
+                changed[root] = configuration[root]
+        if changed != configuration:
+            yield changed
+
+
+def _class_of(value: Any) -> Any:
+    """The class that a model or data module is given by; None if it is not named."""
+    return value if isinstance(value, str) else mapping(value).get("class_path")
 
 
 def check_same(plan: Plan) -> None:

@@ -207,9 +207,10 @@ def run(words: Sequence[str]) -> int:
         if sweep.sbatch is not None:
             status = _submit(folder, [*sweep.sbatch, *asked.words], progress)
         else:
+            printed = (folder / OUTPUT).stat().st_size if (folder / OUTPUT).exists() else 0  # by earlier starts
             with progress.running(folder):
                 status = _wait([*fit, *asked.words, f"--run_dir={folder}"], folder / OUTPUT)
-            progress.end(folder, _outcome(folder, status, progress.seconds[-1]))
+            progress.end(folder, _outcome(folder, status, progress.seconds[-1], printed))
         if status in (2, 75, 130) or status < 0:  # a wrong command, or a stop: the others would end alike
             return abs(status) if status > 0 else 128 - status
         failed += [folder.name] if status else []
@@ -220,10 +221,10 @@ def run(words: Sequence[str]) -> int:
     return int(bool(failed))
 
 
-def _outcome(folder: Path, status: int, seconds: float) -> str:
+def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
     """How a run ended: its best metric, or its error."""
     if status:
-        output = (folder / OUTPUT).read_text(errors="replace") if (folder / OUTPUT).exists() else ""
+        output = (folder / OUTPUT).read_bytes()[printed:].decode(errors="replace") if (folder / OUTPUT).exists() else ""
         errors = [line for line in output.splitlines() if line.startswith("error: ")]
         return f"ended with status {status} ({errors[-1] if errors else f'see {OUTPUT}'})"
     try:
