@@ -6,6 +6,7 @@ import ast
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -148,6 +149,15 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """A run that a signal stops ignores signals from then on, and processes that later tests start would inherit that."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
