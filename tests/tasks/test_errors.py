@@ -19,6 +19,7 @@ from mhla_tasks.commandline.errors import INTERRUPTED, READER_GONE, explain, rep
 from mhla_tasks.commandline.failures import explain_failure
 from mhla_tasks.commandline.parser import main
 from processes import run_cli
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from lightning_mhla.checkpoints.io import check_checkpoint
 from lightning_mhla.system.processes import check_open_files
@@ -308,6 +309,17 @@ def test_output_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert said.startswith("error: no space is left on the device")
     assert len(said.splitlines()) == 1
     assert shell('"$PY" -m mhla_tasks --help >&-', tmp_path)[::2] == (0, "")
+
+
+@pytest.mark.parametrize("expression", ["(a+a+)+b", "^(a|a?)+$", "(?=(a*)*c)a"])
+def test_a_tokenizer_that_never_ends_is_a_line(capsys: pytest.CaptureFixture[str], expression: str) -> None:
+    """Its library gives up and panics, in any command."""
+    tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(expression), "isolated")
+    with pytest.raises(SystemExit) as left, reported():
+        tokenizer.encode("a" * 60 + "!")
+    assert left.value.code == 1
+    assert "the tokenizers library fails on this input" in only_error(1, capsys.readouterr().err)
 
 
 def test_ctrl_c_ends_a_tool_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,9 @@ TRACEBACK = "LIGHTNING_MHLA_TRACEBACK"
 INTERRUPTED, READER_GONE = 130, 141
 """Exit statuses after Ctrl+C, and when what reads the output has ended: 128 and the number of the signal."""
 
+RUST_PANIC = "PanicException"
+"""Class of the failures of libraries in Rust, which is no ``Exception``: tokenizers whose regular expressions never end."""
+
 OWN = ("mhla_kernels", "lightning_mhla", "mhla_tasks", "benchmarks")
 DELIBERATE = (ValueError, TypeError, ModuleNotFoundError, NotImplementedError)
 """Errors that checks of the suite raise, beside ``OSError``."""
@@ -82,6 +85,11 @@ def reported() -> Iterator[None]:
         _leave("", INTERRUPTED)
     except Exception as error:
         _report(error)
+    except BaseException as error:
+        if type(error).__name__ != RUST_PANIC or os.environ.get(TRACEBACK):
+            raise
+        _flush()
+        _leave(f"{' '.join(str(error).split())}: the tokenizers library fails on this input; use a different tokenizer", 1)
     else:
         _flush()
     finally:

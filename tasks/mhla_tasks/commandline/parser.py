@@ -26,6 +26,7 @@ from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.checkpoints.io import CHECKPOINTS, read_safely, remove_secrets
 from lightning_mhla.checkpoints.runs import RunFolder, keep_tables, remove_log_folder
 from lightning_mhla.system.lightning_private import saved_hyperparameters
+from lightning_mhla.system.rendezvous import listen_on_one_interface
 from lightning_mhla.system.redaction import hidden_options, redacted
 from mhla_tasks.commandline.agreement import agree
 from mhla_tasks.commandline.arguments import UsageError, read_words
@@ -200,6 +201,7 @@ class SuiteCLI(LightningCLI):
     def run(self) -> None:
         """Call the trainer's method of the command. A fit that fails before its first step leaves no log folder."""
         read_safely(self.trainer.strategy)  # for modules of others too
+        listen_on_one_interface(self.trainer.strategy)
         keep_tables(self.trainer)
         if self.run_folder is not None:
             for callback in self.trainer.checkpoint_callbacks:
