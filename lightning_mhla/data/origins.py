@@ -154,6 +154,30 @@ def resume_order(
     return [sample.origin for sample in samples]
 
 
+def check_still_the_same(shards: ShardSet, origins: Sequence[Origin], per_shard: int | None) -> None:
+    """Check, when all shards are complete, that no file changed between its record and the end of its reading.
+
+    Args:
+        shards: the shards.
+        origins: as given to :func:`resume_order`.
+        per_shard: as given to :func:`resume_order`.
+
+    Raises:
+        ValueError: naming the files that did.
+    """
+    written = _read(shards)
+    if written is None:
+        return
+    lines = written[1]
+    samples = _compare(lines, origins, _places(shards, len(lines), per_shard))
+    changed = [sample.name for sample in samples if sample.changed and sample.place == USED]
+    if changes := _describe({}, {}, {"changed": changed}):
+        raise ValueError(
+            f"{shards.folder / shards.prefix}-*.tar may hold parts of two contents: files changed while they were read "
+            f"({changes}); --force makes them again"
+        )
+
+
 OPEN, USED, SKIPPED = "open", "used", "skipped"
 """Whether a sample's shard is still to be written, or holds it, or was written without it."""
 

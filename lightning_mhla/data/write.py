@@ -20,7 +20,7 @@ import webdataset as wds
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from lightning_mhla.data.origins import Origin, ShardSet, resume_order, sample_key
+from lightning_mhla.data.origins import Origin, ShardSet, check_still_the_same, resume_order, sample_key
 from lightning_mhla.data.source import BrokenSampleError, SampleSource
 from lightning_mhla.system.files import UNFINISHED, beside
 
@@ -109,8 +109,10 @@ class Preparation:
             self._locks = locks.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._locks.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._locks:
+            if kind is None and self.share[0] == 0:
+                check_still_the_same(self.shards, self.origins, self.per_shard)
 
     def fill(
         self,

@@ -72,20 +72,18 @@ def test_every_form_of_an_option_of_a_class_means_the_same(words: list[str]) -> 
 
 def test_a_different_class_keeps_what_both_take_in_the_same_way() -> None:
     shards = "mhla_tasks.classification.ImageNetShards"
-    for words in (
-        [f"--data={shards}"],
-        [f"--data.class_path={shards}"],
-        [f"--config={{data: {{class_path: {shards}}}}}"],
-    ):
-        found = options("--config", DIGITS, "--data.augment=true", "--data.batch_size=7", *words, "--data.train=a")[
-            "data"
-        ]
+    for word in (f"--data={shards}", f"--data.class_path={shards}"):
+        typed = ["--data.augment=true", "--data.batch_size=7", word, "--data.train=a"]
+        found = options("--config", DIGITS, *typed)["data"]
         assert found["class_path"] == shards
-        typed_first = not words[0].startswith("--config")
         assert found["init_args"]["train"] == "a"
-        if typed_first:
-            assert found["init_args"]["batch_size"] == "7"
-            assert "augment" not in found["init_args"], "a number of options for one class, a truth value for the other"
+        assert found["init_args"]["batch_size"] == "7"
+        assert "augment" not in found["init_args"], "a number of options for one class, a truth value for the other"
+    in_file = f"--config={{data: {{class_path: {shards}}}}}"
+    found = options("--config", DIGITS, "--data.batch_size=7", in_file, "--data.train=a")["data"]
+    assert (found["class_path"], found["init_args"]["batch_size"]) == (shards, "7")
+    with pytest.raises(UsageError, match="data.augment takes options by name"):
+        options("--config", DIGITS, "--data.augment=true", in_file)  # a typed option is for the class of all files
 
 
 def test_lists_are_replaced_or_appended_to_and_options_below_belong_to_the_last(tmp_path: Path) -> None:
@@ -102,6 +100,28 @@ def test_lists_are_replaced_or_appended_to_and_options_below_belong_to_the_last(
     ]  # fmt: skip
     replaced = options("--config", DIGITS, "--trainer.callbacks=[{class_path: Timer}]")["trainer"]["callbacks"]
     assert replaced == [{"class_path": "Timer"}]
+
+
+@pytest.mark.parametrize("names", [("callbacks+", "callbacks"), ("callbacks", "callbacks+")])
+def test_a_file_appends_to_the_list_that_it_gives_whatever_comes_first(tmp_path: Path, names: tuple[str, str]) -> None:
+    items = {"callbacks": ["Timer"], "callbacks+": ["EarlyStopping"]}
+    overlay = write(tmp_path / "a.yaml", {"trainer": {name: items[name] for name in names}})
+    assert options("--config", DIGITS, "--config", overlay)["trainer"]["callbacks"] == ["Timer", "EarlyStopping"]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--trainer.callbacks.0.monitor=x", "trainer.callbacks.OPTION is an option of the last item"),
+        ("--trainer.logger.1.name=x", "trainer.logger.OPTION is an option of the last item"),
+        ("--model.attention=linear", "model.attention takes options by name, such as model.attention.kind=linear"),
+        ("--model.optimizer=0.1", "--model.optimizer=0.1: model.optimizer takes options by name"),
+    ],
+)
+def test_values_where_options_are_needed_are_one_line(word: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        plan("fit", "--config", DIGITS, word)
+    assert message in str(error.value)
 
 
 def test_a_mapping_of_the_users_own_keys_is_replaced_and_a_key_below_it_is_added(tmp_path: Path) -> None:
@@ -166,6 +186,9 @@ def test_appending_below_a_mapping_of_the_users_own_keys() -> None:
         ("model: {init_args: {depth: !!binary aGk=}}\n", "could not determine a constructor"),
         ("model: {init_args: {depth: !!set {a}}}\n", "could not determine a constructor"),
         ("trainer: {callbacks++: [Timer]}\n", "trainer.callbacks++ is not an option"),
+        ("trainer: {callbacks: {0: {monitor: a}}}\n", "trainer.callbacks.OPTION is an option of the last item"),
+        ("model: {attention: linear}\n", "model.attention takes options by name, such as model.attention.kind=linear"),
+        ("model: {init_args: {optimizer: 3}}\n", "model.init_args.optimizer takes options by name, such as"),
     ],
 )
 def test_what_is_no_configuration_is_rejected_with_its_file(tmp_path: Path, text: str, message: str) -> None:

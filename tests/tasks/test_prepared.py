@@ -20,6 +20,8 @@ from mhla_tasks.commandline import registry
 from PIL import Image
 from shipped_small import save_clips, save_images, save_models, save_texts
 
+from lightning_mhla.data.write import Preparation
+
 LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("caption-latents", "clip-latents")]
 KINDS = ["images", "latents", "captions", "clips", "text", *LONG]
 
@@ -90,6 +92,12 @@ def edited(path: Path) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
+def grown(path: Path) -> None:
+    """Append to a file, as a program does that still writes it."""
+    with path.open("a") as stream:
+        stream.write("one more line\n" * 1000)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_changes_of_the_source_are_named_and_forced(kind: str, world: Path, tmp_path: Path) -> None:
     source, target = source_of(kind, world, tmp_path), tmp_path / "shards"
@@ -121,6 +129,32 @@ def test_changes_of_the_source_are_named_and_forced(kind: str, world: Path, tmp_
         file.unlink()
     with pytest.raises(SystemExit, match=r"made from something else \(removed: .*more"):
         registry.run(name, words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"), [("images", edited), ("captions", edited), ("text", edited), ("text", grown)]
+)
+def test_a_file_that_changes_while_it_is_read_is_named(
+    kind: str, change: Callable[[Path], None], world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = source_of(kind, world, tmp_path), tmp_path / "shards"
+    file = sorted(path for path in source.rglob("*") if path.suffix in (".txt", ".png"))[0]
+
+    def enter(self: Preparation) -> Preparation:
+        call = enter_before(self)
+        change(file)  # after the record is written
+        return call
+
+    enter_before = Preparation.__enter__
+    words = command(kind, world, source, target)
+    with monkeypatch.context() as patch:
+        patch.setattr(Preparation, "__enter__", enter)
+        with pytest.raises(SystemExit, match=rf"changed while they were read \(changed: .*{file.stem}.*--force"):
+            registry.run(f"prepare {kind}", words)
+    registry.run(f"prepare {kind}", [*words, "--force"])
+    forced = digests(target)
+    registry.run(f"prepare {kind}", words)
+    assert digests(target) == forced
 
 
 @pytest.mark.parametrize(

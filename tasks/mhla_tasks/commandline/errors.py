@@ -89,7 +89,9 @@ def reported() -> Iterator[None]:
         if type(error).__name__ != RUST_PANIC or os.environ.get(TRACEBACK):
             raise
         _flush()
-        _leave(f"{' '.join(str(error).split())}: the tokenizers library fails on this input; use a different tokenizer", 1)
+        _leave(
+            f"{' '.join(str(error).split())}: the tokenizers library fails on this input; use a different tokenizer", 1
+        )
     else:
         _flush()
     finally:

@@ -147,8 +147,8 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
         if rest:
             _put_argument(arguments, rest[0], rest[1:], value, _below(options, classes))
         elif isinstance(value, dict):
-            for name, item in value.items():
-                _put_argument(arguments, str(name), [], item, _below(options, classes))
+            for name, item in _in_order(value):
+                _put_argument(arguments, name, [], item, _below(options, classes))
         elif value is not None:
             raise UsageError(f"init_args takes options by name (KEY: VALUE), got {str(value)[:100]}")
         return {**options, "init_args": arguments}
@@ -166,12 +166,18 @@ def _replace(old: Any, value: Any, classes: Classes) -> Any:
         return [_replace(None, item, classes) for item in value]
     if isinstance(value, dict) and classes:
         options = _as_options(old, classes)
-        for key in sorted(value, key=lambda key: key != "class_path"):  # the class settles what the others mean
-            options = _put(options, [str(key)], value[key], classes)
+        for key, item in _in_order(value):
+            options = _put(options, [key], item, classes)
         return options
     if isinstance(value, str) and isinstance(old, dict) and subclass_named(value, classes) is not None:
         return _with_class(old, value, classes)
     return value
+
+
+def _in_order(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """Options of one source: the class first, which settles what the others mean, and what is appended to lists last."""
+    keyed = [(str(key), value) for key, value in values.items()]
+    return sorted(keyed, key=lambda item: (item[0] != "class_path", item[0].endswith("+")))
 
 
 def _as_options(value: Any, classes: Classes) -> dict[str, Any]:

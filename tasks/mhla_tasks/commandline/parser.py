@@ -26,8 +26,8 @@ from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.checkpoints.io import CHECKPOINTS, read_safely, remove_secrets
 from lightning_mhla.checkpoints.runs import RunFolder, keep_tables, remove_log_folder
 from lightning_mhla.system.lightning_private import saved_hyperparameters
-from lightning_mhla.system.rendezvous import listen_on_one_interface
 from lightning_mhla.system.redaction import hidden_options, redacted
+from lightning_mhla.system.rendezvous import listen_on_one_interface
 from mhla_tasks.commandline.agreement import agree
 from mhla_tasks.commandline.arguments import UsageError, read_words
 from mhla_tasks.commandline.console import ignore_noise, prepare_streams, show_log

@@ -5,6 +5,7 @@ jsonargparse's own error for a misspelt key names neither the file nor a valid k
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
@@ -12,7 +13,7 @@ from typing import Any
 
 from mhla_tasks.commandline.arguments import CommandLine
 from mhla_tasks.commandline.extras import name_the_extra
-from mhla_tasks.commandline.signatures import option_dataclasses, option_names
+from mhla_tasks.commandline.signatures import option_dataclasses, option_names, takes_options_alone
 from mhla_tasks.commandline.sources import Source
 from mhla_tasks.commandline.trust import CLASS_OPTIONS, AllowError, find_class
 
@@ -108,6 +109,14 @@ def _check_trainer(source: Source, values: dict[str, Any], valid: Collection[str
         name = str(key).removesuffix("+")
         if name not in valid:
             return _message(source.origin, f"trainer.{key}", valid, "the trainer")
+        if (
+            isinstance(value, dict)
+            and (number := next((each for each in value if str(each).isdigit()), None)) is not None
+        ):
+            return (
+                f"{source.origin}: items of a list have no numbers; trainer.{name}.OPTION is an option of the last item of "
+                f"trainer.{name}, got trainer.{name}.{number}"
+            )
         for index, item in enumerate(value if isinstance(value, list) else [value]):
             if isinstance(item, dict) and "class_path" in item:
                 problem = _check_class(source, f"trainer.{name}[{index}]", item, {}, SHORT_NAMES.get(name))
@@ -159,6 +168,9 @@ def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
         if name not in valid:
             yield _message(origin, f"{path}.{key}", valid, kind.__name__)
             continue
+        if isinstance(value, str | int | float) and takes_options_alone(kind, name):
+            first = dataclasses.fields(option_dataclasses(kind, name)[0])[0].name
+            yield f"{origin}: {path}.{key} takes options by name, such as {path}.{key}.{first}={value}"
         for inner in option_dataclasses(kind, name):
             yield from _unknown(origin, f"{path}.{key}", value, inner)
 

@@ -67,6 +67,14 @@ def option_dataclasses(kind: type, name: str) -> list[type]:
     return [each for each in option_classes(kind).get(name, ()) if dataclasses.is_dataclass(each)]
 
 
+def takes_options_alone(kind: type, name: str) -> bool:
+    """Whether a parameter takes a dataclass, or None, and no plain value."""
+    hint = parameter_hints(kind).get(name)
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    others = [each for each in kinds if each is not types.NoneType]
+    return bool(others) and all(isinstance(each, type) and dataclasses.is_dataclass(each) for each in others)
+
+
 def _classes(hint: Any, inside_mappings: bool) -> Iterator[type]:
     """Classes in a hint, those of unions and containers included; plain values and functions are left out."""
     origin = typing.get_origin(hint)
