@@ -23,6 +23,7 @@ import yaml
 from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
+from mhla_tasks.captioned.text import TextConfig, make_encoder
 from PIL import Image
 
 from lightning_mhla.data import BrokenSampleError, ShardReader, find_shards, origins
@@ -33,7 +34,6 @@ from lightning_mhla.data.labelled import LabelledShards
 from lightning_mhla.data.origins import ShardSet
 from lightning_mhla.data.shards import expand_braces
 from lightning_mhla.data.tables import MOST_MEMBERS, load_table, scan_shard
-from lightning_mhla.generative.text import TextConfig, make_encoder
 from lightning_mhla.system.untrusted import check_yaml, parse_array, read_arrays, read_json
 from lightning_mhla.training.classes import known_classes
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sana
+from mhla_tasks.captioned.text import read_prompts
 from mhla_tasks.classification import ImageNetShards
 from mhla_tasks.commandline import registry
 from mhla_tasks.commandline.parser import main
@@ -25,7 +26,6 @@ from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.data.captioned import FolderFiles, parse_caption
 from lightning_mhla.data.images import EXTENSIONS, LabelledFolder, decode_image
 from lightning_mhla.data.loader import Progress
-from lightning_mhla.generative.text import read_prompts
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

@@ -16,9 +16,8 @@ from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse._common import parsing_settings
+from mhla_tasks.captioned.text import TextConfig, make_encoder
 from mhla_tasks.commandline.parser import main
-
-from lightning_mhla.generative.text import TextConfig, make_encoder
 
 DIGITS = Path(__file__).parents[2] / "configs/classification/digits.yaml"
 RUN = ["--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"]

@@ -13,9 +13,9 @@ from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles
 from lightning_mhla.data.images import EXTENSIONS
 from lightning_mhla.data.shards import holds_shards
-from lightning_mhla.generative.encoded import EncodedSamples, encoded_length, read_empty_caption, read_manifest
-from lightning_mhla.generative.requests import PromptRequest, RequestedSamples
 from lightning_mhla.system.options import as_dataclass
+from mhla_tasks.captioned.encoded import EncodedSamples, encoded_length, read_empty_caption, read_manifest
+from mhla_tasks.captioned.requests import PromptRequest, RequestedSamples
 from mhla_tasks.text_to_image.buckets import Size, check_groups, parse_buckets
 from mhla_tasks.text_to_image.scenes import SceneSamples, every_caption
 from mhla_tasks.text_to_image.sources import CaptionedImages

@@ -14,9 +14,9 @@ from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.data.images import decode_file, open_image
 from lightning_mhla.data.lines import read_lines
 from lightning_mhla.data.source import read_sample
-from lightning_mhla.generative.text import read_prompts
 from lightning_mhla.system.listing import is_file_name, shown
 from lightning_mhla.system.untrusted import BROKEN
+from mhla_tasks.captioned.text import read_prompts
 
 TILES = 4
 """Images of a prompt that DPG-Bench reads, as quarters of one."""

@@ -10,17 +10,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.generative.captioned import CaptionedDiffusion, check_patches
 from lightning_mhla.generative.codecs import ImageCodec
 from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.generative.flow import FlowConfig
-from lightning_mhla.generative.requests import RequestedSamples
-from lightning_mhla.generative.text import TextConfig, make_encoder
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.optim import OptimizerConfig
+from mhla_tasks.captioned.module import CaptionedDiffusion, check_patches
+from mhla_tasks.captioned.requests import RequestedSamples
+from mhla_tasks.captioned.text import TextConfig, make_encoder
 from mhla_tasks.text_to_image.model import TransformerConfig, build_transformer
 from mhla_tasks.text_to_image.pretrained import load_weights, read_transformer
 from mhla_tasks.text_to_image.sampling import SamplingConfig, draw_images, latent_shape, token_mask

@@ -8,7 +8,7 @@ from lightning_mhla.data import ShardReader, find_shards
 from lightning_mhla.data.captioned import FolderFiles, ShardFiles
 from lightning_mhla.data.images import EXTENSIONS
 from lightning_mhla.data.origins import shard_origins
-from lightning_mhla.generative.encoded import EncodedSource
+from mhla_tasks.captioned.encoded import EncodedSource
 from mhla_tasks.text_to_image.buckets import Size
 from mhla_tasks.text_to_image.data import image_folder
 from mhla_tasks.text_to_image.sources import CaptionedImages

@@ -13,8 +13,8 @@ from diffusers import SanaTransformer2DModel
 from diffusers.loaders.single_file_utils import convert_sana_transformer_to_diffusers
 from torch import Tensor
 
-from lightning_mhla.generative import pretrained
-from lightning_mhla.generative.pretrained import Host
+from mhla_tasks.captioned import pretrained
+from mhla_tasks.captioned.pretrained import Host
 from mhla_tasks.text_to_image.model import TransformerConfig
 
 UNUSED = ("pos_embed", "y_embedder.y_embedding")
@@ -39,7 +39,7 @@ SANA = Host(
 
 
 def load_weights(model: SanaTransformer2DModel, path: str) -> None:
-    """Give ``model`` the weights at ``path``; see :func:`lightning_mhla.generative.pretrained.load_weights`."""
+    """Give ``model`` the weights at ``path``; see :func:`mhla_tasks.captioned.pretrained.load_weights`."""
     pretrained.load_weights(model, path, SANA)
 
 

@@ -12,10 +12,10 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from lightning_mhla.data.sampling import sample_generator
-from lightning_mhla.generative.captioned import check_patches
 from lightning_mhla.generative.codecs import ImageCodec
 from lightning_mhla.generative.flow import TIMESTEPS
 from lightning_mhla.generative.images import to_pixels
+from mhla_tasks.captioned.module import check_patches
 
 Sampler = Literal["dpm", "euler"]
 

@@ -10,8 +10,8 @@ from PIL import Image
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla.generative.requests import SampleFolder
 from lightning_mhla.system.files import written_whole
+from mhla_tasks.captioned.requests import SampleFolder
 from mhla_tasks.text_to_image.pictures import draw_captioned
 
 

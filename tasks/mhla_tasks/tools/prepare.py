@@ -298,9 +298,9 @@ def caption_latents(parser: ArgumentParser) -> Run:
 
     def run(args: Namespace) -> None:
         from lightning_mhla.generative.codecs import ImageCodec
-        from lightning_mhla.generative.encoded import encode_samples
-        from lightning_mhla.generative.text import TextConfig, make_encoder
         from lightning_mhla.system.processes import process_device, process_ranks
+        from mhla_tasks.captioned.encoded import encode_samples
+        from mhla_tasks.captioned.text import TextConfig, make_encoder
         from mhla_tasks.text_to_image.buckets import parse_buckets
         from mhla_tasks.text_to_image.prepare import open_source
 
@@ -382,9 +382,9 @@ def clip_latents(parser: ArgumentParser) -> Run:
 
     def run(args: Namespace) -> None:
         from lightning_mhla.generative.codecs import ClipCodec
-        from lightning_mhla.generative.encoded import encode_samples
-        from lightning_mhla.generative.text import TextConfig, make_encoder
         from lightning_mhla.system.processes import process_device, process_ranks
+        from mhla_tasks.captioned.encoded import encode_samples
+        from mhla_tasks.captioned.text import TextConfig, make_encoder
         from mhla_tasks.video.prepare_latents import open_source
 
         (rank, world, _), device = process_ranks(), process_device(args.device)

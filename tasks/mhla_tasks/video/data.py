@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import Name
-from lightning_mhla.generative.encoded import EncodedSamples, encoded_length, read_empty_caption
-from lightning_mhla.generative.requests import PromptRequest, RequestedSamples
 from lightning_mhla.system.options import as_dataclass
+from mhla_tasks.captioned.encoded import EncodedSamples, encoded_length, read_empty_caption
+from mhla_tasks.captioned.requests import PromptRequest, RequestedSamples
 from mhla_tasks.video.digits import MovingDigitSamples, every_caption
 from mhla_tasks.video.sources import VIDEO, ShardClips
 

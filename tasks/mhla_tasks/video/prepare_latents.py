@@ -9,7 +9,7 @@ from lightning_mhla.data import ShardReader, find_shards
 from lightning_mhla.data.captioned import FolderFiles, ShardFiles
 from lightning_mhla.data.origins import shard_origins
 from lightning_mhla.data.shards import holds_shards
-from lightning_mhla.generative.encoded import EncodedSource
+from mhla_tasks.captioned.encoded import EncodedSource
 from mhla_tasks.video.sources import VIDEO, CaptionedClips
 
 

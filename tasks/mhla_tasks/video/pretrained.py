@@ -24,9 +24,9 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.generative import pretrained
-from lightning_mhla.generative.pretrained import ADDED, Host
 from lightning_mhla.swap import KEEP
+from mhla_tasks.captioned import pretrained
+from mhla_tasks.captioned.pretrained import ADDED, Host
 from mhla_tasks.video.model import TransformerConfig, build_transformer
 
 PUBLISHED = {

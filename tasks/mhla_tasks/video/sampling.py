@@ -12,9 +12,9 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from lightning_mhla.data.sampling import sample_generator
-from lightning_mhla.generative.captioned import check_patches
 from lightning_mhla.generative.codecs import ClipCodec
 from lightning_mhla.generative.flow import TIMESTEPS
+from mhla_tasks.captioned.module import check_patches
 from mhla_tasks.video.clips import to_frames
 
 Sampler = Literal["unipc", "euler"]

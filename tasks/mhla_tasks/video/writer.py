@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla.generative.requests import SHOWN, Row, SampleFolder
+from mhla_tasks.captioned.requests import SHOWN, Row, SampleFolder
 from mhla_tasks.video.clips import write_clip
 from mhla_tasks.video.strips import draw_strips
 

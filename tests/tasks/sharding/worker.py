@@ -61,10 +61,9 @@ def build(domain: str, cache: Path) -> tuple[LightningModule, Any]:
         attention = AttentionConfig(kind="mhla", block_grid=[4, 4], lepe=3, gate=True)
         sizes = {"num_classes": 10, "sample_size": 8, "channels": 1, "patch_size": 1, "dim": 16, "depth": 2, "heads": 2}
         return ClassToImage(attention, **sizes, **training), DigitImages(batch_size=24)
+    from mhla_tasks.captioned.text import TextConfig
     from mhla_tasks.video import MovingDigits, VideoDiffusion
     from mhla_tasks.video.model import TransformerConfig
-
-    from lightning_mhla.generative.text import TextConfig
 
     attention = AttentionConfig(kind="mhla", block_grid=[2, 2, 2], normalize=False, gate=True)
     transformer = TransformerConfig(

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from mhla_tasks.captioned.requests import PromptRequest, RequestedSamples
 from mhla_tasks.commandline import registry
 from mhla_tasks.text_to_image import ClipScore
 from mhla_tasks.text_to_image.layouts import arrange
 from PIL import Image
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizerFast
-
-from lightning_mhla.generative.requests import PromptRequest, RequestedSamples
 
 PROMPTS = {"one": "a red three", "two": "a blue seven"}
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import SanaPipeline, SanaTransformer2DModel
+from mhla_tasks.captioned.text import TextConfig, make_encoder
 from mhla_tasks.text_to_image.model import TransformerConfig, build_transformer
 from mhla_tasks.text_to_image.pretrained import load_weights
 from mhla_tasks.text_to_image.sampling import SamplingConfig, draw_images
@@ -17,7 +18,6 @@ from lightning_mhla import AttentionConfig, load_swapped, swap_attention
 from lightning_mhla.data.sampling import sample_generator
 from lightning_mhla.generative.codecs import ImageCodec
 from lightning_mhla.generative.images import to_pixels
-from lightning_mhla.generative.text import TextConfig, make_encoder
 
 UNIFORM = AttentionConfig(block_grid=[2, 2], mixing_init="uniform", feature_map="sana")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from mhla_tasks.captioned.text import TextConfig, make_encoder
 from mhla_tasks.commandline import registry
 from mhla_tasks.text_to_image import CaptionedImageShards, DigitScenes, ImageLatentShards, SceneScores, TextToImage
 from mhla_tasks.text_to_image.judge import check_scene, parse_caption, score_scenes
@@ -18,7 +19,6 @@ from sana import SHAPE, save_pictures, save_pipeline
 
 from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.generative.images import to_pixels
-from lightning_mhla.generative.text import TextConfig, make_encoder
 
 SCENES = SceneSamples(False)
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanPipeline
+from mhla_tasks.captioned.requests import PromptRequest, RequestedSamples
+from mhla_tasks.captioned.text import TextConfig, make_encoder, read_prompts
 from mhla_tasks.video.clips import check_video, cover, read_clip, to_frames, to_signed, write_clip
 from mhla_tasks.video.digits import MOVES, NAMES, MovingDigitSamples, every_caption, render
 from mhla_tasks.video.sources import ShardClips
@@ -18,8 +20,6 @@ from wan import make_shard
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
 from lightning_mhla.data.digits import load_digits
-from lightning_mhla.generative.requests import PromptRequest, RequestedSamples
-from lightning_mhla.generative.text import TextConfig, make_encoder, read_prompts
 
 SIZE = {"frames": 5, "height": 16, "width": 24}
 

@@ -10,6 +10,8 @@ import av
 import numpy as np
 import pytest
 import torch
+from mhla_tasks.captioned.encoded import EncodedSamples
+from mhla_tasks.captioned.text import TextConfig, make_encoder
 from mhla_tasks.commandline import registry
 from mhla_tasks.video.clips import check_video, read_clip
 from mhla_tasks.video.data import PREPARE, MovingDigits, PromptRequest, VideoLatentShards, VideoShards
@@ -19,8 +21,6 @@ from wan import make_shard, video_file
 
 from lightning_mhla.data import BrokenSampleError, ResumableLoader, ShardReader
 from lightning_mhla.generative.codecs import ClipCodec
-from lightning_mhla.generative.encoded import EncodedSamples
-from lightning_mhla.generative.text import TextConfig, make_encoder
 
 SIZE = {"frames": 5, "height": 16, "width": 24}
 

@@ -17,6 +17,7 @@ import torch
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from lightning import Trainer
+from mhla_tasks.captioned.text import TextConfig
 from mhla_tasks.commandline import parser, registry
 from mhla_tasks.video import MovingDigits, VideoDiffusion
 from mhla_tasks.video.clips import read_clip
@@ -31,7 +32,6 @@ from lightning_mhla import AttentionConfig, load_swapped
 from lightning_mhla.data.sampling import sample_generator
 from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.generative.flow import FlowConfig
-from lightning_mhla.generative.text import TextConfig
 from lightning_mhla.swap import swapped_layers
 from lightning_mhla.swap.adapters import LoraOptions
 

@@ -19,9 +19,9 @@ from lightning_mhla.data.origins import Origin, sample_key
 from lightning_mhla.data.remote import LARGEST_SIDE_FILE
 from lightning_mhla.data.shards import beside_shard
 from lightning_mhla.data.write import Preparation, array_bytes, readable
-from lightning_mhla.generative.text import CaptionEncoder
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.untrusted import check_size, parse_array, read_json
+from mhla_tasks.captioned.text import CaptionEncoder
 
 LATENT, EMBEDDING = "latent.npy", "text.npy"
 """Members of an encoded sample: its latent, and the embeddings of its caption's tokens.

@@ -15,12 +15,12 @@ from rich.console import Console
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.generative.text import TextConfig, read_prompts
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.listing import is_file_name, shown
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.redaction import redacted
+from mhla_tasks.captioned.text import TextConfig, read_prompts
 
 SHOWN = 8
 """Samples that are kept for the picture."""

@@ -17,10 +17,10 @@ from lightning_mhla.generative.codecs import FrozenVAE
 from lightning_mhla.generative.distillation import DistillationConfig, Teacher
 from lightning_mhla.generative.flow import FlowConfig, draw_flow_times, flow_point
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
-from lightning_mhla.generative.requests import SampleFolder
-from lightning_mhla.generative.text import CaptionEncoder
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
 from lightning_mhla.training.transfer import check_layer_steps
+from mhla_tasks.captioned.requests import SampleFolder
+from mhla_tasks.captioned.text import CaptionEncoder
 
 
 class CaptionedDiffusion(GenerativeModule):
