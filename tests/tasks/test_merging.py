@@ -82,7 +82,7 @@ def test_a_different_class_keeps_what_both_take_in_the_same_way() -> None:
     in_file = f"--config={{data: {{class_path: {shards}}}}}"
     found = options("--config", DIGITS, "--data.batch_size=7", in_file, "--data.train=a")["data"]
     assert (found["class_path"], found["init_args"]["batch_size"]) == (shards, "7")
-    with pytest.raises(UsageError, match="data.augment takes options by name"):
+    with pytest.raises(UsageError, match=r"data\.augment takes options by name"):
         options("--config", DIGITS, "--data.augment=true", in_file)  # a typed option is for the class of all files
 
 

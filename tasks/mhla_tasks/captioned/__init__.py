@@ -1,1 +1,1 @@
-"""What the domains of captioned samples share, images and videos: a swapped transformer of diffusers, trained by flow matching."""
+"""What the domains of captioned images and videos share: swapped transformers of diffusers, trained by flow matching."""
