@@ -111,7 +111,7 @@ class ClipCodec(FrozenVAE):
             ValueError: for sizes that the VAE does not compress evenly.
         """
         model = self.model(clips.device)
-        self.check_size(clips.shape[2:])
+        self.latent_size(*clips.shape[2:])
         with torch.autocast(clips.device.type, enabled=False):
             latents = torch.cat([model.encode(clip[None].float()).latent_dist.mode() for clip in clips])
         mean, deviation = self._moments(clips.device)
@@ -132,25 +132,19 @@ class ClipCodec(FrozenVAE):
         return mean.view(1, -1, 1, 1, 1), deviation.view(1, -1, 1, 1, 1)
 
     def latent_size(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Frames, rows and columns of the latent of a clip."""
-        config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
-        space = config.scale_factor_spatial
-        return (frames - 1) // config.scale_factor_temporal + 1, height // space, width // space
-
-    def check_size(self, size: tuple[int, ...]) -> None:
-        """Refuse clips whose size the VAE would round.
+        """Frames, rows and columns of the latent of a clip.
 
         Raises:
-            ValueError: naming the existing sizes.
+            ValueError: for a size that the VAE would round.
         """
-        config = self._model.config
+        config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
         time, space = config.scale_factor_temporal, config.scale_factor_spatial
-        frames, height, width = size
         if frames % time != 1 or height % space or width % space:
             raise ValueError(
                 f"clips of {frames} frames of {height} x {width}: the VAE wants 1 frame more than a multiple of {time}, and "
                 f"sides that are multiples of {space}"
             )
+        return (frames - 1) // time + 1, height // space, width // space
 
 
 def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> Tensor:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, ShardSets
-from lightning_mhla.data.captioned import CaptionedFiles, caption_members
+from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, ShardSets, find_shards
+from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles, caption_members
 from lightning_mhla.data.loader import sample_groups
-from lightning_mhla.data.origins import Origin, sample_key
+from lightning_mhla.data.origins import Origin, sample_key, shard_origins
 from lightning_mhla.data.remote import LARGEST_SIDE_FILE
-from lightning_mhla.data.shards import beside_shard
+from lightning_mhla.data.shards import beside_shard, holds_shards
 from lightning_mhla.data.write import Preparation, array_bytes, readable
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.untrusted import check_size, parse_array, read_json
@@ -169,6 +169,31 @@ class EncodedSource:
     files: CaptionedFiles
     origins: Sequence[Origin]
     per_sample: bool
+
+
+def open_source(
+    name: str,
+    kind: str,
+    extensions: Sequence[str],
+    caption_key: str,
+    make_samples: Callable[[CaptionedFiles], SampleSource],
+) -> EncodedSource:
+    """The captioned samples of a folder or of shards, to be encoded.
+
+    Args:
+        name: folder of files, or shards in any of the forms that data modules take.
+        kind: entry of a sample that is encoded.
+        extensions: of the files that are samples, without dots.
+        caption_key: entry of a JSON file that is the caption.
+        make_samples: samples of the files.
+    """
+    files: CaptionedFiles
+    if Path(name).is_dir() and not holds_shards(Path(name)):
+        files = folder = FolderFiles(name, extensions, caption_key)
+        return EncodedSource(make_samples(files), kind, files, folder.origins(), per_sample=True)
+    shards = find_shards(name)
+    files = ShardFiles(ShardReader(shards), caption_key)
+    return EncodedSource(make_samples(files), kind, files, shard_origins(shards), per_sample=False)
 
 
 def encode_samples(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.generative.codecs import FrozenVAE
 from lightning_mhla.generative.distillation import DistillationConfig, Teacher
@@ -19,26 +19,38 @@ from lightning_mhla.generative.flow import FlowConfig, draw_flow_times, flow_poi
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
 from lightning_mhla.training.transfer import check_layer_steps
+from mhla_tasks.captioned.host import Host, build_transformer, load_weights, read_transformer
 from mhla_tasks.captioned.requests import SampleFolder
+from mhla_tasks.captioned.sampling import check_patches, denoise, latent_shape
 from mhla_tasks.captioned.text import CaptionEncoder
+
+AT_ONCE = 32
+"""Samples that are drawn together."""
 
 
 class CaptionedDiffusion(GenerativeModule):
     """A swapped transformer that predicts the velocity of captioned samples; arguments as for :class:`TrainingModule`.
 
-    A domain calls :meth:`set_up` at the end of its constructor, and says how its transformer is called, how samples are
-    encoded and drawn, and where weights come from.
+    A domain calls :meth:`set_up` at the end of its constructor, names its host, and says how the transformer and the pipeline
+    of that are called.
     """
 
     output_names = ("proj_out", "scale_shift_table")
 
-    samples: str
+    train_batch: ClassVar[tuple[str, ...]]
+    evaluation_batch: ClassVar[tuple[str, ...]]
+    predict_batch = ("caption", "file", "index", "seed")
+
+    host: ClassVar[Host]
+    """Class of the transformer, and where weights come from."""
+
+    samples: ClassVar[str]
     """Samples, in errors."""
 
-    sample_key: str
+    sample_key: ClassVar[str]
     """Entry of a batch with samples that a codec encodes; encoded ones come as ``latent``."""
 
-    text_option: str
+    text_option: ClassVar[str]
     """Option of the transformer that is the width of a caption's embeddings."""
 
     network: Any
@@ -47,7 +59,9 @@ class CaptionedDiffusion(GenerativeModule):
 
     def set_up(
         self,
-        network: Any,
+        shape: Any,
+        attention: AttentionConfig,
+        layer_kinds: list[str] | None,
         captions: CaptionEncoder,
         codec: FrozenVAE | None,
         flow: FlowConfig,
@@ -62,7 +76,9 @@ class CaptionedDiffusion(GenerativeModule):
         """Take over the parts.
 
         Args:
-            network: a transformer of diffusers after :func:`lightning_mhla.swap_attention`.
+            shape: dataclass of the transformer's options.
+            attention: the attention that replaces the transformer's self-attention.
+            layer_kinds: kinds of the layers, as for :func:`lightning_mhla.swap_attention`.
             captions: encoder of the captions.
             codec: between samples and what the network denoises; None for samples as they are.
             flow: times, shift and caption dropout.
@@ -71,7 +87,7 @@ class CaptionedDiffusion(GenerativeModule):
             distillation: from the model before the swap.
             checkpointing: recompute blocks in the backward pass.
             sampling: sampler options; its ``guidance`` must be 1 without caption dropout.
-            pretrained: weights to start from, for :meth:`load_pretrained`; None for none.
+            pretrained: weights to start from, see :func:`mhla_tasks.captioned.host.load_weights`; None for none.
             writer: writes what predict draws.
 
         Raises:
@@ -82,10 +98,11 @@ class CaptionedDiffusion(GenerativeModule):
                 f"sampling.guidance={sampling.guidance} needs training without captions: flow.caption_dropout"
             )
         self.flow, self.sampling, self.distillation = flow, sampling, distillation
-        self.network = network
-        choose_trained(network, train, lora)
+        self.shape = shape
+        self.network = build_transformer(self.host, shape, attention, layer_kinds)
+        choose_trained(self.network, train, lora)
         if checkpointing:
-            network.enable_gradient_checkpointing()
+            self.network.enable_gradient_checkpointing()
         self.captions, self.codec, self.pretrained = captions, codec, pretrained
         self._writer = writer
         self._started = False
@@ -97,21 +114,64 @@ class CaptionedDiffusion(GenerativeModule):
     def velocity(network: Any, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """What a transformer predicts for samples at ``times`` ``[B]`` with captions ``[B, L, D]``."""
 
+    @staticmethod
     @abstractmethod
-    def load_pretrained(self, path: str) -> None:
-        """Give the network the weights at a path."""
+    def caption_arguments(text: Tensor, negative: Tensor) -> dict[str, Tensor]:
+        """Captions and what guidance leads away from, both ``[B, L, D]``, by the names of the host's pipeline."""
 
+    @staticmethod
     @abstractmethod
-    def build_teacher(self, path: str) -> Any:
-        """The transformer before the swap, with the weights at a path."""
+    def to_bytes(samples: Tensor) -> Tensor:
+        """Samples uint8 of samples ``[B, ...]`` in about -1 .. 1."""
 
-    @abstractmethod
     def check_drawable(self, sampling: Any = None) -> None:
-        """Find out at once whether samples can be drawn; ValueError or FileNotFoundError if not."""
+        """Find out at once whether samples can be drawn.
 
-    @abstractmethod
+        Args:
+            sampling: sampler options; None for those of the module.
+
+        Raises:
+            ValueError: for what does not fit together.
+            FileNotFoundError: for a text encoder or an autoencoder that is not there.
+        """
+        channels = self.network.config.out_channels
+        if self.codec is None and channels not in (1, 3):
+            raise ValueError(
+                f"{self.samples} of {channels} channels are latents; name the autoencoder that decodes them: "
+                "--model.vae=FOLDER_OR_NAME"
+            )
+        latent_shape(self.network, self.codec, sampling or self.sampling, self.samples)
+        if self.codec is not None:
+            self.codec.model(self.device)
+        self.captions.tokens("", self.device)
+
     def draw(self, prompts: list[str], indices: list[int], seed: int, sampling: Any = None) -> Tensor:
-        """Samples ``[B, ...]`` uint8 of prompts, each a function of weights, prompt, seed and its index."""
+        """Samples of prompts, each a function of weights, prompt, seed and its index.
+
+        Args:
+            prompts: B texts.
+            indices: number of each sample, for its noise.
+            seed: seed of all samples.
+            sampling: sampler options; None for those of the module.
+
+        Returns:
+            Images ``[B, C, H, W]`` or clips ``[B, F, C, H, W]``, uint8.
+
+        Raises:
+            ValueError: for a size that cannot be.
+        """
+        chosen = sampling or self.sampling
+        shape = latent_shape(self.network, self.codec, chosen, self.samples)
+        text = self.captions.encode(prompts, self.device)
+        negative = self.captions.encode([chosen.negative_prompt], self.device, instructed=False)[0]
+        captions = self.caption_arguments(text, negative.expand_as(text))
+        drawn = denoise(self.host, self.network, shape, chosen, self.flow.shift, captions, indices, seed)
+        return self.to_bytes(drawn if self.codec is None else self.codec.decode(drawn))
+
+    def draw_prompts(self, prompts: list[str], seed: int) -> Tensor:
+        """A sample uint8 on the CPU for each of ``prompts``, :data:`AT_ONCE` at a time; see :meth:`draw`."""
+        parts = [range(start, min(start + AT_ONCE, len(prompts))) for start in range(0, len(prompts), AT_ONCE)]
+        return torch.cat([self.draw([prompts[i] for i in part], list(part), seed).cpu() for part in parts])
 
     @override
     def layers(self) -> list[nn.Module]:
@@ -120,7 +180,7 @@ class CaptionedDiffusion(GenerativeModule):
     def configure_model(self) -> None:
         """Take over weights to start from; then see :meth:`GenerativeModule.configure_model`."""
         if self.pretrained is not None and not self._started:
-            self.load_pretrained(self.pretrained)
+            load_weights(self.network, self.pretrained, self.host)
         self._started = True
         super().configure_model()
 
@@ -134,7 +194,7 @@ class CaptionedDiffusion(GenerativeModule):
         if self.distillation.layer_steps:
             check_layer_steps(self.trainer, self.network, self.hparams["train"])
         if path is not None and self._teacher is None:
-            self._teacher = Teacher(self.build_teacher(path), self.velocity)
+            self._teacher = Teacher(read_transformer(path, self.host, self.shape), self.velocity)
         if self._teacher is not None:
             self._teacher.model.to(self.device)
         self._check_encoded_captions()
@@ -283,17 +343,3 @@ class CaptionedDiffusion(GenerativeModule):
         times = times.to(clean.device)
         noisy, velocity = flow_point(clean, sample_noise(clean, generators), times)
         return (self(noisy, times, text) - velocity).square().flatten(1).mean(1)
-
-
-def check_patches(size: Sequence[int], patch: int | Sequence[int], what: str) -> None:
-    """Raise a ValueError unless patches divide the axes of a sample.
-
-    Args:
-        size: frames, rows and columns, or rows and columns.
-        patch: side of a patch, or its size along each axis.
-        what: description of the samples, for the error.
-    """
-    steps = [patch] * len(size) if isinstance(patch, int) else list(patch)
-    if any(length % step for length, step in zip(size, steps, strict=True)):
-        axes = "frames, rows and columns" if len(size) == 3 else "rows and columns"
-        raise ValueError(f"{what} of {list(size)} {axes} do not divide into patches of {steps}")
