@@ -1,8 +1,14 @@
 """Tensors of sharded checkpoints, written and read by ``torch.distributed.checkpoint``.
 
-torch's own reader unpickles ``.metadata``, which can run code; the one here leaves that file alone and reads
-``layout.json``. The safetensors storage of ``torch.distributed.checkpoint`` is not used, since checkpoints that exist are in
-this format. Imported when a sharded checkpoint is written or read, not before: its imports take half a second.
+torch's own reader unpickles ``.metadata``, which can run code. The reader here leaves that file alone and reads
+``layout.json``.
+
+The safetensors storage of ``torch.distributed.checkpoint`` (``HuggingFaceStorageWriter`` and ``HuggingFaceStorageReader``)
+does not fit. It holds tensors alone: with the plain values of an optimizer (``param_groups``) it writes files that it cannot
+read ("header too large"). It also keeps no paths of nested dicts, which :func:`load_whole` needs to give one process what
+many have written. Both were tried with torch 2.14.1.
+
+Import this module only when a sharded checkpoint is written or read, because its imports take half a second.
 """
 
 from __future__ import annotations
