@@ -61,14 +61,6 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
     return real, counts, real_first(real)
 
 
-def order_of(real: Tensor) -> Tensor:
-    """The order ``[B, N]`` that puts each row's real tokens first, by sums alone: ONNX has no stable sort."""
-    real_before, hidden_before = real.cumsum(1), (~real).cumsum(1)
-    place = torch.where(real, real_before - 1, real_before[:, -1:] + hidden_before - 1)
-    index = torch.arange(real.shape[1], device=real.device).expand(real.shape)
-    return torch.zeros_like(place).scatter(1, place, index)
-
-
 def rows_in_order(x: Tensor, order: Tensor) -> Tensor:
     """Reorder the tokens ``[B, N, D]`` of every row by ``[B, N]`` indices."""
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
