@@ -1,4 +1,4 @@
-"""Which attention a model uses: one configuration for every domain, and the kinds that it may name."""
+"""Configuration of attention, the same in every domain, and the registry of attention kinds."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CHOICES = {
     "feature_map": get_args(Features),
     "gate_activation": get_args(GateActivation),
 }
-"""Options of :class:`AttentionConfig` that are one of a few words."""
+"""Allowed values of the options of :class:`AttentionConfig` that take a word."""
 
 KINDS: dict[str, Any] = {}
-"""Attention classes by the name of their kind; :class:`lightning_mhla.attention.Attention` adds those that derive from it."""
+"""Attention classes by kind. Deriving from :class:`lightning_mhla.attention.Attention` adds an entry."""
 
 OWN_KIND_HINT = (
     "a kind of your own is known once its module is imported: --allow=MODULE on the command line, import in Python"
@@ -35,12 +35,12 @@ OWN_KIND_HINT = (
 MIXING_OPTIONS = (
     "block_grid", "block_size", "mixing", "mixing_terms", "mixing_init", "mixing_per_head", "mixing_trainable"
 )  # fmt: skip
-"""Options of :class:`AttentionConfig` that only mhla uses."""
+"""Options of :class:`AttentionConfig` that only kinds of mhla use."""
 
 
 @dataclass
 class AttentionConfig:
-    """Which attention a model uses; the same keys in every domain.
+    """Configuration of attention, with the same keys in every domain.
 
     Args:
         kind: mhla (mixed block summaries), mhla_window (softmax in the own and the previous block, mhla before; causal),
@@ -130,7 +130,7 @@ class AttentionConfig:
             )
 
     def _checked_options(self) -> dict[str, Any] | None:
-        """The options of the kind, those left out at their defaults; None for a kind without any."""
+        """Return the options of the kind, completed by defaults; None for a kind without options."""
         kind = KINDS[self.kind].Options
         if kind is None:
             if self.options:
@@ -139,17 +139,17 @@ class AttentionConfig:
         return asdict(as_dataclass(kind, self.options or {}, f"attention kind {self.kind!r}"))
 
     def at_layer(self, layer: int) -> AttentionConfig:
-        """The same for the layer of this number, counted from 0."""
+        """Return the configuration of a layer, counted from 0."""
         options = KINDS[self.kind].options_at(self.options, layer)
         return self if options == self.options else replace(self, options=options)
 
     def with_kind(self, kind: str) -> AttentionConfig:
-        """The same for another kind; the options of the kind itself go where the kind is the same."""
+        """Return the configuration with a different kind. Options of the kind are dropped if the kind changes."""
         return replace(self, kind=kind, options=self.options if kind == self.kind else None)
 
 
 def report_unused(config: AttentionConfig, unused: Sequence[str]) -> None:
-    """Log once which of the given options do nothing for the kind, as when one file serves several kinds."""
+    """Log once which options differ from their defaults although the kind does not use them."""
     _report(
         config.kind, tuple(f.name for f in fields(config) if f.name in unused and getattr(config, f.name) != f.default)
     )
@@ -162,10 +162,10 @@ def _report(kind: str, names: tuple[str, ...]) -> None:
 
 
 def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0) -> BlockLayout:
-    """The one layout that all layers of a model share; a single block if no layer uses blocks.
+    """Build the layout that all layers of a model share, a single block if no layer uses blocks.
 
     Raises:
-        ValueError: when layers ask for different blocks, or a kind that uses blocks is given none.
+        ValueError: if layers ask for different blocks, or a kind that uses blocks has none.
     """
     using = [config for config in configs if KINDS[config.kind].uses_blocks]
     if not using:
@@ -180,10 +180,10 @@ def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_t
 
 
 def attention_per_layer(config: AttentionConfig, kinds: Sequence[str] | None, depth: int) -> list[AttentionConfig]:
-    """One configuration for each of ``depth`` layers: ``kinds`` repeated to the depth, or ``config.kind`` everywhere.
+    """Return one configuration for each of ``depth`` layers: ``kinds`` repeated, or ``config.kind`` for all layers.
 
     Raises:
-        ValueError: when the number of kinds does not divide the depth, or none of them takes ``config.options``.
+        ValueError: if the number of kinds does not divide the depth, or none of them takes ``config.options``.
     """
     if kinds is None:
         return [config] * depth

@@ -158,7 +158,7 @@ class BlockLayout:
 
     @cached_property
     def operator_blocks(self) -> dict[str, Any]:
-        """Keyword argument of the operator: ``block_size`` if all blocks but a shorter last one are equal, else ``block_offsets``."""
+        """Operator argument: ``block_size`` if all blocks but a shorter last one are equal, else ``block_offsets``."""
         sizes = self.block_sizes
         if set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0]:
             return {"block_size": sizes[0]}
@@ -194,7 +194,7 @@ class BlockLayout:
         return Placement(self, order.flatten(), inverse, {"block_size": slots}, None if full else filled.flatten())
 
     def _tokens_of_places(self, sizes: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Raster index of the token in each slot of a block, and whether the slot holds one; both ``[M, C]``, without the prefix."""
+        """Raster index of the token in each slot, and whether there is one; both ``[M, C]``, without the prefix."""
         axes = len(self.grid)
         token = torch.zeros((1,) * (2 * axes), dtype=torch.int64, device=device)
         filled = torch.ones_like(token, dtype=torch.bool)

@@ -27,14 +27,14 @@ def real_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor:
     return attention_mask[:, -x.shape[1] :].bool()
 
 
-def real_first(real: Tensor) -> Tensor:
+def padding_last(real: Tensor) -> Tensor:
     """Compute the order ``[B, N]`` that puts the non-padding tokens (``real`` ``[B, N]`` bool) of each row first."""
     columns = torch.arange(real.shape[1], device=real.device).expand(real.shape)
-    return torch.zeros_like(columns).scatter(1, places_real_first(real), columns)
+    return torch.zeros_like(columns).scatter(1, places_padding_last(real), columns)
 
 
-def places_real_first(real: Tensor) -> Tensor:
-    """Compute the position ``[B, N]`` of each token in the order of :func:`real_first`, its inverse permutation.
+def places_padding_last(real: Tensor) -> Tensor:
+    """Compute the position ``[B, N]`` of each token in the order of :func:`padding_last`, its inverse permutation.
 
     Cumulative sums replace a stable sort, which ONNX does not have.
     """
@@ -46,7 +46,7 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
     """Find the non-padding tokens of each row.
 
     The counts are Python numbers, which a state needs, so the call waits for the device. Where counts are not needed,
-    :func:`real_mask` and :func:`real_first` give the same results without waiting, also in a compiled graph.
+    :func:`real_mask` and :func:`padding_last` give the same results without waiting, also in a compiled graph.
 
     Returns:
         Mask of non-padding tokens ``[B, N]`` bool, their number in each row, and the order ``[B, N]`` that puts them first;
@@ -58,7 +58,7 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
     counts = tuple(real.sum(1).tolist())
     if all(count == x.shape[1] for count in counts) or bool((real[:, :-1] | ~real[:, 1:]).all()):
         return real, counts, None
-    return real, counts, real_first(real)
+    return real, counts, padding_last(real)
 
 
 def rows_in_order(x: Tensor, order: Tensor) -> Tensor:
