@@ -43,34 +43,34 @@ class AttentionConfig:
     """Configuration of attention, with the same keys in every domain.
 
     Args:
-        kind: mhla (mixed block summaries), mhla_window (softmax in the own and the previous block, mhla before; causal),
-            linear (one summary of all tokens), softmax, rala and mala (images), retention, gla, gated_deltanet, mamba2,
-            gated_conv (a short convolution, not attention), or a kind of your own, whose module --allow=MODULE imports. The
-            error for an unknown kind lists all that are known.
+        kind: mhla (mixed block summaries), mhla_window (softmax in the current and the previous block, mhla before them;
+            causal), linear (one summary of all tokens), softmax, rala and mala (images), retention, gla, gated_deltanet,
+            mamba2, gated_conv (a short convolution, not attention), or your own kind, whose module --allow=MODULE imports. The
+            error for an unknown kind lists the known ones.
         block_grid: number of blocks along each axis of the token grid (images, video).
-        block_size: tokens in a block (sequences). One of block_grid and block_size; only mhla uses them.
-        mixing: parametrisation of the mixing coefficients. dense is one free coefficient for each pair of blocks,
+        block_size: number of tokens in a block (sequences). Give either block_grid or block_size; only mhla uses them.
+        mixing: parametrization of the mixing coefficients. dense is one free coefficient for each pair of blocks,
             exponential a sum of exponentials of their distance, at a cost that is linear in the number of blocks.
         mixing_terms: number of exponentials.
-        mixing_init: start of the coefficients. locality gives near blocks more weight, uniform gives all the same.
-        mixing_per_head: whether every head has coefficients of its own.
-        mixing_trainable: whether they are learned.
+        mixing_init: initial coefficients. locality gives near blocks more weight, uniform gives all blocks the same.
+        mixing_per_head: whether every head has its own coefficients.
+        mixing_trainable: whether the coefficients are trained.
         normalize: whether the weights of a query are divided by their sum (mhla, linear).
-        feature_map: applied to queries and keys (mhla, mhla_window, linear). relu and elu are relu(x) + 1e-6 and elu(x) + 1;
-            sana is relu(x), with 1e-15 instead of 1e-6 added to the normaliser, as diffusers' SANA has it; learned is
-            exp of a learned matrix times x, and of its negative (Hedgehog, arXiv 2402.04347), which comes after rotary. In
-            mhla_window every map comes after rotary, and relu and sana are both relu(x).
+        feature_map: feature map of queries and keys (mhla, mhla_window, linear). relu is relu(x) + 1e-6 and elu is elu(x) + 1;
+            sana is relu(x), with 1e-15 instead of 1e-6 added to the normalizer, as in diffusers' SANA; learned is
+            exp of a learned matrix times x, and of its negative (Hedgehog, arXiv 2402.04347), applied after rotary. In
+            mhla_window every map is applied after rotary, and relu and sana are both relu(x).
         lepe: width of the depthwise convolution of the values that is added to the output, odd; 0 for none.
-        rotary: whether queries and keys are turned by their position, after the feature map; sequences and images (row and
-            column). It makes features signed, so mhla and linear need normalize off, or normalize_before_rotary.
+        rotary: whether queries and keys are rotated by their position, after the feature map; for sequences and images (row
+            and column). Rotation makes features signed, so mhla and linear need normalize off, or normalize_before_rotary.
         rotary_base: base of the geometric series of rotary frequencies.
-        normalize_before_rotary: whether the normaliser takes queries and keys as they are before rotary turns them
-            (RoFormer, arXiv 2104.09864, equation 19); mhla and linear, not causal.
+        normalize_before_rotary: whether the normalizer is computed from queries and keys before rotation (RoFormer,
+            arXiv 2104.09864, equation 19); mhla and linear, not causal.
         key_weighting: whether each head's keys are multiplied by their softmax weight for the mean query, over all tokens,
             times the number of tokens (RALA, arXiv 2411.07635); mhla and linear, not causal.
         gate: whether the output is multiplied by an activation of a projection of the input.
         gate_activation: silu or identity.
-        output_norm: whether each head's output passes an RMSNorm; null for exactly where normalize is off.
+        output_norm: whether each head's output passes an RMSNorm; null to do so if and only if normalize is off.
         options: options of the kind itself, by name. retention, gla, gated_deltanet and mamba2 have direction (both, alternate,
             forward or backward, default 'both') and backend (auto, torch or triton, default 'auto'); gla has decay_rank
             (default 16) and decay_divisor (default 16.0); gated_deltanet and mamba2 have conv (default 4); mamba2 has groups
