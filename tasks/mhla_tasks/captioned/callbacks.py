@@ -1,4 +1,4 @@
-"""Samples drawn while a model trains."""
+"""Callbacks that draw samples during training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DrawnSamples(PeriodicEvaluation):
-    """Draws a sample for each of a few prompts, from the weights that validation uses, with the same noise each time.
+    """Draw a sample for each of a few prompts with the weights that validation uses, with the same noise each time.
 
     Args:
         prompts: a sample is drawn for each.
@@ -32,7 +32,7 @@ class DrawnSamples(PeriodicEvaluation):
     """
 
     module_class: ClassVar[type[CaptionedDiffusion]]
-    """Class of the modules that draw."""
+    """Class of the modules that this callback draws from."""
 
     def __init__(self, prompts: list[str], every_n_steps: int | None, at_end: bool, at_start: bool, seed: int) -> None:
         super().__init__(every_n_steps, at_end)
@@ -42,14 +42,14 @@ class DrawnSamples(PeriodicEvaluation):
 
     @abstractmethod
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor) -> None:
-        """Write or score the samples of the prompts, uint8 on the CPU; on the first process."""
+        """Write or score the samples of the prompts, uint8 on the CPU. Called on the first process only."""
 
     def check(self, module: CaptionedDiffusion) -> None:
-        """Load what is needed; ValueError or FileNotFoundError for what does not fit together or is not there."""
+        """Load everything that drawing needs; raise ValueError or FileNotFoundError if something is missing or does not fit."""
         module.check_drawable()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out now, not hours later, whether samples can be drawn; on the processes that draw, so that others load nothing.
+        """Check before training that samples can be drawn, on the processes that draw.
 
         Raises:
             ValueError: on every process, for what does not fit together.
@@ -66,13 +66,13 @@ class DrawnSamples(PeriodicEvaluation):
             raise ValueError(failed)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw from the first weights, if that is wanted."""
+        """Draw with the initial weights if ``at_start`` is set."""
         if self.at_start and trainer.global_step == 0:
             self.evaluate(trainer, pl_module)
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw on the first process, or on all where they gather weights from each other; keep on the first."""
+        """Draw on the first process, or on all if weights are sharded; keep the samples on the first."""
         module, samples = self._checked(pl_module), None
         if trainer.is_global_zero or shards_weights(trainer):
             with kept_random_state(), evaluation_weights(trainer, module), trainer.precision_plugin.forward_context():
@@ -91,7 +91,7 @@ class DrawnSamples(PeriodicEvaluation):
 
 
 def log_figure(trainer: Trainer, name: str, figure: Figure) -> None:
-    """Give a picture to the TensorBoard loggers of a run."""
+    """Add a picture to the TensorBoard loggers of a run."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_figure(name, figure, trainer.global_step)

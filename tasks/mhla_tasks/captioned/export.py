@@ -17,16 +17,16 @@ from lightning_mhla.swap import is_swapped
 
 load = load_swapped if is_swapped("FOLDER") else NETWORK.from_pretrained
 model = load("FOLDER")"""
-"""Python that loads an export: FOLDER is its path, NETWORK the class of the transformer."""
+"""Python code that loads an export: FOLDER is its path, NETWORK the class of the transformer."""
 
 
 def loading(module: CaptionedDiffusion) -> str:
-    """Python that loads the export of a module, FOLDER being its path."""
+    """Return the Python code that loads the export of a module, FOLDER being its path."""
     return LOADING.replace("NETWORK", module.host.transformer.__name__)
 
 
 def write(module: CaptionedDiffusion, folder: Path, adapters: Path | None = None) -> None:
-    """Write what ``lightning_mhla.load_swapped`` loads.
+    """Write a folder for ``lightning_mhla.load_swapped``.
 
     Args:
         module: the trained module.

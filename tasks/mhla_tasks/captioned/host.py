@@ -22,7 +22,7 @@ from lightning_mhla.system.untrusted import read_json
 log = logging.getLogger(__name__)
 
 ADDED = ".attn1.processor.attention."
-"""In the names of what a swap adds."""
+"""Part of the names of parameters that a swap adds."""
 
 CONTAINERS = ("state_dict", "model", "module")
 """Entries of a training checkpoint that may hold the weights."""
@@ -30,7 +30,7 @@ CONTAINERS = ("state_dict", "model", "module")
 
 @dataclass(frozen=True)
 class Host:
-    """A transformer of diffusers, as a place where attention is swapped and weights come from.
+    """Description of a transformer of diffusers whose attention is swapped.
 
     Args:
         transformer: its class.
@@ -54,12 +54,12 @@ class Host:
 
 
 def euler_scheduler(shift: float) -> FlowMatchEulerDiscreteScheduler:
-    """Euler's method, for the shift that a model was trained with."""
+    """Create a scheduler for Euler's method with the shift of training."""
     return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=shift)
 
 
 def build_transformer(host: Host, shape: Any, attention: AttentionConfig, layer_kinds: Sequence[str] | None) -> Any:
-    """A transformer with its attention swapped.
+    """Build a transformer with swapped attention.
 
     Args:
         host: its class.
@@ -73,14 +73,14 @@ def build_transformer(host: Host, shape: Any, attention: AttentionConfig, layer_
 
 
 def read_transformer(path: str, host: Host, shape: Any) -> Any:
-    """The original transformer of a shape with the weights at ``path``; errors as of :func:`load_weights`."""
+    """Build the original transformer with the weights at ``path``; errors as of :func:`load_weights`."""
     model = host.transformer(**asdict(shape))
     load_weights(model, path, host)
     return model
 
 
 def read_weights(path: str, host: Host) -> dict[str, Tensor]:
-    """Weights of a transformer by diffusers' names; nothing in the files is executed.
+    """Read the weights of a transformer, with diffusers' names, without running code from the files.
 
     Args:
         path: a checkpoint of training (its averaged weights, where it has them); a ``.pt``, ``.pth`` or ``.safetensors``
@@ -115,7 +115,7 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
 
 
 def load_weights(model: Any, path: str, host: Host) -> None:
-    """Give ``model`` the weights at ``path``; see :func:`read_weights`. Mixing coefficients for other blocks are resized.
+    """Load the weights at ``path`` into ``model``; see :func:`read_weights`. Mixing coefficients are resized if needed.
 
     Raises:
         FileNotFoundError: when there is nothing at the path.
@@ -153,7 +153,7 @@ def load_weights(model: Any, path: str, host: Host) -> None:
 
 
 def _blocks_of(path: str) -> tuple[int, ...] | None:
-    """Blocks along each axis that the mixing coefficients at ``path`` are for; None where it has none, or does not say."""
+    """Return the block grid of the mixing coefficients at ``path``; None if there are none, or it is unknown."""
     if (trained := read_trained(path)) is not None:
         return trained.block_grid
     folder = next((folder for folder in (Path(path), Path(path) / "transformer") if is_swapped(folder)), None)
@@ -162,7 +162,7 @@ def _blocks_of(path: str) -> tuple[int, ...] | None:
 
 
 def _inside_adapter(name: str, own: Mapping[str, Tensor]) -> str:
-    """The name of a weight that LoRA adapts."""
+    """Return the name of a weight, inside of the adapter if LoRA adapts it."""
     parent, _, leaf = name.rpartition(".")
     adapted = f"{parent}.base_layer.{leaf}"
     return adapted if adapted in own else name

@@ -1,4 +1,4 @@
-"""Flow matching of captioned samples by a transformer of diffusers whose attention is swapped: what image and video share."""
+"""Base of the modules that train a swapped transformer of diffusers on captioned samples, by flow matching."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from mhla_tasks.captioned.sampling import check_patches, denoise, latent_shape
 from mhla_tasks.captioned.text import CaptionEncoder
 
 AT_ONCE = 32
-"""Samples that are drawn together."""
+"""Number of samples that are drawn at once."""
 
 
 class CaptionedDiffusion(GenerativeModule):
-    """A swapped transformer that predicts the velocity of captioned samples; arguments as for :class:`TrainingModule`.
+    """Swapped transformer that predicts the velocity of captioned samples. Arguments as for :class:`TrainingModule`.
 
     A domain calls :meth:`set_up` at the end of its constructor, names its host, and says how the transformer and the pipeline
     of that are called.
@@ -42,16 +42,16 @@ class CaptionedDiffusion(GenerativeModule):
     predict_batch = ("caption", "file", "index", "seed")
 
     host: ClassVar[Host]
-    """Class of the transformer, and where weights come from."""
+    """Description of the transformer."""
 
     samples: ClassVar[str]
-    """Samples, in errors."""
+    """Word for samples in error messages."""
 
     sample_key: ClassVar[str]
-    """Entry of a batch with samples that a codec encodes; encoded ones come as ``latent``."""
+    """Key of the samples in a batch. Encoded samples have the key ``latent``."""
 
     text_option: ClassVar[str]
-    """Option of the transformer that is the width of a caption's embeddings."""
+    """Option of the transformer that sets the width of caption embeddings."""
 
     network: Any
     codec: Any
@@ -73,7 +73,7 @@ class CaptionedDiffusion(GenerativeModule):
         pretrained: str | None,
         writer: SampleFolder,
     ) -> None:
-        """Take over the parts.
+        """Store the components and build the transformer.
 
         Args:
             shape: dataclass of the transformer's options.
@@ -112,20 +112,20 @@ class CaptionedDiffusion(GenerativeModule):
     @staticmethod
     @abstractmethod
     def velocity(network: Any, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """What a transformer predicts for samples at ``times`` ``[B]`` with captions ``[B, L, D]``."""
+        """Predict the velocity of samples at ``times`` ``[B]`` with captions ``[B, L, D]``."""
 
     @staticmethod
     @abstractmethod
     def caption_arguments(text: Tensor, negative: Tensor) -> dict[str, Tensor]:
-        """Captions and what guidance leads away from, both ``[B, L, D]``, by the names of the host's pipeline."""
+        """Return the pipeline's arguments for captions and negative captions, both ``[B, L, D]``."""
 
     @staticmethod
     @abstractmethod
     def to_bytes(samples: Tensor) -> Tensor:
-        """Samples uint8 of samples ``[B, ...]`` in about -1 .. 1."""
+        """Convert samples ``[B, ...]`` in about -1 .. 1 to uint8."""
 
     def check_drawable(self, sampling: Any = None) -> None:
-        """Find out at once whether samples can be drawn.
+        """Check that samples can be drawn.
 
         Args:
             sampling: sampler options; None for those of the module.
@@ -146,7 +146,7 @@ class CaptionedDiffusion(GenerativeModule):
         self.captions.tokens("", self.device)
 
     def draw(self, prompts: list[str], indices: list[int], seed: int, sampling: Any = None) -> Tensor:
-        """Samples of prompts, each a function of weights, prompt, seed and its index.
+        """Draw samples of prompts. Each depends on weights, prompt, seed and its index only.
 
         Args:
             prompts: B texts.
@@ -169,7 +169,7 @@ class CaptionedDiffusion(GenerativeModule):
         return self.to_bytes(drawn if self.codec is None else self.codec.decode(drawn))
 
     def draw_prompts(self, prompts: list[str], seed: int) -> Tensor:
-        """A sample uint8 on the CPU for each of ``prompts``, :data:`AT_ONCE` at a time; see :meth:`draw`."""
+        """Draw a sample for each prompt, :data:`AT_ONCE` at a time: uint8 on the CPU. See :meth:`draw`."""
         parts = [range(start, min(start + AT_ONCE, len(prompts))) for start in range(0, len(prompts), AT_ONCE)]
         return torch.cat([self.draw([prompts[i] for i in part], list(part), seed).cpu() for part in parts])
 
@@ -178,7 +178,7 @@ class CaptionedDiffusion(GenerativeModule):
         return list(getattr(self.network, "blocks", None) or self.network.transformer_blocks)
 
     def configure_model(self) -> None:
-        """Take over weights to start from; then see :meth:`GenerativeModule.configure_model`."""
+        """Load the weights to start from; then see :meth:`GenerativeModule.configure_model`."""
         if self.pretrained is not None and not self._started:
             load_weights(self.network, self.pretrained, self.host)
         self._started = True
@@ -202,17 +202,17 @@ class CaptionedDiffusion(GenerativeModule):
             self.empty_caption()
 
     def on_predict_start(self) -> None:
-        """Load what samples are drawn with, before the clock starts."""
+        """Load text encoder and autoencoder, before times are measured."""
         self.check_drawable()
 
     def rest(self) -> None:
-        """Leave the GPU to training: a text encoder may be larger than the model."""
+        """Move text encoder and autoencoder off the GPU. A text encoder may be larger than the model."""
         self.captions.rest()
         if self.codec is not None:
             self.codec.rest()
 
     def _check_encoded_captions(self) -> None:
-        """Refuse captions that come encoded otherwise than prompts will be."""
+        """Check that the data's captions were encoded in the way prompts will be."""
         length = getattr(self.trainer.datamodule, "text_length", None)  # type: ignore[attr-defined]
         if length is None:
             return
@@ -234,11 +234,11 @@ class CaptionedDiffusion(GenerativeModule):
             )
 
     def forward(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """Velocity ``[B, C, ...]`` float32 of samples or latents at ``times`` ``[B]``, text ``[B, L, D]``."""
+        """Predict the velocity ``[B, C, ...]`` float32 of samples or latents at ``times`` ``[B]`` with text ``[B, L, D]``."""
         return self.velocity(self.network, noisy, times, text).float()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """The loss at random timesteps: plain, or of distillation."""
+        """Compute the loss of flow matching or distillation at random timesteps."""
         clean, text = self.clean(batch), self.encode_captions(batch)
         if self.flow.caption_dropout:
             dropped = torch.rand(len(text), device=text.device) < self.flow.caption_dropout
@@ -259,7 +259,7 @@ class CaptionedDiffusion(GenerativeModule):
         return self.log_loss(loss, len(clean))
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """``pixels`` of the samples that count and are not there yet, and ``rows``: prompt, file and seconds of each."""
+        """Draw the samples that are not written yet: their ``pixels``, and ``rows`` with prompt, file and seconds of each."""
         counted = batch["valid"].nonzero()[:, 0].tolist()
         rows: list[dict[str, Any]] = [
             {
@@ -286,7 +286,7 @@ class CaptionedDiffusion(GenerativeModule):
         return {"pixels": pixels[kept], "rows": [{**row, **took} for row in rows]}
 
     def clean(self, batch: dict[str, Any]) -> Tensor:
-        """The clean samples of a batch, ``[B, C, ...]``: latents as they come or encoded, or pixels.
+        """Return the clean samples ``[B, C, ...]`` of a batch: latents, encoded if needed, or pixels.
 
         Raises:
             ValueError: for samples of other channels than the model's, or that its patches do not divide.
@@ -305,7 +305,7 @@ class CaptionedDiffusion(GenerativeModule):
         return clean
 
     def encode_captions(self, batch: dict[str, Any]) -> Tensor:
-        """Embeddings ``[B, L, D]`` of a batch's captions.
+        """Return the embeddings ``[B, L, D]`` of a batch's captions.
 
         Raises:
             ValueError: when they come encoded for another width.
@@ -321,7 +321,7 @@ class CaptionedDiffusion(GenerativeModule):
         return text
 
     def empty_caption(self) -> Tensor:
-        """Embeddings ``[1, L, D]`` of the empty caption, of the data where captions come encoded."""
+        """Return the embeddings ``[1, L, D]`` of the empty caption, from the data if its captions are encoded."""
         if self._empty is None:
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
             tokens = data.empty_caption() if hasattr(data, "empty_caption") else None
@@ -334,7 +334,7 @@ class CaptionedDiffusion(GenerativeModule):
 
     @override
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """Return the plain loss."""
+        """Compute the loss of flow matching for each sample."""
         cpu = torch.device("cpu")
         clean, text = self.clean(batch), self.encode_captions(batch)
         times = torch.cat(

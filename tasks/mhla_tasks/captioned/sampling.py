@@ -1,4 +1,4 @@
-"""Samples of a transformer, drawn by diffusers' own pipeline."""
+"""Drawing samples from a transformer with diffusers' own pipeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mhla_tasks.captioned.host import Host
 
 
 class Sampling(Protocol):
-    """What the sampler options of all hosts have in common."""
+    """Sampler options that all hosts have."""
 
     @property
     def sampler(self) -> str:
@@ -23,7 +23,7 @@ class Sampling(Protocol):
 
     @property
     def steps(self) -> int:
-        """Evaluations of the network for a sample, twice as many with guidance."""
+        """Number of network evaluations for a sample; guidance doubles it."""
 
     @property
     def guidance(self) -> float:
@@ -31,11 +31,11 @@ class Sampling(Protocol):
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Height and width of a sample in pixels, the frames before them for clips."""
+        """Height and width of a sample in pixels, preceded by the number of frames for clips."""
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Check the options that all hosts have in common.
+    """Check the options that all hosts have.
 
     Raises:
         ValueError: naming the option and its value.
@@ -50,7 +50,7 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def latent_shape(network: Any, codec: Any, sampling: Sampling, samples: str) -> tuple[int, ...]:
-    """Channels, rows and columns of what is denoised, the frames before the rows for clips.
+    """Return channels, rows and columns of the denoised tensor, with frames before the rows for clips.
 
     Args:
         network: the transformer.
@@ -77,7 +77,7 @@ def denoise(
     indices: Sequence[int],
     seed: int,
 ) -> Tensor:
-    """Latents ``[B, *shape]`` float32, or samples in -1 .. 1: each a function of weights, captions, seed and its index.
+    """Draw latents ``[B, *shape]`` float32, or samples in -1 .. 1. Each depends on weights, caption, seed and its index only.
 
     Args:
         host: class of the transformer.

@@ -1,4 +1,4 @@
-"""Pictures and scores of images drawn while a model trains."""
+"""Callbacks that draw and score images during training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mhla_tasks.text_to_image.scenes import every_caption
 
 
 class ImagePictures(DrawnSamples):
-    """Draws an image for each of a few prompts, from the weights that validation uses, with their captions.
+    """Draw an image for each of a few prompts with the weights that validation uses, with their captions.
 
     ``images-step*.png`` goes to ``pictures/`` in the log folder, and to TensorBoard. The noise of an image is always the
     same.
@@ -56,7 +56,7 @@ class ImagePictures(DrawnSamples):
 
 
 class SceneScores(ImagePictures):
-    """Draws scenes of digits and looks at them: right digits, colours, count and relation, each as a share.
+    """Draw scenes of digits, and log the share with the right digits, colours, count and relation.
 
     Logs ``scenes/digit``, ``colour``, ``count``, ``relation`` and ``all``; ``scenes.jsonl`` in the log folder gets a line
     for each evaluation. The program behind it (:mod:`mhla_tasks.text_to_image.judge`) passes 87% of real held-out scenes.
@@ -96,7 +96,7 @@ class SceneScores(ImagePictures):
 
 
 class ClipScore(ImagePictures):
-    """Draws an image for each prompt and logs ``clip/score``, the CLIP score (arXiv 2104.08718) on a scale of 100.
+    """Draw an image for each prompt, and log ``clip/score``, the CLIP score (arXiv 2104.08718) on a scale of 100.
 
     It is the mean over the images of the cosine between image and prompt in CLIP, times 100, and 0 where that is negative.
 
@@ -123,13 +123,13 @@ class ClipScore(ImagePictures):
         self._parts: tuple[Any, Any] | None = None
 
     def check(self, module: CaptionedDiffusion) -> None:
-        """Load CLIP too."""
+        """Load CLIP, too."""
         super().check(module)
         self._load()
 
     @torch.no_grad()
     def score(self, pixels: Tensor) -> float:
-        """The score of images ``[n, C, H, W]`` uint8 of the prompts."""
+        """Compute the score of images ``[n, C, H, W]`` uint8 of the prompts."""
         model, processor = self._load()
         values = []
         for image, prompt in zip(pixels.expand(-1, 3, -1, -1), self.prompts, strict=True):
@@ -143,7 +143,7 @@ class ClipScore(ImagePictures):
         self.log_values(trainer, "clip", {"score": self.score(samples)})
 
     def _load(self) -> tuple[Any, Any]:
-        """Model and processor."""
+        """Load model and processor on first use."""
         if self._parts is None:
             from transformers import CLIPModel, CLIPProcessor
 

@@ -129,7 +129,7 @@ class TextToImage(CaptionedDiffusion):
         return to_pixels(samples)
 
     def on_fit_start(self) -> None:
-        """Find out whether the model takes all sizes of the data; then see :meth:`CaptionedDiffusion.on_fit_start`.
+        """Check that the model takes all sizes of the data; then see :meth:`CaptionedDiffusion.on_fit_start`.
 
         Raises:
             ValueError: for a size that patches or autoencoder do not divide.
@@ -146,7 +146,7 @@ class TextToImage(CaptionedDiffusion):
 
     @property
     def prompts(self) -> list[str]:
-        """Prompts that metrics of samples are balanced over: those of the data."""
+        """Prompts of the data, which samples for metrics are balanced over."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         return [prompt for _, prompt in RequestedSamples(data.prompts, data.known_prompts, "png").prompts]
 
@@ -156,18 +156,18 @@ class TextToImage(CaptionedDiffusion):
         return len(self.prompts)
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: Any) -> Tensor:
-        """Images ``[b, C, H, W]`` uint8 by number: sample i has prompt i modulo their number, and noise of its own."""
+        """Draw images ``[b, C, H, W]`` uint8. Sample i has prompt i modulo their number, and its own noise."""
         prompts = self.prompts
         return self.draw([prompts[index % len(prompts)] for index in indices], indices, seed, sampling)
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """Options that a metric of samples depends on."""
+        """Return the options that metrics of samples depend on."""
         options = asdict(sampling)
         return {"sampling_steps": options.pop("steps"), **options, "shift": self.flow.shift}
 
 
 def token_mask(text: Tensor) -> Tensor:
-    """Which tokens of captions ``[B, L, D]`` count, ``[B, L]`` int64: rows of zeros are filling, but for the first."""
+    """Compute the mask ``[B, L]`` int64 of caption tokens ``[B, L, D]``. Rows of zeros, but for the first, are padding."""
     mask = text.ne(0).any(-1)
     mask[:, 0] = True
     return mask.long()

@@ -20,7 +20,7 @@ UNUSED = ("pos_embed", "y_embedder.y_embedding")
 
 
 def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """NVlabs' weights by diffusers' names."""
+    """Rename NVlabs' weights to diffusers' names."""
     present = dict(state)
     for name in UNUSED:
         present.setdefault(name, Tensor())

@@ -1,4 +1,4 @@
-"""How images are drawn."""
+"""Sampler options of images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Sampler = Literal["dpm", "euler"]
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How images are drawn; the defaults are SanaPipeline's own.
+    """Sampler options of images; the defaults are SanaPipeline's.
 
     Args:
         sampler: dpm (flow DPM-Solver++, SANA's own) or euler.

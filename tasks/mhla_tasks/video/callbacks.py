@@ -1,4 +1,4 @@
-"""Clips drawn while a model trains."""
+"""Callback that draws clips during training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mhla_tasks.video.strips import draw_strips, write_animation
 
 
 class ClipPictures(DrawnSamples):
-    """Draws clips for a few prompts, from the weights that validation uses, as strips of frames and as an animation.
+    """Draw clips for a few prompts with the weights that validation uses, as strips of frames and as an animation.
 
     ``clips-step*.png`` and ``.gif`` go to ``pictures/`` in the log folder, the strips also to TensorBoard. The noise of a
     clip is always the same.

@@ -34,11 +34,11 @@ PUBLISHED = {
     ".attn1.block_attn.conv.": f"{ADDED}mixing.",
 }
 PUBLISHED_GRID = (3, 5, 10)
-"""Blocks along frames, rows and columns in the authors' configuration."""
+"""Block grid of the authors' configuration: blocks along frames, rows and columns."""
 
 
 def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of the original Wan, or of the authors' Wan-MHLA, by our names; see the module's description.
+    """Rename the weights of the original Wan, or of the authors' Wan-MHLA; see the module's description.
 
     Raises:
         ValueError: for weights of the authors' other attentions, which are none of ours.
@@ -74,7 +74,7 @@ WAN = Host(
 
 
 def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> Any:
-    """The authors' Wan-MHLA as a swapped transformer, in evaluation mode; its shape is read off the weights.
+    """Load the authors' Wan-MHLA as a swapped transformer in evaluation mode. Its shape follows from the weights.
 
     Args:
         path: their file.

@@ -1,4 +1,4 @@
-"""How clips are drawn."""
+"""Sampler options of clips."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Sampler = Literal["unipc", "euler"]
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How clips are drawn.
+    """Sampler options of clips.
 
     Args:
         sampler: unipc (Wan's own) or euler.
