@@ -69,7 +69,7 @@ class ShardClips(CaptionedClips):
 
 
 class ClipFolder(CaptionedClips):
-    """Source of clips from ``.mp4`` files below a folder; ``options`` as for :class:`CaptionedClips`, errors as of FolderFiles."""
+    """Source of clips from the ``.mp4`` files below a folder; ``options`` as for :class:`CaptionedClips`."""
 
     def __init__(
         self,
