@@ -39,7 +39,7 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 
 def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Write the folder of a checkpoint; every process calls it, with its share of the tensors.
+    """Write a sharded checkpoint. Every process calls this function with its shards of the tensors.
 
     Args:
         path: path of the folder; one that is there already is replaced once the new one is whole.
@@ -84,7 +84,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
 
 
 class _Reader(FileSystemReader):
-    """Reads the layout in place of torch's metadata."""
+    """Reader that reads the layout instead of torch's metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         where = Path(self.path) / LAYOUT
@@ -98,7 +98,7 @@ class _Reader(FileSystemReader):
 
 
 class _PlainValues:
-    """Reads values that are no tensors as plain data."""
+    """Mixin of planners that reads values other than tensors as plain data."""
 
     flatten_state_dict: bool
     original_state_dict: dict[str, Any]
@@ -124,7 +124,7 @@ class _WholePlanner(_PlainValues, EmptyStateDictLoadPlanner):
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Whatever torch raises on a broken folder, as a ValueError that names the folder."""
+    """Convert every exception of torch about a broken folder into a ValueError that names the folder."""
     try:
         yield
     except CheckpointException as error:
@@ -135,12 +135,12 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def saved_names(path: Path) -> set[str]:
-    """First words of the names under which tensors were saved: ``state_dict``, ``optimizer_0`` and so on."""
+    """Return the first parts of the names of saved tensors: ``state_dict``, ``optimizer_0`` and so on."""
     return {name.split(".")[0] for name in _Reader(path).read_metadata().state_dict_metadata}
 
 
 def load_tensors(path: Path, into: dict[str, Any]) -> None:
-    """Fill the tensors of nested dicts in place, each process its share; every process calls it.
+    """Load tensors into nested dicts in place, each process its shards. Every process calls this function.
 
     Args:
         path: path of the folder, written by any number of processes.
@@ -154,7 +154,7 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
 
 
 def load_whole(path: Path) -> dict[str, Any]:
-    """A sharded checkpoint as the one dict that training in one process writes; needs memory for all of it.
+    """Load a complete sharded checkpoint as the dict that training in one process writes.
 
     Raises:
         ValueError: when it is damaged or cannot be read safely.
@@ -170,7 +170,7 @@ def load_whole(path: Path) -> dict[str, Any]:
 
 
 def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an optimiser by number of the parameter, as it numbers them itself, in place of by name."""
+    """Convert an optimizer's state from names to numbers of parameters, as torch's optimizers number them."""
     groups = optimizer["param_groups"]
     names = [name for group in groups for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}
