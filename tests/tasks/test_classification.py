@@ -15,8 +15,8 @@ import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer
+from mhla_tasks.classification.base import MixupConfig
 from mhla_tasks.classification.data import AugmentConfig
-from mhla_tasks.classification.module import MixupConfig
 from mhla_tasks.classification.prepare import images_to_shards
 from mhla_tasks.commandline import registry
 from PIL import Image

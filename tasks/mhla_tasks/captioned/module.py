@@ -14,11 +14,11 @@ from typing_extensions import override
 from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.generative.codecs import FrozenVAE
-from lightning_mhla.generative.distillation import DistillationConfig, Teacher
+from lightning_mhla.generative.distillation import DistillationConfig, VelocityHost
 from lightning_mhla.generative.flow import FlowConfig, draw_flow_times, flow_point
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
-from lightning_mhla.training.transfer import check_layer_steps
+from lightning_mhla.training.linearize import Linearization
 from mhla_tasks.captioned.host import Host, build_transformer, load_weights, read_transformer
 from mhla_tasks.captioned.requests import SampleFolder
 from mhla_tasks.captioned.sampling import check_patches, denoise, latent_shape
@@ -106,7 +106,7 @@ class CaptionedDiffusion(GenerativeModule):
         self.captions, self.codec, self.pretrained = captions, codec, pretrained
         self._writer = writer
         self._started = False
-        self._teacher: Teacher | None = None
+        self.linearization = Linearization(distillation, VelocityHost(self.velocity))
         self._empty: Tensor | None = None
 
     @staticmethod
@@ -190,13 +190,7 @@ class CaptionedDiffusion(GenerativeModule):
 
     def on_fit_start(self) -> None:
         """Load the teacher, if there is one, and the empty caption."""
-        path = self.distillation.teacher
-        if self.distillation.layer_steps:
-            check_layer_steps(self.trainer, self.network, self.hparams["train"])
-        if path is not None and self._teacher is None:
-            self._teacher = Teacher(read_transformer(path, self.host, self.shape), self.velocity)
-        if self._teacher is not None:
-            self._teacher.model.to(self.device)
+        self.linearization.start(self, lambda path: read_transformer(path, self.host, self.shape))
         self._check_encoded_captions()
         if self.flow.caption_dropout:
             self.empty_caption()
@@ -245,18 +239,11 @@ class CaptionedDiffusion(GenerativeModule):
             text = torch.where(dropped[:, None, None], self.empty_caption(), text)
         times = draw_flow_times(self.flow.times, self.flow.shift, len(clean), None, clean.device)
         noisy, velocity = flow_point(clean, torch.randn_like(clean), times)
-        if self._teacher is not None and self.trainer.global_step < self.distillation.layer_steps:
-            loss = self._teacher.layer_loss(self.network, noisy, times, text)
-            self.log("train/layer_distance", loss.detach(), batch_size=len(clean))
-            return self.log_loss(loss, len(clean))
+        if self.linearization.matches_layers(self):
+            return self.linearization.layer_loss(self, noisy, times, text)
         predicted = self(noisy, times, text)
         loss = (predicted - velocity).square().mean()
-        if self._teacher is not None:
-            distance = (predicted - self._teacher.velocity(noisy, times, text)).square().mean()
-            self.log("train/teacher_distance", distance.detach(), batch_size=len(clean))
-            self.log("train/flow_loss", loss.detach(), batch_size=len(clean))
-            loss = self.distillation.flow_weight * loss + self.distillation.velocity_weight * distance
-        return self.log_loss(loss, len(clean))
+        return self.linearization.distilled_loss(self, loss, predicted, noisy, times, text)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         """Draw the samples that are not written yet: their ``pixels``, and ``rows`` with prompt, file and seconds of each."""

@@ -14,7 +14,7 @@ from lightning import LightningDataModule, Trainer
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.swap import KEEP, REPLACE, LayerCosts, layer_costs, original_attention, swapped_layers
 from lightning_mhla.swap.swapping import host_of
-from lightning_mhla.training.transfer import TransferOptions
+from lightning_mhla.training.linearize import TransferOptions
 from mhla_tasks.commandline.trust import AllowError, find_class
 from mhla_tasks.tools.export import load_trained
 

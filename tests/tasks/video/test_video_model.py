@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from wan import PAPER, TINY, inputs, shaken, tiny_wan
 
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
-from lightning_mhla.generative.distillation import DistillationConfig, Teacher
+from lightning_mhla.generative.distillation import DistillationConfig, VelocityHost
 from lightning_mhla.swap import swapped_layers
 from lightning_mhla.swap.adapters import LoraOptions, choose_trained, merge_adapters
 
@@ -288,25 +288,25 @@ def test_matching_layers_is_zero_for_the_teacher_itself_and_trains_replaced_laye
     original: WanTransformer3DModel, tmp_path: Path
 ) -> None:
     original.save_pretrained(tmp_path)
-    teacher = Teacher(read_transformer(str(tmp_path), WAN, TINY), VideoDiffusion.velocity)
+    host, teacher = VelocityHost(VideoDiffusion.velocity), read_transformer(str(tmp_path), WAN, TINY)
     latent, times, text = inputs()
     same = build_transformer(WAN, TINY, AttentionConfig(kind="softmax"), None)
     load_weights(same, str(tmp_path), WAN)
-    assert teacher.layer_loss(same, latent, times, text).item() < 1e-9
+    assert host.layer_loss(same, teacher, latent, times, text).item() < 1e-9
     student = build_transformer(WAN, TINY, PAPER, HYBRID)
     load_weights(student, str(tmp_path), WAN)
-    loss = teacher.layer_loss(student, latent, times, text)
+    loss = host.layer_loss(student, teacher, latent, times, text)
     loss.backward()
     gradient = student.blocks[1].attn1.to_q.weight.grad.clone()
     student.zero_grad()
     student.enable_gradient_checkpointing()
-    teacher.layer_loss(student.train(), latent, times, text).backward()
+    host.layer_loss(student.train(), teacher, latent, times, text).backward()
     torch.testing.assert_close(student.blocks[1].attn1.to_q.weight.grad, gradient)
     moved = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
     choose_trained(student, "attention", LoraOptions())
     assert moved == trained(student)
-    assert all(parameter.grad is None for parameter in teacher.model.parameters())
-    velocity = teacher.velocity(latent, times, text)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    velocity = host.predict(teacher, latent, times, text)
     torch.testing.assert_close(velocity, original(latent, times, text).sample)
 
 
@@ -327,11 +327,9 @@ def test_layers_count_alike_whatever_the_size_of_their_outputs(original: WanTran
             for parameter in source.blocks[-1].attn1.to_out.parameters():  # nothing of a later layer hangs on it
                 parameter.mul_(factor)
         source.save_pretrained(tmp_path / str(factor))
-        student = build_transformer(
-            WAN, TINY, AttentionConfig(kind="linear", normalize=False), ["keep", "keep", "linear"]
-        )
+        student = build_transformer(WAN, TINY, AttentionConfig(kind="linear", normalize=False), ["keep", "keep", "linear"])
         load_weights(student, str(tmp_path / str(factor)), WAN)
-        teacher = Teacher(read_transformer(str(tmp_path / str(factor)), WAN, TINY), VideoDiffusion.velocity)
-        losses.append(teacher.layer_loss(student, *given).item())
+        teacher = read_transformer(str(tmp_path / str(factor)), WAN, TINY)
+        losses.append(VelocityHost(VideoDiffusion.velocity).layer_loss(student, teacher, *given).item())
     assert losses[0] > 0
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
