@@ -27,7 +27,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from benchmarks.machine import describe
-from lightning_mhla.data import ResumableLoader, ShardSets, write_shards
+from lightning_mhla.data import ResumableLoader, ShardOptions, ShardSets, write_shards
 from lightning_mhla.data.images import ShardImages
 from lightning_mhla.system.files import write_whole
 
@@ -107,7 +107,7 @@ def _wait_for(port: int) -> None:
 
 def _rate(where: str, cache: Path, limit: int | None, workers: int) -> float:
     """Samples a second over an epoch, its first batch left out."""
-    sets = ShardSets(where, where, str(cache), limit)
+    sets = ShardSets(where, where, ShardOptions(cache_dir=str(cache), cache_bytes=limit))
     transform = v2.Compose([v2.PILToTensor(), v2.Resize(224)])
     source = ShardImages(sets.reader("train"), transform, 10)
     ahead = sets.ahead("train", WINDOW)

@@ -2,6 +2,7 @@
 
 from lightning_mhla.data.loader import ResumableLoader
 from lightning_mhla.data.module import ResumableDataModule, ShardSets
+from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.data.shards import ShardReader, find_shards
 from lightning_mhla.data.source import BrokenSampleError, SampleSource, ShardUnavailableError
 from lightning_mhla.data.write import write_shards
@@ -11,6 +12,7 @@ __all__ = [
     "ResumableDataModule",
     "ResumableLoader",
     "SampleSource",
+    "ShardOptions",
     "ShardReader",
     "ShardSets",
     "ShardUnavailableError",

@@ -14,11 +14,13 @@ from typing_extensions import override
 from lightning_mhla.data.ahead import FetchAhead
 from lightning_mhla.data.cache import ShardCache
 from lightning_mhla.data.loader import Progress, ResumableLoader
+from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.data.shards import ShardReader, find_shards, holds_shards
 from lightning_mhla.data.source import SampleSource
 from lightning_mhla.data.tables import default_cache
 from lightning_mhla.system.hyperparameters import LoggedApart
 from lightning_mhla.system.listing import visible_folders
+from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.redaction import check_secrets
 
 
@@ -28,24 +30,14 @@ class ShardSets:
     Args:
         train: paths, see :func:`find_shards`.
         val: for validation and tests, in the same forms.
-        cache_dir: folder for downloaded shards and for member tables of read-only folders; None for the user's cache.
-        cache_bytes: limit of the shards behind URLs that lie in ``cache_dir`` at a time, which are then fetched ahead and
-            removed when done; None downloads them whole and keeps them.
+        options: where downloads are kept.
     """
 
-    def __init__(
-        self,
-        train: str | list[str],
-        val: str | list[str],
-        cache_dir: str | None = None,
-        cache_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, train: str | list[str], val: str | list[str], options: ShardOptions = ShardOptions()) -> None:
         self.locations = {"train": train, "validate": val, "test": val}
-        self.cache = Path(cache_dir) if cache_dir else None
-        if cache_bytes is not None and cache_bytes < 1:
-            raise ValueError(f"cache_bytes={cache_bytes} must be a number of bytes, or null to keep all shards")
+        self.cache = Path(options.cache_dir) if options.cache_dir else None
         folder = (self.cache or default_cache()) / "streamed"
-        self.streamed = None if cache_bytes is None else ShardCache(folder, cache_bytes)
+        self.streamed = None if options.cache_bytes is None else ShardCache(folder, options.cache_bytes)
 
     def prepare(self, trainer: Trainer | None) -> None:
         """Find or download the shards that ``trainer`` is going to read, and read their member tables."""
@@ -120,8 +112,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
             run; a multiple of it.
         num_workers: worker processes that read samples, for each training process.
         seed: order and random numbers of the samples; null takes ``seed_everything``.
-        max_skipped: broken training samples that one process skips, with a warning each, before it stops.
-        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
+        shards: how shards are read and where downloads are kept.
     """
 
     logged_as = "data"
@@ -135,12 +126,11 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         batch_size: int,
         num_workers: int = 0,
         seed: int | None = None,
-        max_skipped: int = 100,
-        shuffle_window: int | None = None,
+        shards: ShardOptions = ShardOptions(shuffle_window=None),
     ) -> None:
         super().__init__()
         self.batch_size, self.num_workers = batch_size, num_workers
-        self.max_skipped, self.shuffle_window = max_skipped, shuffle_window
+        self.shard_options = as_dataclass(ShardOptions, shards, "shards")
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
 
         self._trained_with: dict[str, Any] | None = None
@@ -215,15 +205,16 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
     def _loader(self, stage: str, train: bool = False) -> ResumableLoader:
         rank, world = process_share(self.trainer)
         shards = self.shards if isinstance(self.shards, ShardSets) and stage != "predict" else None
-        ahead = None if shards is None else shards.ahead(stage, self.shuffle_window if train else 1)
+        options = self.shard_options
+        ahead = None if shards is None else shards.ahead(stage, options.shuffle_window if train else 1)
         source = self.source(stage)
         return ResumableLoader(
             source,
             self.batch_size,
             train=train,
             seed=self.seed,
-            window=self.shuffle_window,
-            max_skipped=self.max_skipped,
+            window=options.shuffle_window,
+            max_skipped=options.max_skipped,
             num_workers=self.num_workers,
             rank=rank,
             world=world,

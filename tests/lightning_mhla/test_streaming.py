@@ -18,7 +18,7 @@ import pytest
 import torch
 from http_server import served
 
-from lightning_mhla.data import ResumableLoader, ShardReader, ShardSets, write_shards
+from lightning_mhla.data import ResumableLoader, ShardOptions, ShardReader, ShardSets, write_shards
 from lightning_mhla.data import cache as cache_module
 from lightning_mhla.data import remote as remote_files
 from lightning_mhla.data.cache import ShardCache
@@ -68,7 +68,7 @@ def limit_of(folder: Path, part: int = 10) -> int:
 def loader(
     where: str, cache: Path, limit: int | None, rank: int = 0, world: int = 1, workers: int = 0
 ) -> ResumableLoader:
-    sets = ShardSets(where, where, str(cache), limit)
+    sets = ShardSets(where, where, ShardOptions(cache_dir=str(cache), cache_bytes=limit))
     source = Arrays(sets.reader("train"))
     ahead = sets.ahead("train", WINDOW)
     share: dict[str, Any] = {"rank": rank, "world": world}
@@ -243,7 +243,8 @@ def test_what_a_worker_meets_is_one_line(folder: Path, tmp_path: Path) -> None:
 
 def test_a_pass_that_rests_does_not_fetch_against_the_one_that_moves(folder: Path, tmp_path: Path) -> None:
     with served(folder) as server:
-        sets = ShardSets(pattern(server.url), f"{server.url}/train-{{0000..0019}}.tar", str(tmp_path), limit_of(folder))
+        options = ShardOptions(cache_dir=str(tmp_path), cache_bytes=limit_of(folder))
+        sets = ShardSets(pattern(server.url), f"{server.url}/train-{{0000..0019}}.tar", options)
         ours = loader(pattern(server.url), tmp_path, limit_of(folder))
         streamed = sets.ahead("validate", 1)
         assert streamed is not None
@@ -297,7 +298,8 @@ def test_a_hostile_table_is_not_believed(
         arrays["offsets"] = arrays["offsets"] + 10**6
     np.savez(f"{shard}.index.npz", **arrays)
     with served(home) as server:
-        reader = ShardSets(f"{server.url}/train-0000.tar", "", str(tmp_path / "cache"), 1 << 22).reader("train")
+        options = ShardOptions(cache_dir=str(tmp_path / "cache"), cache_bytes=1 << 22)
+        reader = ShardSets(f"{server.url}/train-0000.tar", "", options).reader("train")
     assert len(reader) == EACH
     assert "is rebuilt" in caplog.text
 
@@ -312,12 +314,17 @@ def test_limits_that_are_too_small(folder: Path, tmp_path: Path) -> None:
             loader(where, tmp_path / "a", shard)
         with pytest.raises(ValueError, match=r"shuffle_window=2 shuffles more shards .* set shuffle_window to 1,"):
             loader(where, tmp_path / "b", 3 * shard)
-        sets = ShardSets(where, where, str(tmp_path / "c"), 8 * shard)
+        sets = ShardSets(where, where, ShardOptions(cache_dir=str(tmp_path / "c"), cache_bytes=8 * shard))
         sets.reader("train")
         with pytest.raises(ValueError, match="shuffle_window=null shuffles more shards"):
             sets.ahead("train", None)
-    with pytest.raises(ValueError, match="cache_bytes=0 must be a number of bytes"):
-        ShardSets("a", "b", None, 0)
+    for options, message in (
+        ({"cache_bytes": 0}, "cache_bytes=0 must be a number of bytes"),
+        ({"shuffle_window": 0}, "shuffle_window=0 must be at least 1, or null"),
+        ({"max_skipped": -1}, "max_skipped=-1 must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ShardOptions(**options)
 
 
 def test_side_files_come_with_their_shards(folder: Path, tmp_path: Path) -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from mhla_tasks.commandline.arguments import UsageError, read_words
+from mhla_tasks.commandline.moved_keys import notice
+from mhla_tasks.commandline.parser import main
 from mhla_tasks.commandline.plan import PLAN, Plan, check_same, make_plan
 from mhla_tasks.commandline.registry import LIGHTNING
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "configs/classification/digits.yaml")
+FOLDER = str(ROOT / "configs/classification/folder.yaml")
 MODEL = "mhla_tasks.classification.ImageClassifier"
+SHARDS = "mhla_tasks.classification.ImageNetShards"
+FORMER = {"max_skipped": 7, "shuffle_window": None, "cache_dir": "kept", "cache_bytes": 5}
+"""Options of shards, which stood beside those of the data before they had a group of their own."""
 
 
 def plan(*words: str) -> Plan:
@@ -71,17 +80,16 @@ def test_every_form_of_an_option_of_a_class_means_the_same(words: list[str]) -> 
 
 
 def test_a_different_class_keeps_what_both_take_in_the_same_way() -> None:
-    shards = "mhla_tasks.classification.ImageNetShards"
-    for word in (f"--data={shards}", f"--data.class_path={shards}"):
+    for word in (f"--data={SHARDS}", f"--data.class_path={SHARDS}"):
         typed = ["--data.augment=true", "--data.batch_size=7", word, "--data.train=a"]
         found = options("--config", DIGITS, *typed)["data"]
-        assert found["class_path"] == shards
+        assert found["class_path"] == SHARDS
         assert found["init_args"]["train"] == "a"
         assert found["init_args"]["batch_size"] == "7"
         assert "augment" not in found["init_args"], "a number of options for one class, a truth value for the other"
-    in_file = f"--config={{data: {{class_path: {shards}}}}}"
+    in_file = f"--config={{data: {{class_path: {SHARDS}}}}}"
     found = options("--config", DIGITS, "--data.batch_size=7", in_file, "--data.train=a")["data"]
-    assert (found["class_path"], found["init_args"]["batch_size"]) == (shards, "7")
+    assert (found["class_path"], found["init_args"]["batch_size"]) == (SHARDS, "7")
     with pytest.raises(UsageError, match=r"data\.augment takes options by name"):
         options("--config", DIGITS, "--data.augment=true", in_file)  # a typed option is for the class of all files
 
@@ -249,6 +257,158 @@ def test_a_file_that_is_edited_between_the_starts_of_two_processes_of_a_run_is_a
         check_same(plan("fit", "--config", DIGITS, "--config", path))
     monkeypatch.undo()
     check_same(plan("fit", "--config", DIGITS, "--config", path))  # another run in the same shell
+
+
+# --- options that have moved
+
+
+def old_checkpoint(path: Path, **arguments: Any) -> str:
+    """What a checkpoint of an earlier version remembers of its data."""
+    memory = {"_class_path": SHARDS, "train": "a", "val": "b", **FORMER, **arguments}
+    torch.save({"datamodule_hyper_parameters": memory, "hyper_parameters": {}, "state_dict": {}}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("form", ["short", "long", "below the command"])
+def test_a_file_may_name_options_as_an_earlier_version_did(tmp_path: Path, form: str) -> None:
+    content: dict[str, Any] = {"data": FORMER if form == "short" else {"init_args": FORMER}}
+    path = write(tmp_path / "old.yaml", {"fit": content} if form == "below the command" else content)
+    made = plan("fit", "--config", FOLDER, "--config", path)
+    arguments = made.configuration["data"]["init_args"]
+    assert arguments["shards"] == FORMER
+    assert not FORMER.keys() & arguments.keys()
+    message = notice(made.moves)
+    assert "data.cache_dir is now data.shards.cache_dir" in message
+    assert f"(from {path})" in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data.cache_dir=kept", "--data.cache_bytes=5"],
+        ["--data.init_args.cache_dir=kept", "--data.init_args.cache_bytes=5"],
+        ["--data={cache_dir: kept, cache_bytes: 5}"],
+        ["--data.init_args={cache_dir: kept, cache_bytes: 5}"],
+        ["--data", f"{{class_path: {SHARDS}, init_args: {{cache_dir: kept, cache_bytes: 5}}}}"],
+        ["--config={data: {cache_dir: kept, cache_bytes: 5}}"],
+        ["--data.cache_dir=kept", "--data.shards.cache_bytes=5"],
+    ],
+    ids=lambda words: " ".join(words)[:50],
+)
+def test_options_may_be_typed_as_an_earlier_version_named_them(words: list[str]) -> None:
+    made = plan("fit", "--config", FOLDER, *words)
+    arguments = made.configuration["data"]["init_args"]
+    assert {name: str(value) for name, value in arguments["shards"].items()} == {
+        "cache_dir": "kept",
+        "cache_bytes": "5",
+    }
+    assert not FORMER.keys() & arguments.keys()
+    assert "data.cache_dir is now data.shards.cache_dir" in notice(made.moves)
+    assert "(from the command line)" in notice(made.moves)
+
+
+def test_a_checkpoint_may_remember_options_as_an_earlier_version_named_them(tmp_path: Path) -> None:
+    checkpoint = f"--ckpt_path={old_checkpoint(tmp_path / 'old.ckpt')}"
+    made = plan("validate", checkpoint)
+    assert made.configuration["data"]["init_args"] == {"train": "a", "val": "b", "shards": FORMER}
+    assert f"(from {tmp_path / 'old.ckpt'})" in notice(made.moves)
+    for typed in ("--data.cache_bytes=9", "--data.shards.cache_bytes=9"):
+        arguments = plan("validate", checkpoint, typed).configuration["data"]["init_args"]
+        assert arguments["shards"] == {**FORMER, "cache_bytes": "9"}, "what is typed beats the checkpoint"
+        assert "cache_bytes" not in arguments
+
+
+def test_a_stronger_source_wins_by_whichever_name(tmp_path: Path) -> None:
+    old = write(tmp_path / "old.yaml", {"data": {"cache_dir": "old", "max_skipped": 1}})
+    new = write(tmp_path / "new.yaml", {"data": {"shards": {"cache_dir": "new"}}})
+    for first, second, found in ((old, new, "new"), (new, old, "old")):
+        shards = options("--config", FOLDER, "--config", first, "--config", second)["data"]["init_args"]["shards"]
+        assert shards == {"cache_dir": found, "max_skipped": 1}
+    assert options("--config", FOLDER, "--config", old, "--data.shards.cache_dir=c")["data"]["init_args"]["shards"] == {
+        "cache_dir": "c", "max_skipped": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data.cache_dir=a", "--data.shards.cache_dir=b"],
+        ["--data.shards.cache_dir=b", "--data.init_args.cache_dir=a"],
+        ["--data.shards={cache_dir: b}", "--data.cache_dir=a"],
+        ["--data.shards=b", "--data.cache_dir=a"],
+        ["FILE", {"cache_dir": "a", "shards": {"cache_dir": "b"}}],
+        ["FILE", {"cache_dir": "a", "init_args": {"shards": {"cache_dir": "b"}}}],
+        ["FILE", {"init_args": {"cache_dir": "a", "shards": None}}],
+    ],
+    ids=str,
+)
+def test_an_option_by_both_names_is_an_error(tmp_path: Path, words: list[Any]) -> None:
+    giver = "the command line"
+    if words[0] == "FILE":
+        giver = write(tmp_path / "both.yaml", {"data": words[1]})
+        words = ["--config", giver]
+    with pytest.raises(UsageError) as error:
+        plan("fit", "--config", FOLDER, *words)
+    assert str(error.value) == (
+        f"{giver} gives data.shards.cache_dir also by its former name, data.cache_dir; leave data.cache_dir out"
+    )
+
+
+def test_classes_that_take_an_option_by_its_former_name_keep_it() -> None:
+    made = plan("fit", "--config", str(ROOT / "configs/language/stdlib.yaml"), "--data.cache_dir=kept")
+    assert made.configuration["data"]["init_args"]["cache_dir"] == "kept"
+    assert not made.moves
+    shards = ["--data=mhla_tasks.language.TokenShards", "--data.train=a", "--data.val=b", "--data.cache_dir=kept"]
+    made = plan("fit", "--config", str(ROOT / "configs/language/stdlib.yaml"), *shards)
+    assert made.configuration["data"]["init_args"]["shards"] == {"cache_dir": "kept"}
+    with pytest.raises(UsageError, match=r"data\.cache_dir is not an option of Digits"):
+        plan("fit", "--config", DIGITS, "--data.cache_dir=kept")
+
+
+def test_a_wrong_value_under_a_former_name_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old.yaml").write_text("data:\n  max_skipped: 3\n  cache_bytes: many\n")
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", FOLDER, "--config", str(tmp_path / "old.yaml")])
+    message = capsys.readouterr().err.splitlines()[0]
+    assert f"{tmp_path}/old.yaml: data.shards.cache_bytes: " in message
+    assert "(line 3)" in message
+
+
+def test_a_run_of_an_earlier_version_resumes_and_is_written_by_present_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for label in "ab":
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (8, 8), (60 * number, 0, 0)).save(tmp_path / "photos" / label / f"{number}.png")
+    run, photos = tmp_path / "run", tmp_path / "photos"
+    small = [f"--data.train={photos}", f"--data.val={photos}", "--data.image_size=8", "--data.batch_size=4",
+             "--data.num_workers=0", "--data.augment.color_jitter=0", "--model.dim=8", "--model.depth=1",
+             "--model.heads=1", "--model.attention.block_grid=[2,2]", "--trainer.accelerator=cpu",
+             "--trainer.callbacks=[{class_path: ModelCheckpoint, init_args: {save_last: true}}]",
+             "--trainer.enable_progress_bar=false", "--data.shards.max_skipped=7"]  # fmt: skip
+    main(["fit", "--config", FOLDER, f"--run_dir={run}", *small, "--trainer.max_epochs=1"])
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["data"]["init_args"] |= config["data"]["init_args"].pop("shards")
+    write(run / "config.yaml", config)
+    for path in {path.resolve() for path in (run / "checkpoints").glob("*.ckpt")}:
+        content = torch.load(path, weights_only=True)
+        memory = content["datamodule_hyper_parameters"]
+        memory |= memory.pop("shards")
+        path.unlink()  # another name of the file keeps its content
+        torch.save(content, path)
+    with caplog.at_level(logging.WARNING, "mhla_tasks"):
+        main(["fit", f"--run_dir={run}", "--trainer.max_epochs=2"])
+    (message,) = [text for text in caplog.messages if "is now" in text]
+    assert "data.max_skipped is now data.shards.max_skipped" in message
+    assert f"{run}/config.yaml" in message
+    arguments = yaml.safe_load((run / "config.yaml").read_text())["data"]["init_args"]
+    assert arguments["shards"]["max_skipped"] == 7
+    assert "max_skipped" not in arguments
+    content = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    assert content["epoch"] == 1
+    assert content["datamodule_hyper_parameters"]["shards"] == arguments["shards"]
 
 
 @pytest.mark.parametrize(

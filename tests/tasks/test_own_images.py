@@ -67,11 +67,11 @@ def test_broken_images_are_counted_and_reported_once_a_run(
                f"--data.num_workers={workers}", f"--data.train={tmp_path / 'data'}",
                f"--data.val={tmp_path / 'val'}"]  # fmt: skip
     caplog.set_level(logging.WARNING)
-    main([*command, f"--run_dir={tmp_path / 'run'}", "--data.max_skipped=2"])
+    main([*command, f"--run_dir={tmp_path / 'run'}", "--data.shards.max_skipped=2"])
     said = [record.getMessage() for record in caplog.records if "skipped a broken sample" in record.getMessage()]
     assert sorted(Path(line.split(": ")[1]).parent.name for line in said) == ["a", "b"]
     with pytest.raises(SystemExit, match="2 training samples are broken, more than max_skipped=1"):
-        main([*command, f"--run_dir={tmp_path / 'strict'}", "--data.max_skipped=1"])
+        main([*command, f"--run_dir={tmp_path / 'strict'}", "--data.shards.max_skipped=1"])
 
 
 # --- which files are samples

@@ -145,7 +145,7 @@ def trained(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         main(words(url(server), "--trainer.max_epochs=2", f"--trainer.logger={LOGGERS}",
-                   "--model.init_args.optimizer.min_lr=1e-5", "--data.init_args.cache_dir=cache", "--data.init_args.cache_bytes=1000000"))  # fmt: skip
+                   "--model.init_args.optimizer.min_lr=1e-5", "--data.init_args.shards.cache_dir=cache", "--data.init_args.shards.cache_bytes=1000000"))  # fmt: skip
     return folder
 
 
@@ -180,9 +180,9 @@ def test_a_run_resumes_once_the_url_is_given_again(
     assert "\n" not in str(failed.value)
     again = [f"--data.{name}={url(server)}" for name in ("train", "val")]
     with caplog.at_level(logging.INFO):
-        main(["fit", "--run_dir=run", "--trainer.max_epochs=3", "--data.max_skipped=7", *again])
+        main(["fit", "--run_dir=run", "--trainer.max_epochs=3", "--data.shards.max_skipped=7", *again])
     changes = [text for text in caplog.messages if text.startswith("resumed with another option")]
-    assert changes == ["resumed with another option: data.max_skipped 100 -> 7"]
+    assert changes == ["resumed with another option: data.shards.max_skipped 100 -> 7"]
     assert torch.load(trained / "run/checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
     assert leaks(trained) == []
 
@@ -193,7 +193,7 @@ def test_an_evaluation_by_the_checkpoint_alone_asks_for_the_url(
 ) -> None:
     monkeypatch.chdir(trained)
     with pytest.raises(CommandFailed, match=r"\*\*\*@.*tar\?\*\*\*: .*--data\.(train|val)=URL"):
-        main([command, "--ckpt_path=run", "--data.init_args.cache_bytes=null"])
+        main([command, "--ckpt_path=run", "--data.init_args.shards.cache_bytes=null"])
     main([command, "--ckpt_path=run", *(f"--data.init_args.{name}={url(server)}" for name in ("train", "val"))])
     assert leaks(trained) == []
 
@@ -260,7 +260,7 @@ def test_what_is_published_has_no_secrets_and_no_local_paths(
     private = tmp_path / "private home/shards/train.tar"  # as checkpoints of earlier versions remember them
     content["datamodule_hyper_parameters"] |= {
         "train": ["https://planteduser@h/x?plantedsignature", str(private)],
-        "cache_dir": str(private.parent),
+        "shards": {"cache_dir": str(private.parent)},
     }
     torch.save(content, "old.ckpt")
     registry.run("export", ["old.ckpt", "exported"])

@@ -37,7 +37,7 @@ def fit(where: str, *more: str) -> tuple[str, ...]:
         "width=16",
         "batch_size=8",
         "num_workers=1",
-        "shuffle_window=2",
+        "shards.shuffle_window=2",
     ]
     trainer = [
         "max_steps=50",
@@ -72,7 +72,7 @@ def test_killed_five_times_it_ends_with_the_weights_of_an_undisturbed_run_from_l
     assert status == 0, text[-4000:]
     with served(folder, drop_every=20) as http:
         where = f"{http.url}/train-{{0000..{SHARDS - 1:04d}}}.tar"
-        words = fit(where, f"cache_bytes={limit}", f"cache_dir={tmp_path / 'cache'}")
+        words = fit(where, f"shards.cache_bytes={limit}", f"shards.cache_dir={tmp_path / 'cache'}")
         for step in (6, 15, 23, 34, 45):
             status, text = server.run(*words, folder=tmp_path, kill_at=step, **cache)
             assert status == -9, text[-4000:]

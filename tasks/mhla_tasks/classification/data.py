@@ -14,6 +14,7 @@ from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples, Name
 from lightning_mhla.data.images import FolderImages, labelled_images
 from lightning_mhla.data.labelled import LabelledShards
+from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.vision.preprocessing import Preprocessing
@@ -117,11 +118,7 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         crop_share: share of the resized image's side that the central crop of validation shows.
         augment: augmentation of training images.
         seed: order and random numbers of the samples; null takes seed_everything.
-        max_skipped: broken training samples that one process skips, with a warning each, before it stops.
-        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
-        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
-            removed when done. null downloads all and keeps them.
+        shards: how shards are read and where downloads are kept.
         predict_dir: folder of images for predict.
     """
 
@@ -137,19 +134,16 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         crop_share: float = 0.9,
         augment: AugmentConfig = AugmentConfig(),
         seed: int | None = None,
-        max_skipped: int = 100,
-        shuffle_window: int | None = 16,
-        cache_dir: str | None = None,
-        cache_bytes: int | None = None,
+        shards: ShardOptions = ShardOptions(),
         predict_dir: str | None = None,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, max_skipped, shuffle_window)
+        super().__init__(batch_size, num_workers, seed, shards)
         self.num_classes = num_classes
         self.save_hyperparameters(ignore=["predict_dir"])
         keep_plain(self)
         if channels not in (1, 3):
             raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
-        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
+        self.shards: ShardSets = ShardSets(train, val, self.shard_options)
         self.channels = channels
         self.image_size, self.crop_share = image_size, crop_share
         self.augment = as_dataclass(AugmentConfig, augment)

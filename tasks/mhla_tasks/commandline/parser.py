@@ -34,12 +34,15 @@ from mhla_tasks.commandline.console import ignore_noise, prepare_streams, show_l
 from mhla_tasks.commandline.errors import printable, reported
 from mhla_tasks.commandline.late_imports import without_collection
 from mhla_tasks.commandline.memory import remembered_network
+from mhla_tasks.commandline.moved_keys import notice
 from mhla_tasks.commandline.options import check_trainer, leave_out_monitors, use_run_folder, write_beside_checkpoint
 from mhla_tasks.commandline.plan import OBJECTS, Plan, check_same, make_plan, method_options
 from mhla_tasks.commandline.problems import shorten
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.commandline.sources import Source
 from mhla_tasks.commandline.trust import allow_model_config, refusal, subclass_named
+
+log = logging.getLogger(__name__)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -174,6 +177,8 @@ class SuiteCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Make model and data agree, use the run's folder, and leave out weights that a checkpoint replaces."""
         options, command = self.config, self.plan.command
+        if self.plan.moves:
+            log.warning("%s", notice(self.plan.moves))
         check_trainer(options.trainer)
         agree(options, self.plan.sources)
         options.ckpt_path = self.plan.checkpoint

@@ -17,6 +17,7 @@ from lightning_mhla.checkpoints.choice import choose_checkpoint
 from mhla_tasks.commandline.arguments import HELP, CommandLine, UsageError
 from mhla_tasks.commandline.memory import remembered_options
 from mhla_tasks.commandline.merging import ROOTS, merge
+from mhla_tasks.commandline.moved_keys import Move, move_keys
 from mhla_tasks.commandline.problems import (
     find_options_of_another_command,
     find_repeated_option,
@@ -48,6 +49,7 @@ class Plan:
         checkpoint: path of the checkpoint to start from; None for none.
         replaced: configurations with the values of a file that a stronger source replaces; their types are checked too.
         request: an argument that only prints something: help, or the configuration; None to run.
+        moves: options that the sources gave by former names; ``sources`` have them by their present ones.
     """
 
     command: str
@@ -56,6 +58,7 @@ class Plan:
     checkpoint: str | None = None
     replaced: tuple[dict[str, Any], ...] = ()
     request: str | None = None
+    moves: tuple[Move, ...] = ()
 
 
 def method_options(command: str) -> list[str]:
@@ -77,6 +80,7 @@ def make_plan(line: CommandLine) -> Plan:
         allow_imports(sources)
     except (AllowError, UnknownModuleError) as error:
         raise UsageError(str(error)) from None
+    sources, moves = move_keys(sources)
     if problem := _find_problem(line, sources):
         raise UsageError(problem)
     run = _strongest(sources, "run_dir")
@@ -85,13 +89,15 @@ def make_plan(line: CommandLine) -> Plan:
         remembered = []
         if checkpoint is not None and _start(sources, run) is not None:
             remembered = [Source(checkpoint, remembered_options(checkpoint, sources))]
-        allow_classes([*remembered, *sources])
+        every, remembered_moves = move_keys([*remembered, *sources])
+        allow_classes(every)
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(str(error)) from error
-    every = [*remembered, *sources]
+    remembered, sources = every[: len(remembered)], every[len(remembered) :]
     configuration = _completed(merge(every))
     replaced = tuple(_replaced(remembered, sources, configuration))
-    return Plan(line.command, tuple(sources), configuration, checkpoint, replaced, _request(line, configuration))
+    request = _request(line, configuration)
+    return Plan(line.command, tuple(sources), configuration, checkpoint, replaced, request, (*moves, *remembered_moves))
 
 
 def _replaced(

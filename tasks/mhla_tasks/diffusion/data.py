@@ -13,6 +13,8 @@ from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples, Name
 from lightning_mhla.data.images import labelled_images
 from lightning_mhla.data.labelled import LabelledShards
+from lightning_mhla.data.options import ShardOptions
+from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.diffusion.sources import LatentSamples, SignedImage
 
@@ -73,25 +75,13 @@ class ClassImages(ResumableDataModule):
         batch_size: samples of a batch over all processes together.
         num_classes: labels lie below it; None where the data says it.
         samples: samples that predict draws.
-        num_workers: see :class:`ResumableDataModule`, as are all that follow.
-        seed: see there.
-        max_skipped: see there.
-        shuffle_window: see there.
+        options: as for :class:`ResumableDataModule`.
     """
 
     num_classes: Any
 
-    def __init__(
-        self,
-        batch_size: int,
-        num_classes: int | None,
-        samples: SampleRequest,
-        num_workers: int = 0,
-        seed: int | None = None,
-        max_skipped: int = 100,
-        shuffle_window: int | None = None,
-    ) -> None:
-        super().__init__(batch_size, num_workers, seed, max_skipped, shuffle_window)
+    def __init__(self, batch_size: int, num_classes: int | None, samples: SampleRequest, **options: Any) -> None:
+        super().__init__(batch_size, **options)
         self.num_classes = num_classes
         self.samples = as_dataclass(SampleRequest, samples)
 
@@ -130,7 +120,7 @@ class DigitImages(ClassImages):
         samples: SampleRequest = SampleRequest(),
         seed: int | None = None,
     ) -> None:
-        super().__init__(batch_size, 10, samples, num_workers, seed)
+        super().__init__(batch_size, 10, samples, num_workers=num_workers, seed=seed)
         self.save_hyperparameters(ignore=["samples"])
 
     @override
@@ -175,11 +165,7 @@ class ImageShards(LabelledShards, ClassImages):
         flip: probability that a training image is mirrored.
         samples: samples that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
-        max_skipped: broken training samples that one process skips, with a warning each, before it stops.
-        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
-        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
-            removed when done. null downloads all and keeps them.
+        shards: how shards are read and where downloads are kept.
     """
 
     def __init__(
@@ -194,14 +180,12 @@ class ImageShards(LabelledShards, ClassImages):
         flip: float = 0.5,
         samples: SampleRequest = SampleRequest(),
         seed: int | None = None,
-        max_skipped: int = 100,
-        shuffle_window: int | None = 16,
-        cache_dir: str | None = None,
-        cache_bytes: int | None = None,
+        shards: ShardOptions = ShardOptions(),
     ) -> None:
-        super().__init__(batch_size, num_classes, samples, num_workers, seed, max_skipped, shuffle_window)
-        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
+        super().__init__(batch_size, num_classes, samples, num_workers=num_workers, seed=seed, shards=shards)
+        self.shards: ShardSets = ShardSets(train, val, self.shard_options)
         self.save_hyperparameters(ignore=["samples"])
+        keep_plain(self)
         if channels not in (1, 3):
             raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
         self.image_size, self.flip, self.channels = image_size, flip, channels
@@ -242,11 +226,7 @@ class LatentShards(LabelledShards, ClassImages):
         flip: probability that the latent of the mirror image is taken in training.
         samples: samples that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
-        max_skipped: broken training samples that one process skips, with a warning each, before it stops.
-        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
-        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
-            removed when done. null downloads all and keeps them.
+        shards: how shards are read and where downloads are kept.
     """
 
     def __init__(
@@ -260,14 +240,12 @@ class LatentShards(LabelledShards, ClassImages):
         flip: float = 0.5,
         samples: SampleRequest = SampleRequest(),
         seed: int | None = None,
-        max_skipped: int = 100,
-        shuffle_window: int | None = 16,
-        cache_dir: str | None = None,
-        cache_bytes: int | None = None,
+        shards: ShardOptions = ShardOptions(),
     ) -> None:
-        super().__init__(batch_size, num_classes, samples, num_workers, seed, max_skipped, shuffle_window)
-        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
+        super().__init__(batch_size, num_classes, samples, num_workers=num_workers, seed=seed, shards=shards)
+        self.shards: ShardSets = ShardSets(train, val, self.shard_options)
         self.save_hyperparameters(ignore=["samples"])
+        keep_plain(self)
         self.sample_size, self.flip = sample_size, flip
 
     @override

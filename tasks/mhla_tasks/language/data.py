@@ -22,6 +22,8 @@ from lightning_mhla.data import (
 )
 from lightning_mhla.data.loader import samples_each, with_short_errors
 from lightning_mhla.data.module import TRAINED, batches_trained, process_share
+from lightning_mhla.data.options import ShardOptions
+from lightning_mhla.system.hyperparameters import keep_plain
 from mhla_tasks.language.columns import MissingColumnError
 from mhla_tasks.language.corpus import Remarks, documents_of
 from mhla_tasks.language.documents import encode_documents
@@ -293,11 +295,7 @@ class TokenShards(TextData):
         separate_documents: whether tokens see their own document only.
         num_workers: worker processes for each training process.
         seed: order of the samples; null takes seed_everything.
-        max_skipped: broken training samples that one process skips, with a warning each, before it stops.
-        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
-        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
-            removed when done. null downloads all and keeps them.
+        shards: how shards are read and where downloads are kept.
         prompts: file for predict: one prompt on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
 
@@ -311,10 +309,7 @@ class TokenShards(TextData):
         separate_documents: bool = False,
         num_workers: int = 4,
         seed: int | None = None,
-        max_skipped: int = 100,
-        shuffle_window: int | None = None,
-        cache_dir: str | None = None,
-        cache_bytes: int | None = None,
+        shards: ShardOptions = ShardOptions(shuffle_window=None),
         prompts: str | None = None,
     ) -> None:
         super().__init__(
@@ -324,11 +319,11 @@ class TokenShards(TextData):
             batch_size=batch_size,
             num_workers=num_workers,
             seed=seed,
-            max_skipped=max_skipped,
-            shuffle_window=shuffle_window,
+            shards=shards,
         )
         self.save_hyperparameters(ignore=["prompts"])
-        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
+        keep_plain(self)
+        self.shards: ShardSets = ShardSets(train, val, self.shard_options)
         self.tokenizer_name = tokenizer
 
     @cached_property

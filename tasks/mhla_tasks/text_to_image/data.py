@@ -2,59 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
+from lightning_mhla.data import SampleSource, ShardSets
 from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles
 from lightning_mhla.data.images import EXTENSIONS
+from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.data.shards import holds_shards
-from lightning_mhla.system.options import as_dataclass
-from mhla_tasks.captioned.encoded import EncodedSamples, encoded_length, read_empty_caption, read_manifest
-from mhla_tasks.captioned.requests import PromptRequest, RequestedSamples
+from lightning_mhla.system.hyperparameters import keep_plain
+from mhla_tasks.captioned.data import CaptionedData, EncodedShards
+from mhla_tasks.captioned.encoded import EncodedSamples, read_manifest
+from mhla_tasks.captioned.requests import PromptRequest
 from mhla_tasks.text_to_image.buckets import Size, check_groups, parse_buckets
 from mhla_tasks.text_to_image.scenes import SceneSamples, every_caption
 from mhla_tasks.text_to_image.sources import CaptionedImages
 
 PREPARE = "lightning prepare caption-latents"
 
+IMAGE = "png"
+"""Extension of the images that predict writes."""
+
 SANA_LENGTH = 300
 """Tokens of a caption in SANA."""
 
 
-class CaptionedImageData(ResumableDataModule):
-    """Captioned images or their latents; a kind of data implements :meth:`images` for training and validation.
+class CaptionedImageData(CaptionedData):
+    """Captioned images; a kind of data implements :meth:`samples` for training and validation.
 
     Args:
         prompts: prompts that predict draws.
         options: as for :class:`ResumableDataModule`.
     """
 
-    known_prompts: Sequence[str] = ()
-
-    def __init__(self, prompts: PromptRequest, **options: Any) -> None:
-        super().__init__(**options)
-        self.prompts = as_dataclass(PromptRequest, prompts)
-
-    def empty_caption(self) -> Tensor | None:
-        """Embeddings ``[l, D]`` of the empty caption's tokens, where captions come encoded; None where they are text."""
-        return None
-
-    def images(self, stage: str) -> SampleSource:
-        """The samples of ``"train"``, ``"validate"`` or ``"test"``."""
-        raise NotImplementedError
+    extension = IMAGE
 
     def real_images(self, part: str) -> SampleSource:
         """Samples of ``"train"`` or ``"validate"`` that drawn ones are compared with."""
-        return self.images(part)
-
-    @override
-    def source(self, stage: str) -> SampleSource:
-        return RequestedSamples(self.prompts, self.known_prompts, "png") if stage == "predict" else self.images(stage)
+        return self.samples(part)
 
 
 class DigitScenes(CaptionedImageData):
@@ -81,7 +67,7 @@ class DigitScenes(CaptionedImageData):
         self.known_prompts = every_caption()
 
     @override
-    def images(self, stage: str) -> SampleSource:
+    def samples(self, stage: str) -> SampleSource:
         return SceneSamples(stage == "train")
 
 
@@ -104,11 +90,7 @@ class CaptionedImageShards(CaptionedImageData):
         num_workers: worker processes for each training process.
         prompts: prompts that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
-        max_skipped: broken training samples that one process skips before it stops.
-        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
-        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
-            removed when done. null downloads all and keeps them.
+        shards: how shards are read and where downloads are kept.
     """
 
     def __init__(
@@ -123,31 +105,22 @@ class CaptionedImageShards(CaptionedImageData):
         num_workers: int = 8,
         prompts: PromptRequest = PromptRequest(),
         seed: int | None = None,
-        max_skipped: int = 100,
-        shuffle_window: int | None = 16,
-        cache_dir: str | None = None,
-        cache_bytes: int | None = None,
+        shards: ShardOptions = ShardOptions(),
     ) -> None:
-        super().__init__(
-            prompts,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            max_skipped=max_skipped,
-            shuffle_window=shuffle_window,
-        )
+        super().__init__(prompts, batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards)
         self.save_hyperparameters(ignore=["prompts"])
+        keep_plain(self)
         self.sizes = [(height, width)] if buckets is None else parse_buckets(buckets)
-        if len(self.sizes) > 1 and cache_bytes is not None:
+        if len(self.sizes) > 1 and self.shard_options.cache_bytes is not None:
             raise ValueError(
                 "buckets with cache_bytes would fetch every image for its size; encode the images first (lightning prepare "
                 "caption-latents --buckets ...) and train on ImageLatentShards"
             )
         self.caption_key = caption_key
-        self.shards: ShardSets = _ShardsOrFolders(train, val, cache_dir, cache_bytes)
+        self.shards: ShardSets = _ShardsOrFolders(train, val, self.shard_options)
 
     @override
-    def images(self, stage: str) -> SampleSource:
+    def samples(self, stage: str) -> SampleSource:
         return self._images(stage, self.sizes)
 
     @override
@@ -164,7 +137,7 @@ class CaptionedImageShards(CaptionedImageData):
         return CaptionedImages(files, sizes, self.batch_size if stage == "train" else 0)
 
 
-class ImageLatentShards(CaptionedImageData):
+class ImageLatentShards(EncodedShards):
     """Latents and encoded captions in shards, as ``lightning prepare caption-latents`` writes them.
 
     Args:
@@ -176,12 +149,13 @@ class ImageLatentShards(CaptionedImageData):
         num_workers: worker processes for each training process.
         prompts: prompts that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
-        max_skipped: broken training samples that one process skips before it stops.
-        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
-        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
-            removed when done. null downloads all and keeps them.
+        shards: how shards are read and where downloads are kept.
     """
+
+    extension = IMAGE
+    command = PREPARE
+    axes = 3
+    default_length = SANA_LENGTH
 
     def __init__(
         self,
@@ -192,49 +166,32 @@ class ImageLatentShards(CaptionedImageData):
         num_workers: int = 4,
         prompts: PromptRequest = PromptRequest(),
         seed: int | None = None,
-        max_skipped: int = 100,
-        shuffle_window: int | None = 16,
-        cache_dir: str | None = None,
-        cache_bytes: int | None = None,
+        shards: ShardOptions = ShardOptions(),
     ) -> None:
         super().__init__(
-            prompts,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            max_skipped=max_skipped,
-            shuffle_window=shuffle_window,
-        )
-        self.save_hyperparameters(ignore=["prompts"])
-        self._text_length = text_length
-        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
-
-    @property
-    def text_length(self) -> int:
-        """Tokens of a caption: as given, as the shards' manifest says, or SANA's 300."""
-        if self._text_length is None:
-            self._text_length = encoded_length(self.shards, SANA_LENGTH)
-        return self._text_length
+            train, val, text_length, prompts,
+            batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards,
+        )  # fmt: skip
 
     @property
     def instruction(self) -> str | None:
         """Text that stood before the captions when they were encoded, as the shards' manifest says; SANA's if it does not."""
         return read_manifest(self.shards).get("instruction", "sana") or None
 
-    @override
     def real_images(self, part: str) -> SampleSource:
+        """Latents cannot be compared with the samples that are drawn.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError(f"reference={part!r} names latents, which are no images; name a folder of images, or an .npz")
 
     @override
-    def images(self, stage: str) -> SampleSource:
-        source = EncodedSamples(self.shards.reader(stage), self.text_length, 3, PREPARE)
+    def samples(self, stage: str) -> EncodedSamples:
+        source = super().samples(stage)
         if stage == "train" and source.groups is not None:
             check_groups(source.groups, [name.partition(".")[0] for name in source.names], self.batch_size, "latents")
         return source
-
-    @override
-    def empty_caption(self) -> Tensor | None:
-        return read_empty_caption(self.shards, PREPARE)
 
 
 class _ShardsOrFolders(ShardSets):

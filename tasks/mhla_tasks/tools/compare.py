@@ -14,6 +14,8 @@ from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import read_json, read_yaml
 from mhla_tasks.commandline.console import harmless
+from mhla_tasks.commandline.moved_keys import move_keys
+from mhla_tasks.commandline.sources import Source, mapping
 
 CONFIG = "config.yaml"
 PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
@@ -69,8 +71,10 @@ def _read(path: Path) -> Run:
     record = read_json(path)
     if not isinstance(record.get("metrics"), dict) or not isinstance(record.get("seconds"), int | float):
         raise ValueError(f"{path} is no record of a run: it names no metrics or no seconds")
-    options = flat(redacted(read_yaml(config))) if config.exists() else {}
-    return Run(path.parent, record, options)
+    if not config.exists():
+        return Run(path.parent, record, {})
+    (source,), _ = move_keys([Source(str(config), mapping(read_yaml(config)))])
+    return Run(path.parent, record, flat(redacted(source.values)))
 
 
 def flat(values: Any, before: str = "") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.swap import KEEP, REPLACE, LayerCosts, layer_costs, original_attention, swapped_layers
 from lightning_mhla.swap.swapping import host_of
 from lightning_mhla.training.linearize import TransferOptions
+from mhla_tasks.commandline.moved_keys import move_arguments
 from mhla_tasks.commandline.trust import AllowError, find_class
 from mhla_tasks.tools.export import load_trained
 
@@ -100,5 +101,6 @@ def _data(path: Path) -> LightningDataModule:
         kind = find_class(class_path, (LightningDataModule,))
     except AllowError as error:
         raise ValueError(f"{path} was trained on data of the class {class_path[:80]}: {error}") from error
-    data: LightningDataModule = kind(**{key: value for key, value in memory.items() if not key.startswith("_")})
+    arguments = {key: value for key, value in memory.items() if not key.startswith("_")}
+    data: LightningDataModule = kind(**move_arguments("data", kind, arguments))
     return data

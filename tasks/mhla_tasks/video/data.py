@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
+from lightning_mhla.data import SampleSource, ShardSets
 from lightning_mhla.data.digits import Name
-from lightning_mhla.system.options import as_dataclass
-from mhla_tasks.captioned.encoded import EncodedSamples, encoded_length, read_empty_caption
-from mhla_tasks.captioned.requests import PromptRequest, RequestedSamples
+from lightning_mhla.data.options import ShardOptions
+from lightning_mhla.system.hyperparameters import keep_plain
+from mhla_tasks.captioned.data import CaptionedData, EncodedShards
+from mhla_tasks.captioned.requests import PromptRequest
 from mhla_tasks.video.digits import MovingDigitSamples, every_caption
 from mhla_tasks.video.sources import VIDEO, ShardClips
 
 PREPARE = "lightning prepare clip-latents"
 
+WAN_LENGTH = 512
+"""Tokens of a caption in Wan."""
 
-class ClipData(ResumableDataModule):
-    """Data of clips or their latents; a kind of data implements :meth:`source` for training and validation.
+
+class ClipData(CaptionedData):
+    """Captioned clips; a kind of data implements :meth:`clips` for training and validation.
 
     Args:
         prompts: prompts that predict draws.
         options: as for :class:`ResumableDataModule`.
     """
 
-    known_prompts: Sequence[str] = ()
-
-    def __init__(self, prompts: PromptRequest, **options: Any) -> None:
-        super().__init__(**options)
-        self.prompts = as_dataclass(PromptRequest, prompts)
-
-    def empty_caption(self) -> Tensor | None:
-        """Embeddings ``[l, D]`` of the empty caption's tokens, where captions come encoded; None where they are text."""
-        return None
+    extension = VIDEO
 
     def clips(self, stage: str) -> SampleSource:
         """The samples of ``"train"``, ``"validate"`` or ``"test"``."""
         raise NotImplementedError
 
     @override
-    def source(self, stage: str) -> SampleSource:
-        return RequestedSamples(self.prompts, self.known_prompts, VIDEO) if stage == "predict" else self.clips(stage)
+    def samples(self, stage: str) -> SampleSource:
+        return self.clips(stage)
 
 
 class MovingDigits(ClipData):
@@ -127,11 +121,7 @@ class VideoShards(ClipData):
         num_workers: worker processes for each training process.
         prompts: prompts that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
-        max_skipped: broken training samples that one process skips before it stops.
-        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
-        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
-            removed when done. null downloads all and keeps them.
+        shards: how shards are read and where downloads are kept.
     """
 
     def __init__(
@@ -147,22 +137,13 @@ class VideoShards(ClipData):
         num_workers: int = 8,
         prompts: PromptRequest = PromptRequest(),
         seed: int | None = None,
-        max_skipped: int = 100,
-        shuffle_window: int | None = 16,
-        cache_dir: str | None = None,
-        cache_bytes: int | None = None,
+        shards: ShardOptions = ShardOptions(),
     ) -> None:
-        super().__init__(
-            prompts,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            max_skipped=max_skipped,
-            shuffle_window=shuffle_window,
-        )
+        super().__init__(prompts, batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards)
         self.save_hyperparameters(ignore=["prompts"])
+        keep_plain(self)
         self.size, self.fps, self.caption_key = (frames, height, width), fps, caption_key
-        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
+        self.shards: ShardSets = ShardSets(train, val, self.shard_options)
 
     @override
     def clips(self, stage: str) -> SampleSource:
@@ -170,7 +151,7 @@ class VideoShards(ClipData):
         return ShardClips(reader, *self.size, fps=self.fps, caption_key=self.caption_key, anywhere=stage == "train")
 
 
-class VideoLatentShards(ClipData):
+class VideoLatentShards(EncodedShards):
     """Latents and encoded captions in shards, as ``lightning prepare clip-latents`` writes them.
 
     Args:
@@ -182,12 +163,13 @@ class VideoLatentShards(ClipData):
         num_workers: worker processes for each training process.
         prompts: prompts that predict draws.
         seed: order and random numbers of the samples; null takes seed_everything.
-        max_skipped: broken training samples that one process skips before it stops.
-        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
-        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
-        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
-            removed when done. null downloads all and keeps them.
+        shards: how shards are read and where downloads are kept.
     """
+
+    extension = VIDEO
+    command = PREPARE
+    axes = 4
+    default_length = WAN_LENGTH
 
     def __init__(
         self,
@@ -198,34 +180,9 @@ class VideoLatentShards(ClipData):
         num_workers: int = 4,
         prompts: PromptRequest = PromptRequest(),
         seed: int | None = None,
-        max_skipped: int = 100,
-        shuffle_window: int | None = 16,
-        cache_dir: str | None = None,
-        cache_bytes: int | None = None,
+        shards: ShardOptions = ShardOptions(),
     ) -> None:
         super().__init__(
-            prompts,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            max_skipped=max_skipped,
-            shuffle_window=shuffle_window,
-        )
-        self.save_hyperparameters(ignore=["prompts"])
-        self._text_length = text_length
-        self.shards: ShardSets = ShardSets(train, val, cache_dir, cache_bytes)
-
-    @property
-    def text_length(self) -> int:
-        """Tokens of a caption: as given, as the shards' manifest says, or Wan's 512."""
-        if self._text_length is None:
-            self._text_length = encoded_length(self.shards, 512)
-        return self._text_length
-
-    @override
-    def clips(self, stage: str) -> SampleSource:
-        return EncodedSamples(self.shards.reader(stage), self.text_length, 4, PREPARE)
-
-    @override
-    def empty_caption(self) -> Tensor | None:
-        return read_empty_caption(self.shards, PREPARE)
+            train, val, text_length, prompts,
+            batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards,
+        )  # fmt: skip

@@ -19,7 +19,7 @@ from PIL import Image
 from sana import save_pipeline
 from test_text_to_image_training import config
 
-from lightning_mhla.data import BrokenSampleError, ResumableLoader
+from lightning_mhla.data import BrokenSampleError, ResumableLoader, ShardOptions
 from lightning_mhla.data.loader import Progress
 from lightning_mhla.data.sampling import grouped_order
 
@@ -129,7 +129,9 @@ def test_what_is_wrong_with_buckets(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"bucket 24x8: only 5 images are nearest to it, fewer than batch_size=6"):
         data(folder, 6).source("train")
     with pytest.raises(ValueError, match="encode the images first"):
-        CaptionedImageShards("https://a/b-0.tar", "https://a/b-0.tar", buckets=BUCKETS, cache_bytes=1 << 30)
+        CaptionedImageShards(
+            "https://a/b-0.tar", "https://a/b-0.tar", buckets=BUCKETS, shards=ShardOptions(cache_bytes=1 << 30)
+        )
     assert data(folder, 3).real_images("validate")[1]["image"].shape == (3, 16, 16)
 
 

@@ -19,7 +19,7 @@ from mhla_tasks.video.digits import NAMES
 from mhla_tasks.video.sources import ClipFolder, ShardClips
 from wan import make_shard, video_file
 
-from lightning_mhla.data import BrokenSampleError, ResumableLoader, ShardReader
+from lightning_mhla.data import BrokenSampleError, ResumableLoader, ShardOptions, ShardReader
 from lightning_mhla.generative.codecs import ClipCodec
 
 SIZE = {"frames": 5, "height": 16, "width": 24}
@@ -155,7 +155,16 @@ def test_training_skips_broken_videos_and_counts_them(
     assert len(loader.skipped) == 2
     assert "the video is cut off" in caplog.text
     assert "has no .txt or .json" in caplog.text
-    strict = VideoShards(str(shard), str(shard), **SIZE, fps=None, batch_size=4, num_workers=0, max_skipped=1, seed=0)
+    strict = VideoShards(
+        str(shard),
+        str(shard),
+        **SIZE,
+        fps=None,
+        batch_size=4,
+        num_workers=0,
+        shards=ShardOptions(max_skipped=1),
+        seed=0,
+    )
     with pytest.raises(BrokenSampleError, match="more than max_skipped=1"):
         list(strict.train_dataloader())
     with pytest.raises(BrokenSampleError, match="is cut off"):
@@ -226,7 +235,7 @@ def test_encode_and_train_on_it(
     encode_command(folder, target, pipeline)
     assert "4 videos in 3 shards" in capsys.readouterr().out.replace("\n", " ")
     data = VideoLatentShards(str(target / "train-*.tar"), str(target), text_length=6, batch_size=2, num_workers=0)
-    source = data.clips("validate")
+    source = data.samples("validate")
     assert len(source) == 4, "the broken video was passed over"
     codec, captions = ClipCodec(str(pipeline)), make_encoder(TextConfig(str(pipeline), 6), 16)
     clips = ClipFolder(folder, **SIZE, fps=8)

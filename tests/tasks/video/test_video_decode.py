@@ -213,7 +213,9 @@ def test_frames_that_a_decoder_patches_up_are_errors(place: int) -> None:
     with av.open(io.BytesIO(bytes(video))) as container:
         assert len(list(container.decode(video=0))) == 20
     for _ in range(50):  # several threads would give a frame before it is marked, now and then
-        with pytest.raises(BrokenSampleError, match=r"^video: the video is damaged: a frame cannot be decoded completely"):
+        with pytest.raises(
+            BrokenSampleError, match=r"^video: the video is damaged: a frame cannot be decoded completely"
+        ):
             read_clip(bytes(video), "video", 20, None, 0.0)
 
 

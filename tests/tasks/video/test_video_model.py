@@ -327,7 +327,9 @@ def test_layers_count_alike_whatever_the_size_of_their_outputs(original: WanTran
             for parameter in source.blocks[-1].attn1.to_out.parameters():  # nothing of a later layer hangs on it
                 parameter.mul_(factor)
         source.save_pretrained(tmp_path / str(factor))
-        student = build_transformer(WAN, TINY, AttentionConfig(kind="linear", normalize=False), ["keep", "keep", "linear"])
+        student = build_transformer(
+            WAN, TINY, AttentionConfig(kind="linear", normalize=False), ["keep", "keep", "linear"]
+        )
         load_weights(student, str(tmp_path / str(factor)), WAN)
         teacher = read_transformer(str(tmp_path / str(factor)), WAN, TINY)
         losses.append(VelocityHost(VideoDiffusion.velocity).layer_loss(student, teacher, *given).item())

@@ -16,7 +16,7 @@ from mhla_tasks.video.sources import ClipFolder, ShardClips
 from odd_videos import MATRICES, encode, moving, picture, with_cover, with_matrix
 from wan import make_shard
 
-from lightning_mhla.data import BrokenSampleError, ShardReader
+from lightning_mhla.data import BrokenSampleError, ShardOptions, ShardReader
 
 SIZE = {"frames": 5, "height": 16, "width": 24}
 
@@ -87,7 +87,9 @@ def test_training_skips_and_names_them_validation_stops(
         number = [path.stem for path in files].index(name)
         assert f"s.tar: sample {number:04d}: " in caplog.text
         assert reason in caplog.text, name
-    strict = VideoShards(shard, shard, **SIZE, fps=None, batch_size=1, num_workers=0, seed=0, max_skipped=2)
+    strict = VideoShards(
+        shard, shard, **SIZE, fps=None, batch_size=1, num_workers=0, seed=0, shards=ShardOptions(max_skipped=2)
+    )
     with pytest.raises(BrokenSampleError, match="more than max_skipped=2"):
         list(strict.train_dataloader())
     with pytest.raises(BrokenSampleError, match="the video is cut off"):
@@ -136,7 +138,7 @@ def test_prepare_clip_latents_encodes_the_good_and_names_the_bad(
         assert f"{folder}/{name}.mp4: " in caplog.text
         assert reason in caplog.text, name
     data = VideoLatentShards(str(target), str(target), text_length=6, batch_size=5, num_workers=0)
-    latents = [data.clips("validate")[index]["latent"] for index in range(5)]
+    latents = [data.samples("validate")[index]["latent"] for index in range(5)]
     names = sorted(good_videos())
     plain = latents[names.index("plain")]
     assert torch.equal(latents[names.index("tail")], plain)

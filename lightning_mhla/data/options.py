@@ -1,0 +1,36 @@
+"""Options that every data module of shards takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How shards are read and where downloads are kept.
+
+    Args:
+        max_skipped: broken training samples that one process skips, with a warning each, before it stops.
+        shuffle_window: shards whose samples are shuffled together; null shuffles everything with everything.
+        cache_dir: folder for downloaded shards and for member tables of read-only folders; null for the user's cache.
+        cache_bytes: limit in bytes of the shards behind URLs that lie in cache_dir at a time: they are fetched ahead, and
+            removed when done. null downloads all and keeps them.
+
+    Raises:
+        ValueError: for a number that is too small, with its name.
+    """
+
+    max_skipped: int = 100
+    shuffle_window: int | None = 16
+    cache_dir: str | None = None
+    cache_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_skipped < 0:
+            raise ValueError(f"max_skipped={self.max_skipped} must not be negative")
+        if self.shuffle_window is not None and self.shuffle_window < 1:
+            raise ValueError(
+                f"shuffle_window={self.shuffle_window} must be at least 1, or null to shuffle everything with everything"
+            )
+        if self.cache_bytes is not None and self.cache_bytes < 1:
+            raise ValueError(f"cache_bytes={self.cache_bytes} must be a number of bytes, or null to keep all shards")
