@@ -36,7 +36,7 @@ DTYPE = "dtype"
 """Entry of the saved record: dtype of the weights, which diffusers does not save."""
 
 
-class SwappedModel:
+class SwappedDiffusersModel:
     """A model of diffusers that is built with the attention that its configuration records."""
 
     host: type
@@ -120,7 +120,7 @@ class SwappedModel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parts: Any = super().__reduce_ex__(protocol)
-        return (blank, (SwappedModel, self.host), *parts[2:])
+        return (blank, (SwappedDiffusersModel, self.host), *parts[2:])
 
 
 def __getattr__(name: str) -> Any:
@@ -133,7 +133,7 @@ def __getattr__(name: str) -> Any:
         return diffusers.ModelMixin
     host = getattr(diffusers, name, None)
     if isinstance(host, type) and issubclass(host, diffusers.ModelMixin):
-        return SwappedModel.derive_from(host)
+        return SwappedDiffusersModel.derive_from(host)
     raise AttributeError(f"diffusers has no model {name}")
 
 
@@ -147,7 +147,7 @@ class DiffusersFolders(DiffusersHost):
     @override
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
         model.register_to_config(**{SAVED: dict(record)})
-        model.__class__ = SwappedModel.derive_from(type(model))
+        model.__class__ = SwappedDiffusersModel.derive_from(type(model))
 
     @override
     def wrote(self, config: Mapping[str, Any]) -> bool:
@@ -167,7 +167,7 @@ class DiffusersFolders(DiffusersHost):
             )
         folder = Path(source, options.get("subfolder") or "")
         saved = getattr(torch, config[SAVED][DTYPE]) if DTYPE in config[SAVED] else _saved_dtype(folder)
-        return SwappedModel.derive_from(host).from_pretrained(source, torch_dtype=dtype or saved, **options)
+        return SwappedDiffusersModel.derive_from(host).from_pretrained(source, torch_dtype=dtype or saved, **options)
 
 
 def _saved_dtype(folder: Path) -> torch.dtype | None:

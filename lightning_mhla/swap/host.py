@@ -1,4 +1,4 @@
-"""A library whose models can be given other attention: one subclass of :class:`Host` for each."""
+"""A library whose models can be given other attention: one subclass of :class:`HostLibrary` for each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HUB_OPTIONS = (
 """Options that transformers and diffusers take where they load a model."""
 
 
-class Host(ABC):
+class HostLibrary(ABC):
     """A library of models, and how attention is replaced in them.
 
     Attributes:

@@ -110,7 +110,7 @@ class SwappedConfig:
         return (blank, (SwappedConfig, self.host), *parts[2:])
 
 
-class SwappedModel:
+class SwappedTransformersModel:
     """A model of transformers that is built with the attention that its configuration records."""
 
     host: type
@@ -176,7 +176,7 @@ class SwappedModel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parts: Any = super().__reduce_ex__(protocol)
-        return (blank, (SwappedModel, self.host), *parts[2:])
+        return (blank, (SwappedTransformersModel, self.host), *parts[2:])
 
 
 def __getattr__(name: str) -> Any:
@@ -191,7 +191,7 @@ def __getattr__(name: str) -> Any:
     if isinstance(host, type) and name.startswith(PREFIX) and issubclass(host, transformers.PreTrainedConfig):
         return SwappedConfig.derive_from(host)
     if isinstance(host, type) and not name.startswith(PREFIX) and issubclass(host, transformers.PreTrainedModel):
-        return SwappedModel.derive_from(host)
+        return SwappedTransformersModel.derive_from(host)
     raise AttributeError(f"transformers has no model or configuration for {name}")
 
 
@@ -205,7 +205,7 @@ def _publish(name: str) -> str:
     host = getattr(transformers, name, None)
     if not (isinstance(host, type) and issubclass(host, transformers.PreTrainedModel)):
         return name
-    publish(PREFIX + name, SwappedModel.derive_from(host))
+    publish(PREFIX + name, SwappedTransformersModel.derive_from(host))
     return PREFIX + name
 
 
@@ -235,7 +235,7 @@ class TransformersFolders(TransformersHost):
                 module.config = own
             if hasattr(module, "swapped"):
                 module.host_config = own
-        model.__class__ = SwappedModel.derive_from(type(model))
+        model.__class__ = SwappedTransformersModel.derive_from(type(model))
 
     @override
     def wrote(self, config: Mapping[str, Any]) -> bool:
@@ -253,7 +253,7 @@ class TransformersFolders(TransformersHost):
             raise ValueError(
                 f"{source} is of class {name}, which transformers does not have; build it and load its weights"
             )
-        kind, options = SwappedModel.derive_from(host), dict(options)
+        kind, options = SwappedTransformersModel.derive_from(host), dict(options)
         if "options" not in config[SAVED]:  # saved before they were recorded
             options |= _unsaved(host, _saved_names(Path(source, options.get("subfolder") or "")))
         model, info = kind.from_pretrained(source, dtype=dtype or "auto", output_loading_info=True, **options)
