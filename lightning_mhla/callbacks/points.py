@@ -9,6 +9,8 @@ from typing import Any, BinaryIO
 
 from lightning import Trainer
 
+from lightning_mhla.system.figures import make_panels
+
 
 class MetricPoints(dict[str, list[tuple[int, float]]]):
     """Optimiser step and value of every note of a metric, by the metric's name; steps rise."""
@@ -55,13 +57,8 @@ def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path 
     panels = {title: names for title, names in panels.items() if any(_moves(points[name]) for name in names)}
     if not panels:
         return False
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    from matplotlib.figure import Figure  # not before there is something to draw
-
-    figure = Figure(figsize=(4.2 * columns, 3 * rows), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis, (title, names) in zip(axes, panels.items(), strict=False):
+    figure, axes = make_panels(len(panels), 3, (4.2, 3))
+    for axis, (title, names) in zip(axes, panels.items(), strict=True):
         for name in names:
             axis.plot(*zip(*points[name], strict=True), label=name.split("/", 1)[0], linewidth=1.2)
         axis.set_title(title, parse_math=False)
@@ -69,8 +66,6 @@ def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path 
         axis.grid(alpha=0.3)
         if len(names) > 1:
             axis.legend()
-    for axis in axes[len(panels) :]:
-        axis.remove()
     if isinstance(target, Path):
         target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110, format="png")

@@ -23,7 +23,7 @@ from lightning_mhla.swap.host import SAVED
 from lightning_mhla.swap.saved import (
     NOTICE,
     REMOTE,
-    blank,
+    SwappedClass,
     check_complete,
     derive,
     guarded,
@@ -36,10 +36,8 @@ DTYPE = "dtype"
 """Entry of the saved record: dtype of the weights, which diffusers does not save."""
 
 
-class SwappedDiffusersModel:
+class SwappedDiffusersModel(SwappedClass):
     """A model of diffusers that is built with the attention that its configuration records."""
-
-    host: type
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -117,10 +115,6 @@ class SwappedDiffusersModel:
         if given.get("is_main_process", True) and not given.get("use_flashpack"):
             suffix = "safetensors" if given.get("safe_serialization", True) else "bin"
             remove_stale(given["save_directory"], "diffusion_pytorch_model", given.get("variant"), suffix)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        parts: Any = super().__reduce_ex__(protocol)
-        return (blank, (SwappedDiffusersModel, self.host), *parts[2:])
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,7 @@ images of any size. What the new attention adds is found under ``...attn.swapped
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -92,21 +91,8 @@ class TimmHost(HostLibrary):
         return built
 
     @override
-    def swapped(self, model: Any) -> dict[int, Attention]:
-        return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
-
-    @override
-    @contextmanager
-    def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
-        every = self.layers(model)
-        replaced = [every[index] for index in self.swapped(model) if layers is None or index in layers]
-        for layer in replaced:
-            layer.as_before = True
-        try:
-            yield
-        finally:
-            for layer in replaced:
-                layer.as_before = False
+    def use_original(self, model: Any, layer: Any, original: bool) -> None:
+        layer.as_before = original
 
 
 def vision_transformer(model: Any) -> Any:

@@ -21,8 +21,7 @@ Encoders of text take ``block_size`` too, and every token sees all; dense coeffi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -137,23 +136,10 @@ class TransformersHost(HostLibrary):
         return built
 
     @override
-    def swapped(self, model: Any) -> dict[int, Attention]:
-        return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
-
-    @override
-    @contextmanager
-    def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
+    def use_original(self, model: Any, layer: Any, original: bool) -> None:
         from lightning_mhla.swap.transformers_attention import NAME
 
-        every = self.layers(model)
-        replaced = [every[index] for index in self.swapped(model) if layers is None or index in layers]
-        for layer in replaced:
-            layer.config._attn_implementation = model.config._attn_implementation
-        try:
-            yield
-        finally:
-            for layer in replaced:
-                layer.config._attn_implementation = NAME
+        layer.config._attn_implementation = model.config._attn_implementation if original else NAME
 
     @override
     def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:

@@ -22,7 +22,7 @@ from lightning_mhla.swap.host import SAVED
 from lightning_mhla.swap.saved import (
     NOTICE,
     REMOTE,
-    blank,
+    SwappedClass,
     check_complete,
     derive,
     guarded,
@@ -47,10 +47,8 @@ PARTS = {"add_pooling_layer": "pooler.", "use_mask_token": "mask_token"}
 """Options of models that transformers does not save, and parts of the names of their weights."""
 
 
-class SwappedConfig:
+class SwappedConfig(SwappedClass):
     """A configuration of transformers with a record of the swap. Its file is rejected by the class it derives from."""
-
-    host: type
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -105,15 +103,9 @@ class SwappedConfig:
                 names[auto] = next((name for name in choices if name in saved), choices[0])
         return {auto: f"{REMOTE}.{name}" for auto, name in names.items()}
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        parts: Any = super().__reduce_ex__(protocol)
-        return (blank, (SwappedConfig, self.host), *parts[2:])
 
-
-class SwappedTransformersModel:
+class SwappedTransformersModel(SwappedClass):
     """A model of transformers that is built with the attention that its configuration records."""
-
-    host: type
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -173,10 +165,6 @@ class SwappedTransformersModel:
         super().save_pretrained(*args, **options)  # type: ignore[misc]
         if given.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
             remove_stale(given["save_directory"], "model", given.get("variant"), "safetensors")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        parts: Any = super().__reduce_ex__(protocol)
-        return (blank, (SwappedTransformersModel, self.host), *parts[2:])
 
 
 def __getattr__(name: str) -> Any:
