@@ -302,19 +302,22 @@ def caption_latents(parser: ArgumentParser) -> Run:
     parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
 
     def run(args: Namespace) -> None:
+        from lightning_mhla.data.images import EXTENSIONS
         from lightning_mhla.generative.codecs import ImageCodec
         from lightning_mhla.system.processes import process_device, process_ranks
-        from mhla_tasks.captioned.encoded import encode_samples
+        from mhla_tasks.captioned.encoded import encode_samples, open_source
         from mhla_tasks.captioned.text import TextConfig, make_encoder
         from mhla_tasks.text_to_image.buckets import parse_buckets
-        from mhla_tasks.text_to_image.prepare import open_source
+        from mhla_tasks.text_to_image.sources import CaptionedImages
 
         (rank, world, _), device = process_ranks(), process_device(args.device)
         sizes = parse_buckets(args.buckets) if args.buckets else [(args.height, args.width)]
         codec = ImageCodec(args.model)
         for size in sizes:
             codec.latent_size(*size)
-        source = open_source(args.source, sizes, args.caption_key)
+        source = open_source(
+            args.source, "image", EXTENSIONS, args.caption_key, lambda files: CaptionedImages(files, sizes)
+        )
         encoder = make_encoder(TextConfig(args.model, args.text_length, args.instruction or None), None)
         options = ("height", "width", "model", "caption_key", "text_length", "instruction")
         made_with = {name: getattr(args, name) for name in (*options, "buckets")}
@@ -384,16 +387,17 @@ def clip_latents(parser: ArgumentParser) -> Run:
     def run(args: Namespace) -> None:
         from lightning_mhla.generative.codecs import ClipCodec
         from lightning_mhla.system.processes import process_device, process_ranks
-        from mhla_tasks.captioned.encoded import encode_samples
+        from mhla_tasks.captioned.encoded import encode_samples, open_source
         from mhla_tasks.captioned.text import TextConfig, make_encoder
-        from mhla_tasks.video.prepare_latents import open_source
+        from mhla_tasks.video.sources import VIDEO, CaptionedClips
 
         (rank, world, _), device = process_ranks(), process_device(args.device)
         size = {"frames": args.frames, "height": args.height, "width": args.width}
-        source = open_source(args.source, args.caption_key, **size, fps=args.fps)
+        source = open_source(
+            args.source, "video", (VIDEO,), args.caption_key, lambda files: CaptionedClips(files, **size, fps=args.fps)
+        )
         codec = ClipCodec(args.model)
         codec.latent_size(*size.values())
-        codec.check_size(tuple(size.values()))
         captions = make_encoder(TextConfig(args.model, args.text_length), args.text_width)
         kept = {"fps": args.fps, "model": args.model, "caption_key": args.caption_key, "text_length": args.text_length}
         paths, skipped = encode_samples(

@@ -17,11 +17,12 @@ import torch
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from lightning import Trainer
+from mhla_tasks.captioned.sampling import latent_shape
 from mhla_tasks.captioned.text import TextConfig
 from mhla_tasks.commandline import parser, registry
 from mhla_tasks.video import MovingDigits, VideoDiffusion
 from mhla_tasks.video.clips import read_clip
-from mhla_tasks.video.sampling import SamplingConfig, latent_shape
+from mhla_tasks.video.sampling import SamplingConfig
 from mhla_tasks.video.strips import write_animation
 from peft import PeftModel
 from PIL import Image
@@ -303,12 +304,12 @@ def test_euler_sampler_and_seeds() -> None:
 def test_sizes_that_patches_or_the_vae_do_not_divide(pipeline: Path) -> None:
     made = module(text=TextConfig(length=4))
     with pytest.raises(ValueError, match=r"clips of \[5, 15, 24\] frames, rows and columns do not divide into patches"):
-        latent_shape(made.network, None, SamplingConfig(frames=5, height=15, width=24))
+        latent_shape(made.network, None, SamplingConfig(frames=5, height=15, width=24), "clips")
     made = module(text=TextConfig(length=4), vae=str(pipeline))
     with pytest.raises(ValueError, match=r"latents of \[2, 2, 3\] frames, rows and columns do not divide into patches"):
-        latent_shape(made.network, made.codec, SamplingConfig(frames=5, height=16, width=24))
+        latent_shape(made.network, made.codec, SamplingConfig(frames=5, height=16, width=24), "clips")
     with pytest.raises(ValueError, match="the VAE wants 1 frame more than a multiple of 4"):
-        latent_shape(made.network, made.codec, SamplingConfig(frames=6, height=16, width=32))
+        latent_shape(made.network, made.codec, SamplingConfig(frames=6, height=16, width=32), "clips")
 
 
 def test_validation_is_the_same_each_time_and_counts_every_clip(whole: Path) -> None:
