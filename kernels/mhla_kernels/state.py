@@ -13,7 +13,7 @@ summary, S row by row and then z.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
@@ -25,7 +25,8 @@ from typing_extensions import override
 from mhla_kernels.blocks import on_device
 from mhla_kernels.checks import Problem, as_index, read_numbers
 from mhla_kernels.mixing import Mixing, Rows
-from mhla_kernels.torch_private import is_traced, is_wrapped, pytree
+from mhla_kernels.pytrees import register
+from mhla_kernels.torch_private import is_traced, is_wrapped
 
 Value = TypeVar("Value")
 
@@ -58,18 +59,13 @@ class StateKind:
 Context = tuple[StateKind, tuple[int, ...], bool]
 
 
-def _flatten(state: BlockState) -> tuple[list[Tensor], Context]:
-    return list(state.tensors.values()), (state.kind, state.lengths, state.spent)
+def _context(state: BlockState) -> Context:
+    return state.kind, state.lengths, state.spent
 
 
-def _flatten_with_keys(state: BlockState) -> tuple[list[tuple[Any, Tensor]], Context]:
-    leaves, context = _flatten(state)
-    return [(pytree.GetAttrKey(name), x) for name, x in zip(state.tensor_names, leaves, strict=True)], context
-
-
-def _unflatten(cls: type[BlockState], leaves: Iterable[Any], context: Context) -> BlockState:
+def _build(cls: type[BlockState], tensors: dict[str, Any], context: Context) -> BlockState:
     kind, lengths, spent = context
-    return cls(lengths=lengths, kind=kind, spent=spent, **dict(zip(cls.tensor_names, leaves, strict=True)))
+    return cls(lengths=lengths, kind=kind, spent=spent, **tensors)
 
 
 def _to_json(context: Context) -> list[Any]:
@@ -116,16 +112,7 @@ class BlockState:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        pytree.register_pytree_node(
-            cls,
-            _flatten,
-            partial(_unflatten, cls),
-            serialized_type_name=f"mhla_kernels.{cls.__name__}",
-            to_dumpable_context=_to_json,
-            from_dumpable_context=_from_json,
-            flatten_with_keys_fn=_flatten_with_keys,
-        )
-        torch.serialization.add_safe_globals([cls])
+        register(cls, cls.tensor_names, _context, partial(_build, cls), _to_json, _from_json)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

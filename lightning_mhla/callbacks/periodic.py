@@ -64,7 +64,7 @@ class PeriodicEvaluation(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
             if isinstance(callback, LearningCurves):
                 for name, value in values.items():
-                    callback.note(f"{prefix}/{name}", trainer.global_step, value)
+                    callback.points.note(f"{prefix}/{name}", trainer.global_step, value)
 
     def _once(self, trainer: Trainer, pl_module: LightningModule) -> None:
         leaving = any(isinstance(callback, Recovery) and callback.leaving for callback in trainer.callbacks)  # type: ignore[attr-defined]

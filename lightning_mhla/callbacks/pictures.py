@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mhla.attention import MHLA, Attention
 from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.folders import run_folder
 
 if TYPE_CHECKING:
@@ -180,15 +181,8 @@ def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout]) -> F
         mixing: ``[M, M]`` or ``[H, M, M]`` of each layer.
         layouts: blocks of each layer.
     """
-    columns = min(4, len(mixing))
-    rows = -(-len(mixing) // columns)
-    from matplotlib.figure import Figure  # not before there is something to draw
-
-    figure = Figure(figsize=(3.2 * columns, 3.3 * rows + 0.5), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis in axes[len(mixing) :]:
-        axis.remove()
-    for axis, (number, matrix) in zip(axes, mixing.items(), strict=False):
+    figure, axes = make_panels(len(mixing), 4, (3.2, 3.3), (0, 0.5))
+    for axis, (number, matrix) in zip(axes, mixing.items(), strict=True):
         layout = layouts[number]
         first = int(layout.prefix_tokens > 0)
         matrix = matrix.mean(0) if matrix.dim() == 3 else matrix
@@ -210,24 +204,17 @@ def draw_matrices(weights: dict[str, Tensor], least: float = 1e-5) -> Figure:
         weights: ``[H, N, N]`` of each layer, by number.
         least: share at the lower end of the scale.
     """
-    columns = min(4, len(weights))
-    rows = -(-len(weights) // columns)
-    from matplotlib.figure import Figure  # not before there is something to draw
+    from matplotlib.colors import LogNorm  # not before there is something to draw
 
-    figure = Figure(figsize=(3.2 * columns + 0.6, 3.2 * rows + 0.5), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    from matplotlib.colors import LogNorm
-
-    scale = LogNorm(least, 1)
-    for axis in axes[len(weights) :]:
-        axis.remove()
-    for index, (axis, (number, matrix)) in enumerate(zip(axes, weights.items(), strict=False)):
+    columns, scale = 4, LogNorm(least, 1)
+    figure, axes = make_panels(len(weights), columns, (3.2, 3.2), (0.6, 0.5))
+    for index, (axis, (number, matrix)) in enumerate(zip(axes, weights.items(), strict=True)):
         size = matrix.float().abs()
         share = (size / size.sum(-1, keepdim=True).clamp(min=1e-12)).mean(0)
         shown = torch.where(share > 0, share.clamp(min=least), float("nan"))
         picture = axis.imshow(shown, cmap="magma", norm=scale)
         axis.set(title=f"layer {number}", xlabel="key", ylabel="query" if index % columns == 0 else "")
-    figure.colorbar(picture, ax=axes[: len(weights)], shrink=0.7, label="share of the query's weight")
+    figure.colorbar(picture, ax=axes, shrink=0.7, label="share of the query's weight")
     return figure
 
 

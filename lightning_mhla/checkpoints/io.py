@@ -88,8 +88,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
         return {**content, READ_FROM: str(found)}
 
 
-def read_safely(strategy: Strategy) -> None:
-    """Make a strategy read and write checkpoints by :class:`WholeCheckpointIO`.
+def replace_checkpoint_io(strategy: Strategy) -> None:
+    """Replace the ``checkpoint_io`` of a strategy by :class:`WholeCheckpointIO`; a plugin from outside Lightning stays.
 
     Raises:
         ValueError: for a strategy or a plugin of Lightning that would unpickle a checkpoint, which can run code.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mhla.data.classes import folder_classes, match_classes, read_classes
 from lightning_mhla.data.module import ShardSets
@@ -102,7 +103,37 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     return (width, height) if on_its_side else (height, width)
 
 
-class ShardImages:
+class LabelledImages:
+    """Images with class labels, by index; a subclass knows where they lie.
+
+    Args:
+        transform: image to tensor; None leaves the image.
+        shard_sizes: samples in each shard.
+    """
+
+    def __init__(self, transform: Transform | None, shard_sizes: Sequence[int]) -> None:
+        self.transform, self.shard_sizes = transform, shard_sizes
+
+    def encoded(self, index: int) -> tuple[bytes, str, int]:
+        """The bytes of an image, a description of where it lies, and its label.
+
+        Raises:
+            BrokenSampleError: when it cannot be read.
+        """
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return sum(self.shard_sizes)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return the transformed ``image``, ``label`` and ``index``."""
+        data, name, label = self.encoded(index)
+        image: Any = decode_image(data, name)
+        return {"image": self.transform(image) if self.transform else image, "label": label, "index": index}
+
+
+class ShardImages(LabelledImages):
     """Source of images and class labels in WebDataset shards: ``KEY.jpg`` (or png, webp) and ``KEY.cls``.
 
     Args:
@@ -115,22 +146,17 @@ class ShardImages:
     def __init__(
         self, reader: ShardReader, transform: Transform, num_classes: int, labels: Sequence[int] | None = None
     ) -> None:
-        self.reader, self.transform, self.num_classes, self.labels = reader, transform, num_classes, labels
-        self.shard_sizes: Sequence[int] = reader.shard_sizes
+        super().__init__(transform, reader.shard_sizes)
+        self.reader, self.num_classes, self.labels = reader, num_classes, labels
 
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self.reader)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the transformed ``image``, ``label`` and ``index``."""
+    @override
+    def encoded(self, index: int) -> tuple[bytes, str, int]:
         label = self.reader.label(index, self.num_classes, self.labels)
         data = self.reader.read(index, self.reader.extension(index, EXTENSIONS))
-        image = self.transform(decode_image(data, self.reader.describe(index)))
-        return {"image": image, "label": label, "index": index}
+        return data, self.reader.describe(index), label
 
 
-class LabelledFolder:
+class LabelledFolder(LabelledImages):
     """Source of images in a folder with one subfolder per class.
 
     Args:
@@ -147,7 +173,7 @@ class LabelledFolder:
     def __init__(
         self, folder: str | Path, transform: Transform | None = None, classes: Sequence[str] | None = None
     ) -> None:
-        self.folder, self.transform = Path(folder), transform
+        self.folder = Path(folder)
         folders = visible_folders(self.folder) if self.folder.is_dir() else []
         if not folders:
             raise FileNotFoundError(f"{folder} must hold one folder of images for each class")
@@ -157,17 +183,12 @@ class LabelledFolder:
         self.labelled = [
             (path, label) for label, place in zip(labels, folders, strict=True) for path in image_files(place)
         ]
-        self.shard_sizes: Sequence[int] = [len(self.labelled)]
+        super().__init__(transform, [len(self.labelled)])
 
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self.labelled)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the transformed ``image``, ``label`` and ``index``."""
+    @override
+    def encoded(self, index: int) -> tuple[bytes, str, int]:
         path, label = self.labelled[index]
-        image: Any = decode_file(path)
-        return {"image": self.transform(image) if self.transform else image, "label": label, "index": index}
+        return read_sample(path), shown(path), label
 
     def origins(self) -> list[Origin]:
         """List the origins: the file and the class of each image."""
@@ -178,7 +199,7 @@ class LabelledFolder:
 
 def labelled_images(
     sets: ShardSets, stage: str, transform: Transform, num_classes: int, classes: Sequence[str] | None
-) -> ShardImages | LabelledFolder:
+) -> LabelledImages:
     """Create the source of a stage, from shards or from a folder with one subfolder per class.
 
     Args:

@@ -25,7 +25,7 @@ def chunk_tokens(width: int) -> int:
     return 32 if width <= 32 else 64
 
 
-class Problem(NamedTuple):
+class ChunkedInputs(NamedTuple):
     """Checked inputs of a recurrence, in chunks.
 
     Attributes:
@@ -96,7 +96,7 @@ def prepare(
     scale: float | None,
     initial_state: Tensor | None,
     bounds: list[int] | None,
-) -> Problem:
+) -> ChunkedInputs:
     """Checked inputs in chunks; every packed sequence has chunks of its own."""
     wide = torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, device="cpu")
@@ -115,7 +115,7 @@ def prepare(
     )
     q = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
     q, k, v_split = (partition.split(x.to(wide)) for x in (q, k, v))
-    return Problem(q, k, v_split, initial, chunks, partition, v.dtype)
+    return ChunkedInputs(q, k, v_split, initial, chunks, partition, v.dtype)
 
 
 def scan_chunks(decay: Tensor, update: Tensor, initial: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from mhla_kernels.backend import Backend
 from torch import Tensor
 
 from lightning_mhla.recurrence import kernels
-from lightning_mhla.recurrence.chunks import Problem, check, check_gate, prepare, scan_chunks
+from lightning_mhla.recurrence.chunks import ChunkedInputs, check, check_gate, prepare, scan_chunks
 from lightning_mhla.recurrence.products import decay_weights
 from lightning_mhla.recurrence.step import one_token
 
@@ -96,7 +96,7 @@ def state_space_dual(
         return _in_chunks(problem, problem.split(log_decay))
 
 
-def _in_chunks(problem: Problem, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+def _in_chunks(problem: ChunkedInputs, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = problem.q, problem.k, problem.v
     weights = decay_weights(log_decay)
     to_end = weights[..., -1, :, None]

@@ -11,7 +11,7 @@ from mhla_kernels.backend import Backend
 from torch import Tensor
 
 from lightning_mhla.recurrence import kernels
-from lightning_mhla.recurrence.chunks import Problem, check, check_gate, prepare, rows_of
+from lightning_mhla.recurrence.chunks import ChunkedInputs, check, check_gate, prepare, rows_of
 from lightning_mhla.recurrence.products import decay_weights
 from lightning_mhla.recurrence.step import one_token
 
@@ -66,7 +66,7 @@ def gated_delta_rule(
         return _in_chunks(problem, problem.split(beta)[..., None], problem.split(log_decay))
 
 
-def _in_chunks(problem: Problem, beta: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+def _in_chunks(problem: ChunkedInputs, beta: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = problem.q, problem.k, problem.v
     weights = decay_weights(log_decay)
     from_start, to_end = log_decay.cumsum(-1)[..., None].exp(), weights[..., -1, :, None]

@@ -32,7 +32,7 @@ NAME = "lightning_mhla"
 """Name of the attention function."""
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One call of an attention module.
 
     Attributes:
@@ -65,7 +65,7 @@ def _keep_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         raise ValueError("swapped attention has no paged keys and values: use generate, not continuous batching")
     x = args[0] if args else kwargs["hidden_states"]
     cache = kwargs.get("past_key_values")
-    module.call = Call(x, None if cache is None else state_layer(cache, module.layer_idx))
+    module.call = AttentionCall(x, None if cache is None else state_layer(cache, module.layer_idx))
 
 
 class Unread(NamedTuple):

@@ -6,9 +6,8 @@ Shape letters: B batch, H heads, M blocks, W numbers of a summary, R running sum
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 
 from mhla_kernels.blocks import is_dynamic, on_device
 from mhla_kernels.mixing.span import Span
-from mhla_kernels.torch_private import pytree
+from mhla_kernels.pytrees import register
 
 Rows = slice | Tensor
 """Rows of a batch: all of them, or their indices."""
@@ -59,16 +58,7 @@ class Mixing(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        pytree.register_pytree_node(
-            cls,
-            _flatten,
-            partial(_unflatten, cls),
-            serialized_type_name=f"{cls.__module__.partition('.')[0]}.{cls.__name__}",
-            to_dumpable_context=list,
-            from_dumpable_context=_from_json,
-            flatten_with_keys_fn=_flatten_with_keys,
-        )
-        torch.serialization.add_safe_globals([cls])
+        register(cls, cls.learned, _context, lambda tensors, rest: cls(**tensors, **dict(rest)), list, _from_json)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -247,19 +237,11 @@ class Mixing(ABC):
         return blocks
 
 
-def _flatten(mixing: Mixing) -> tuple[list[Tensor], tuple[tuple[str, Any], ...]]:
+def _context(mixing: Mixing) -> tuple[tuple[str, Any], ...]:
+    """The fields that are not learned tensors, by name."""
     others = (field.name for field in fields(mixing) if field.name not in mixing.learned)  # type: ignore[arg-type]
-    return list(mixing.tensors.values()), tuple((name, getattr(mixing, name)) for name in others)
-
-
-def _flatten_with_keys(mixing: Mixing) -> tuple[list[tuple[Any, Tensor]], tuple[tuple[str, Any], ...]]:
-    leaves, context = _flatten(mixing)
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(mixing.learned, leaves, strict=True)], context
+    return tuple((name, getattr(mixing, name)) for name in others)
 
 
 def _from_json(value: Any) -> Any:
     return tuple(map(_from_json, value)) if isinstance(value, list) else value
-
-
-def _unflatten(cls: type[Mixing], leaves: Iterable[Any], context: Any) -> Mixing:
-    return cls(**dict(zip(cls.learned, leaves, strict=True)), **dict(context))

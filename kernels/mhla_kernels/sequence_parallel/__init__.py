@@ -2,6 +2,14 @@
 
 from mhla_kernels.sequence_parallel.collectives import gather_shares
 from mhla_kernels.sequence_parallel.operator import mhla_sequence_parallel
-from mhla_kernels.sequence_parallel.plan import Plan, Traffic, share_blocks, share_tokens, traffic
+from mhla_kernels.sequence_parallel.plan import SequencePlan, Traffic, share_blocks, share_tokens, traffic
 
-__all__ = ["Plan", "Traffic", "gather_shares", "mhla_sequence_parallel", "share_blocks", "share_tokens", "traffic"]
+__all__ = [
+    "SequencePlan",
+    "Traffic",
+    "gather_shares",
+    "mhla_sequence_parallel",
+    "share_blocks",
+    "share_tokens",
+    "traffic",
+]

@@ -35,7 +35,7 @@ from mhla_kernels.forms.chunked import Mixer, chunked, summarize
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
 from mhla_kernels.normalizer import divide
 from mhla_kernels.sequence_parallel.collectives import gather_shares
-from mhla_kernels.sequence_parallel.plan import Plan, block_bounds, share_blocks, traffic
+from mhla_kernels.sequence_parallel.plan import SequencePlan, block_bounds, share_blocks, traffic
 
 Exchange = Literal["auto", "summaries", "tokens"]
 
@@ -111,7 +111,7 @@ def mhla_sequence_parallel(
         sizes = (q.shape[0], tokens, q.shape[2], q.shape[3], v.shape[3], len(bounds) - 1, world)
         terms, token_bytes = mixing.boundary_sums, k.element_size()
         exchange = traffic(*sizes, terms=terms, causal=causal, normalize=normalize, token_bytes=token_bytes).least
-    plan = Plan(processes, bounds, shares, rank)
+    plan = SequencePlan(processes, bounds, shares, rank)
     with without_autocast(q.device.type):
         every = None
         if exchange == "tokens":
@@ -173,7 +173,7 @@ def _gathered_summaries(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
-    plan: Plan,
+    plan: SequencePlan,
     feature_map: FeatureMap,
     accumulate: torch.dtype,
     normalize: bool,
@@ -202,7 +202,7 @@ class _SharedMixer(Mixer):
         every: summaries of all blocks ``[B, H, M, ...]`` where they are known; else processes exchange what they need.
     """
 
-    plan: Plan | None = None
+    plan: SequencePlan | None = None
     every: Tensor | None = None
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:

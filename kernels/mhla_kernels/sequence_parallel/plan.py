@@ -113,7 +113,7 @@ def traffic(
 
 
 @dataclass(frozen=True)
-class Plan:
+class SequencePlan:
     """The blocks of a sequence over the processes of a group.
 
     Attributes:

@@ -139,7 +139,7 @@ class DenseMixer:
     """Launchers for a matrix of coefficients, ``[1, M, M]`` or ``[H, M, M]``."""
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """See :class:`mhla_kernels.triton_backend.mixers.TritonMixer`."""
         mixed = torch.empty_like(summary)
         _, blocks, width = summary.shape
         tiles = config.mix_tiles(call.q.dtype, blocks)
@@ -152,18 +152,18 @@ class DenseMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """See :class:`mhla_kernels.triton_backend.mixers.TritonMixer`."""
         (matrix,) = coefficients
         return DenseMixing(matrix if len(matrix) > 1 else matrix[0])
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """See :class:`mhla_kernels.triton_backend.mixers.TritonMixer`."""
         (matrix,) = call.coefficients
         h, i, j = matrix.stride()
         return matrix, 0 if matrix.shape[0] == 1 else h, i, j
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """See :class:`mhla_kernels.triton_backend.mixers.TritonMixer`."""
         size = call.coefficients[0].shape[-1]
         _, blocks, width = summary.shape
         tiles = config.mix_tiles(call.q.dtype, size)
@@ -179,6 +179,6 @@ class DenseMixer:
         return [gradient.sum(0)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """See :class:`mhla_kernels.triton_backend.mixers.TritonMixer`."""
         diagonal = gradients[0].diagonal(dim1=1, dim2=2)
         diagonal += sum_at(own, call.tables.table[_ROW], diagonal.shape[-1])

@@ -12,7 +12,7 @@ from mhla_kernels.triton_backend.mix import DenseMixer
 from mhla_kernels.triton_backend.scan import ExponentialMixer
 
 
-class Mixer(Protocol):
+class TritonMixer(Protocol):
     """Launchers for one kind of coefficients; ``call.coefficients`` are the tensors of :meth:`Mixing.fused`."""
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
@@ -40,5 +40,5 @@ class Mixer(Protocol):
         """Add the gradients of m[i, i] of every block ``[B * H, M]``, by the pairs inside it, in place: causal."""
 
 
-MIXERS: dict[str, Mixer] = {"dense": DenseMixer(), "exponential": ExponentialMixer()}
+MIXERS: dict[str, TritonMixer] = {"dense": DenseMixer(), "exponential": ExponentialMixer()}
 """By the name that :meth:`mhla_kernels.mixing.Mixing.fused` gives."""

@@ -121,7 +121,7 @@ class ExponentialMixer:
     """Launchers for sums of exponentials, causal: amplitudes and decays, ``[1, R]`` or ``[H, R]``."""
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """See :class:`mhla_kernels.triton_backend.mixers.TritonMixer`."""
         amplitude, decay = call.coefficients
         mixed = torch.empty_like(summary)
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
@@ -134,17 +134,17 @@ class ExponentialMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """See :class:`mhla_kernels.triton_backend.mixers.TritonMixer`."""
         amplitude, decay = (x if len(x) > 1 else x[0] for x in coefficients)
         return ExponentialMixing(amplitude, decay)
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`: m[i, i], whatever the block."""
+        """See :class:`mhla_kernels.triton_backend.mixers.TritonMixer`: m[i, i], whatever the block."""
         own = call.coefficients[0].sum(-1)
         return own, int(len(own) > 1), 0, 0
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """See :class:`mhla_kernels.triton_backend.mixers.TritonMixer`."""
         amplitude, decay = call.coefficients
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
         tiles = config.scan_tiles(terms)
@@ -158,7 +158,7 @@ class ExponentialMixer:
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`: m[i, i] is the sum of the amplitudes."""
+        """See :class:`mhla_kernels.triton_backend.mixers.TritonMixer`: m[i, i] is the sum of the amplitudes."""
         gradients[0] += own.sum(-1, keepdim=True)
 
 

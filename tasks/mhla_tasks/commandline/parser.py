@@ -23,7 +23,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from typing_extensions import override
 
 from lightning_mhla.callbacks.recovery import RunStopped
-from lightning_mhla.checkpoints.io import CHECKPOINTS, read_safely, remove_secrets
+from lightning_mhla.checkpoints.io import CHECKPOINTS, remove_secrets, replace_checkpoint_io
 from lightning_mhla.checkpoints.runs import RunFolder, keep_tables, remove_log_folder
 from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.redaction import hidden_options, redacted
@@ -205,7 +205,7 @@ class SuiteCLI(LightningCLI):
 
     def run(self) -> None:
         """Call the trainer's method of the command. A fit that fails before its first step leaves no log folder."""
-        read_safely(self.trainer.strategy)  # for modules of others too
+        replace_checkpoint_io(self.trainer.strategy)  # for modules of others too
         listen_on_one_interface(self.trainer.strategy)
         keep_tables(self.trainer)
         if self.run_folder is not None:

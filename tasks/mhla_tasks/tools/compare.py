@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.report import RECORD
+from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import read_json, read_yaml
 from mhla_tasks.commandline.console import harmless
@@ -187,23 +188,16 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     Raises:
         ValueError: when there is none.
     """
-    from matplotlib.figure import Figure
-
     metrics = common_metrics(runs)
     if not metrics:
         raise ValueError("the runs have no metric in common, so there is no picture of them")
-    columns = min(3, len(metrics))
-    rows = -(-len(metrics) // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.2 * rows + 0.24 * len(runs)), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis, metric in zip(axes, metrics, strict=False):
+    figure, axes = make_panels(len(metrics), 3, (4.6, 3.2), (0, 0.24 * len(runs)))
+    for axis, metric in zip(axes, metrics, strict=True):
         for run, label in zip(runs, labels(runs), strict=True):
             axis.plot(*zip(*run.record["metrics"][metric], strict=True), label=label, marker=".", linewidth=1.2)
         axis.set_title(metric, parse_math=False)
         axis.set_xlabel("optimiser step")
         axis.grid(alpha=0.3)
-    for axis in axes[len(metrics) :]:
-        axis.remove()
     legend = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
     for text in legend.get_texts():
         text.set_parse_math(False)

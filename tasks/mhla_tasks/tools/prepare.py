@@ -50,6 +50,15 @@ def _caption_key(parser: ArgumentParser) -> None:
     )
 
 
+def _captioned_folder(parser: ArgumentParser, what: str, per_shard: int) -> None:
+    """Options of a command that packs a folder of files with captions."""
+    parser.add_argument("source", type=Path, help=f"folder of {what} and captions")
+    parser.add_argument("target", type=Path, help="folder for the shards")
+    _shards(parser, what, per_shard)
+    _caption_key(parser)
+    _shuffled(parser, what)
+
+
 def _packing(args: Namespace) -> Packing:
     from lightning_mhla.data.pack import Packing
 
@@ -240,11 +249,7 @@ def captions(parser: ArgumentParser) -> Run:
     in an order shuffled by the seed. Images that cannot be decoded or lack a caption are skipped with a warning each, up to a
     limit. The command resumes after a stop.
     """
-    parser.add_argument("source", type=Path, help="folder of images and captions")
-    parser.add_argument("target", type=Path, help="folder for the shards")
-    _shards(parser, "images", 1000)
-    _caption_key(parser)
-    _shuffled(parser, "images")
+    _captioned_folder(parser, "images", 1000)
 
     def run(args: Namespace) -> None:
         from lightning_mhla.data.images import EXTENSIONS, decode_image
@@ -334,11 +339,7 @@ def clips(parser: ArgumentParser) -> Run:
     byte, in an order shuffled by the seed. Videos that are truncated, cannot be decoded at their beginning or their end, or
     lack a caption are skipped with a warning each, up to a limit. The command resumes after a stop.
     """
-    parser.add_argument("source", type=Path, help="folder of videos and captions")
-    parser.add_argument("target", type=Path, help="folder for the shards")
-    _shards(parser, "videos", 100)
-    _caption_key(parser)
-    _shuffled(parser, "videos")
+    _captioned_folder(parser, "videos", 100)
 
     def run(args: Namespace) -> None:
         from lightning_mhla.data.pack import pack_captioned

@@ -88,7 +88,7 @@ class Sweep:
 
 
 @dataclass
-class Progress:
+class SweepProgress:
     """Lines about the runs of a sweep, on standard error; a terminal also shows what is running and the time left.
 
     Attributes:
@@ -196,7 +196,7 @@ def run(words: Sequence[str]) -> int:
     if any(option.name in ("help", "print_config") or option.name.endswith(HELP) for option in line.options):
         return _wait([*fit, *sweep.line.words])
     runs, failed = sweep.runs(), []
-    progress = Progress(len(runs), Console(file=sys.stderr, highlight=False))
+    progress = SweepProgress(len(runs), Console(file=sys.stderr, highlight=False))
     if sweep.sbatch is None:
         progress.say(f"{len(runs)} runs in {sweep.folder}; what each prints is in its {OUTPUT}")
     for folder, asked in runs:
@@ -251,7 +251,7 @@ def _state(own: Path, line: CommandLine, queues: bool) -> str:
     return ""
 
 
-def _submit(own: Path, words: Sequence[str], progress: Progress) -> int:
+def _submit(own: Path, words: Sequence[str], progress: SweepProgress) -> int:
     """Submit a run and note its job; the exit status of ``sbatch``."""
     command = [
         "sbatch",
