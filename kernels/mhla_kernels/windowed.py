@@ -189,11 +189,11 @@ def combine(scores: Tensor, visible: Tensor, v: Tensor, f: Tensor, mixed: Tensor
     weight = sums.detach()[..., -1:]  # the divisor is a constant for autograd
     no_far = weight <= 0
     largest = (far.detach() + weight.clamp(min=numbers.tiny**LEAST_WEIGHT).log()).masked_fill(no_far, numbers.min)
-    divisor = torch.maximum(scores.detach().amax(-1, keepdim=True), largest)
-    near = (scores - divisor).exp()
+    log_divisor = torch.maximum(scores.detach().amax(-1, keepdim=True), largest)
+    near = (scores - log_divisor).exp()
     # far weights that are all zero set no divisor; their factor must stay finite, or zero times it would be NaN
     bound = torch.where(no_far, MOST_GRADIENT * math.log(numbers.max), torch.inf)
-    factor = torch.minimum(far - divisor, bound).exp()
+    factor = torch.minimum(far - log_divisor, bound).exp()
     total = near.sum(-1, keepdim=True) + factor * sums[..., -1:]
     unseen = total <= 0  # adding it keeps 0 / 0 out of the forward and the backward pass
     return ((near @ v + factor * sums[..., :-1]) / (total + unseen)).masked_fill(unseen, 0)

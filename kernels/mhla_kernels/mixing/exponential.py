@@ -270,15 +270,15 @@ def _check_decay(decay: Tensor) -> None:
         return
     if not torch.compiler.is_compiling():
         decay = unwrapped(decay)  # those of all rows that torch.vmap maps
-    sound = ((decay >= 0) & (decay < torch.inf)).all()
+    valid = ((decay >= 0) & (decay < torch.inf)).all()
     if torch.compiler.is_compiling():
         with suppress(RuntimeError):  # torch.vmap inside a graph has no rule for it; what it asserts is raised later
-            assert_async(sound, message)
+            assert_async(valid, message)
         return
-    sound = unwrapped(sound)
-    if decay.device.type != "cpu" or not has_values(sound):
-        assert_async(sound, message)
-    elif not sound:
+    valid = unwrapped(valid)
+    if decay.device.type != "cpu" or not has_values(valid):
+        assert_async(valid, message)
+    elif not valid:
         raise ValueError(f"{message}, got {decay.flatten()[:8].tolist()}")
 
 
