@@ -44,8 +44,8 @@ _limit = _limit_at_start()
 def limit_memory(bytes_of_a_call: float | None) -> None:
     """Limit the memory that ``form="auto"`` may use in one forward pass, in addition to the tokens.
 
-    Forms that need more are not chosen if another form needs less. If all forms need more, the one that needs least is
-    chosen. Initially, the limit is ``MHLA_MEMORY_GB`` in gigabytes, if this variable is set.
+    Forms that need more than the limit are left out, except the form that needs least. Initially, the limit is
+    ``MHLA_MEMORY_GB`` in gigabytes, if this variable is set.
 
     Args:
         bytes_of_a_call: limit in bytes; None for no limit.
@@ -87,11 +87,8 @@ def cheapest_form(
         rows: batch rows times heads.
         backend: ``"torch"`` or ``"triton"``.
     """
-    cost, fused, parts = (
-        CONSTANTS[backend],
-        backend == "triton",
-        -(-value_width // OUTPUTS),
-    )  # every part scores all pairs
+    # the fused kernels compute a wide output in parts, each of which scores all pairs again
+    cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)
     inside = key_width + value_width + cost["pair"]
     pair, products, mixing = inside, 2, 1
     if fused:
