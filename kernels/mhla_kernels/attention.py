@@ -44,9 +44,9 @@ def mhla_attention(
 ) -> Tensor:
     r"""Compute linear attention whose query blocks mix the key-value summaries of all blocks (arXiv 2601.07832).
 
-    **Features must be nonnegative while** ``normalize`` **is on, and q and k are expected to be mapped already by default.**
-    Pass ``feature_map="relu"``, map q and k yourself (``elu(x) + 1``, say), or pass ``normalize=False``. Negative features
-    raise a ValueError on a CPU, and on an accelerator at the first call. Compiled graphs do not detect them.
+    **Features must be nonnegative while** ``normalize`` **is on. By default, q and k must be mapped already.** Pass
+    ``feature_map="relu"``, map q and k yourself (``elu(x) + 1``, say), or pass ``normalize=False``. Negative features raise a
+    ValueError on a CPU, and on an accelerator at the first call. Compiled graphs do not detect them.
 
     The weight of a token pair is ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked. Each row of weights is divided
     by its sum + ``eps`` if ``normalize`` is on, and is multiplied by ``scale`` otherwise. Sums are accumulated in float32
@@ -84,7 +84,7 @@ def mhla_attention(
             Triton's interpreter, with ``TRITON_INTERPRET=1``), or ``"auto"``: Triton wherever it can run on a GPU.
 
     Returns:
-        Outputs, ``[B, N, H, Dv]`` in the dtype of ``v``, contiguous. Zeros if q and k have no features.
+        Outputs, ``[B, N, H, Dv]`` in the dtype of ``v``, contiguous. Zeros if q and k have no features (Dk = 0).
 
         With ``causal``, a finite query, key or value at a later token does not change an earlier output by one bit, in any
         form. The same holds for the gradients of the earlier outputs while the later outputs are finite too. A key or value
@@ -218,7 +218,7 @@ def _choose_form(problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Return a context in which sums keep the dtype that the operator asks for, also under autocast."""
+    """Return a context in which autocast is off for a type of device, so that sums keep the dtype of their inputs."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)

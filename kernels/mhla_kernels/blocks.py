@@ -31,7 +31,7 @@ def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def is_real(device: torch.device) -> bool:
-    """Whether new tensors on ``device`` are real; they are not while torch traces with fake tensors."""
+    """Whether new tensors on ``device`` hold data; they do not while torch traces with fake tensors."""
     return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
 
 
@@ -131,7 +131,7 @@ def count_blocks(tokens: int, block_size: int) -> int:
 
 
 def most_blocks(tokens: int, block_size: int | None, block_offsets: tuple[int, ...] | None) -> int:
-    """Return the number of blocks of the longest sequence that ``tokens`` tokens can hold."""
+    """Return the largest number of blocks that one sequence in a row of ``tokens`` tokens can have."""
     if block_offsets is not None:
         return len(block_offsets) - 1
     assert block_size is not None
@@ -175,8 +175,8 @@ class BlockPartition(NamedTuple):
     """Layout of the tokens of one row in ``blocks`` blocks of ``slots`` slots each; slots without a token are zero.
 
     Attributes:
-        tokens: N.
-        blocks: M, or an upper bound of it for packed sequences.
+        tokens: number of tokens N.
+        blocks: number of blocks M, or an upper bound of it for packed sequences.
         slots: C, the size of the largest block.
         slot: ``[N]`` int64, the flat slot of each token, or None if token t is in slot t.
         local: ``[M]`` int64, for packed sequences: index of the block within its sequence.
@@ -261,7 +261,7 @@ def make_partition(
     most ``N // block_size + S`` blocks. The partition has that many blocks, and each sequence has blocks of its own.
 
     Args:
-        tokens: N.
+        tokens: number of tokens N.
         device: device of the tables.
         block_size: tokens in a block, unless ``block_offsets`` is given.
         block_offsets: M + 1 integers for uneven blocks, or None.

@@ -21,8 +21,8 @@ class Problem(NamedTuple):
     """Sizes and options of a checked call.
 
     Attributes:
-        tokens: N.
-        blocks: M; for packed sequences an upper bound of the number of all their blocks.
+        tokens: number of tokens N.
+        blocks: number of blocks M; for packed sequences an upper bound for all sequences together.
         scale: factor on the output, or None if rows are divided by their sum.
         accumulate: dtype of the sums.
         dtype: dtype of the output.
@@ -242,7 +242,7 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def repeat(x: Tensor, repeats: int, axis: int) -> Tensor:
-    """Repeat every head of ``x`` along ``axis``, ``repeats`` times in a row; without a copy if that is once."""
+    """Repeat every head of ``x`` along ``axis``, ``repeats`` times in a row; a single repeat makes no copy."""
     return x.repeat_interleave(repeats, axis) if repeats > 1 else x
 
 
@@ -274,7 +274,7 @@ def _check_mixing_size(
 
 
 def read_numbers(values: Tensor, name: str) -> list[Any]:
-    """Return the numbers of a tensor that must be the same under every transformation.
+    """Return the values of a tensor as Python numbers; ``torch.vmap`` must not map over them.
 
     Raises:
         ValueError: for a tensor that ``torch.vmap`` maps over.

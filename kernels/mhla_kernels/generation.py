@@ -215,8 +215,8 @@ def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int
 
     Args:
         lengths: ``[B]`` integers, or None if all tokens are real.
-        batch: B.
-        tokens: N.
+        batch: number of rows B.
+        tokens: number of tokens N.
 
     Raises:
         ValueError: unless there are B integers from 0 to N.
@@ -365,12 +365,12 @@ def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
 
 
 def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor | None) -> Tensor:
-    """Reverse :func:`in_blocks`.
+    """Return the tokens of blocks: the reverse of :func:`in_blocks`.
 
     Args:
         out: ``[B, H, M, C, D]``.
         offsets: as for :func:`in_blocks`.
-        tokens: N.
+        tokens: number of tokens N.
         mask: ``[B, N]`` bool, False for tokens that get zeros; None keeps all.
 
     Returns:

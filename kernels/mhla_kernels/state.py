@@ -226,10 +226,10 @@ class BlockState:
         return self.own_names if "finished" in owned else self.own_names[1:]
 
     def may_write(self, *others: Tensor) -> bool:
-        """Whether results of this state and other tensors can be written into existing memory.
+        """Whether results of this state and other tensors may be written into existing memory.
 
-        They cannot where a backward pass may need the present values, while torch traces, and under ``torch.func``, whose
-        tensors do not fit into ordinary ones.
+        Memory is not overwritten where a backward pass may need its present values, while torch traces, and under
+        ``torch.func``, whose tensors do not fit into ordinary ones.
         """
         if is_traced():
             return False
@@ -271,7 +271,7 @@ class BlockState:
         raise NotImplementedError
 
     def _open_block(self, draft: Draft, rows: Rows, block: int) -> None:
-        """Open the empty block ``block`` in some rows of a draft."""
+        """Open ``block``, which is empty, in some rows of a draft."""
         raise NotImplementedError
 
 
@@ -300,7 +300,7 @@ class Draft:
         self.mine.add(name)
 
     def put(self, name: str, rows: Rows, values: Tensor) -> None:
-        """Replace rows of a tensor by new values that no other tensor shares."""
+        """Replace rows of a tensor by new values, which must not share memory with another tensor."""
         x = self.tensors[name]
         if self.writes and name in self.mine:
             x[rows] = values

@@ -172,10 +172,13 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
     """Return ``run()``; if it fails, withdraw the kernel and return ``instead()``.
 
     Args:
-        kind: kind of kernel. An empty name lets errors pass.
+        kind: kind of kernel; with an empty name, every error of ``run`` is raised.
         device: device that the kernel runs on.
         run: function that calls the kernel.
-        instead: function that computes the same with PyTorch.
+        instead: function that computes the same result with PyTorch.
+
+    Raises:
+        Exception: errors of ``run`` that do not mean that the kernel is wrong, such as out of memory.
     """
     if kind in _withdrawn:
         return instead()
@@ -281,7 +284,7 @@ def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
     mark = folder / f"{kind}.{uuid4().hex}.running"
     lasting = True
     with ExitStack() as resources:
-        with suppress(OSError):
+        with suppress(OSError):  # without a writable cache, the trial runs and only its verdict is not stored
             own_folder(folder, cache_folder())
             fcntl.flock(resources.enter_context(mark.open("x")), fcntl.LOCK_EX)
         try:
@@ -314,7 +317,7 @@ def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
-    """Return the stored verdict, or a negative one if trials of the kind ended their processes; otherwise None."""
+    """Return the stored verdict, a negative one if trials of the kind ended their processes, or None."""
     folder = folder_of(device)
     if stored := _read(folder / f"{kind}.json"):
         return stored
@@ -325,7 +328,7 @@ def _kept(kind: str, device: str) -> Verdict | None:
 
 
 def _read(path: Path) -> Verdict | None:
-    """Return the verdict in a file; None if the file is missing or damaged, or belongs to another user."""
+    """Return the verdict in a file; None if the file is missing, damaged, a link, or of another user."""
     try:
         fields = json.loads(read_own(path, LARGEST))
         agrees, reason, seconds = fields["agrees"], fields["reason"], fields["seconds"]
@@ -338,7 +341,7 @@ def _read(path: Path) -> Verdict | None:
 
 
 def _ended_trials(kind: str, folder: Path) -> list[Path]:
-    """Return the marks of trials whose processes have ended: no process holds their locks."""
+    """Return the mark files that trials left behind when their processes ended: no process holds their locks."""
     ended = []
     for mark in folder.glob(f"{kind}.*.running"):
         with suppress(OSError), open(open_own(mark)) as stream:

@@ -51,7 +51,7 @@ def mhla_window_attention(
 ) -> Tensor:
     """Compute causal attention with softmax weights for near tokens and MHLA weights for far tokens, in time linear in N.
 
-    The module docstring has the definition.
+    Near tokens are those of the block of the query and of the block before. :mod:`mhla_kernels.windowed` has the definition.
 
     Args:
         q: queries, ``[B, N, H, Dk]``.

@@ -259,14 +259,14 @@ def _with_totals(mixed: Tensor, width: int) -> Tensor:
 
     Args:
         mixed: mixed summaries: K V sums of weighted values, then K sums of weights.
-        width: K.
+        width: width of a key's features, K.
     """
     values = mixed.shape[-1] - width
     return torch.cat([mixed[..., :values].unflatten(-1, (width, -1)), mixed[..., values:, None]], -1)
 
 
 def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mixing: Mixing) -> Tensor:
-    """Return for each block the mixture of its far blocks: what the block before it sees of the finished blocks.
+    """Return the mixture of the far blocks for each block, which is the causal mixture for the block before it.
 
     Args:
         start: state in which the first block of the call is open in every row.

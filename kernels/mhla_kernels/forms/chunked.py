@@ -31,7 +31,7 @@ TILE = 128
 
 @dataclass
 class Mixer:
-    """Function that applies mixing coefficients to block summaries, to each sequence separately where rows are packed.
+    """Callable that applies mixing coefficients to block summaries, to each sequence separately where rows are packed.
 
     Attributes:
         mixing: the coefficients.
@@ -78,9 +78,9 @@ def chunked(
     """Compute the outputs of the chunked form.
 
     Args:
-        q_BHMCK: queries in blocks.
-        k_BHMCK: keys in blocks.
-        v_BHMCV: values in blocks.
+        q_BHMCK: queries in blocks, ``[B, H, M, C, K]``.
+        k_BHMCK: keys in blocks, ``[B, H, M, C, K]``.
+        v_BHMCV: values in blocks, ``[B, H, M, C, V]``.
         mixer: mixer of the block summaries.
         causal: whether only earlier blocks and tokens count.
         scale: factor on the outputs; None divides by the normalizer.

@@ -76,10 +76,10 @@ def cheapest_form(
     Forms that need more memory than the limit are left out, see :func:`limit_memory`.
 
     Args:
-        tokens: N.
-        blocks: M.
-        key_width: Dk.
-        value_width: Dv.
+        tokens: number of tokens N.
+        blocks: number of blocks M.
+        key_width: width of a key, Dk.
+        value_width: width of a value, Dv.
         causal: whether attention is causal.
         work: summaries added up for each block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all M.
         terms: running sums between chunks of several blocks, see :meth:`mhla_kernels.mixing.Mixing.span_terms`; None excludes
@@ -141,6 +141,8 @@ def numbers_held(
 
     The PyTorch forms hold scores, and the spanning form also holds the tokens weighted for each term. On a CPU only some rows
     are computed at a time, so less than the sum over all rows is held.
+
+    The arguments are those of :func:`cheapest_form`, with ``terms`` 0 for coefficients that have none.
     """
     summary = key_width * (value_width + 1)
     if form == "parallel":

@@ -25,9 +25,9 @@ def parallel(
     """Compute the outputs of the parallel form.
 
     Args:
-        q_BHNK: queries.
-        k_BHNK: keys.
-        v_BHNV: values.
+        q_BHNK: queries, ``[B, H, N, K]``.
+        k_BHNK: keys, ``[B, H, N, K]``.
+        v_BHNV: values, ``[B, H, N, V]``.
         mixing: coefficients, ``[M, M]`` or ``[H, M, M]``.
         causal: whether only earlier tokens count.
         scale: factor on the outputs; None divides by the normalizer.

@@ -22,8 +22,8 @@ def weights(
     """Compute the attention weights ``m[b(t), b(j)] * (q_t . k_j)``, zero where masked.
 
     Args:
-        q_BNHK: queries.
-        k_BNHK: keys.
+        q_BNHK: queries, ``[B, N, H, K]``.
+        k_BNHK: keys, ``[B, N, H, K]``.
         mixing: coefficients, ``[M, M]`` or ``[H, M, M]``.
         where: block and sequence of every token.
         causal: whether only earlier tokens count.
@@ -47,5 +47,5 @@ def weights(
 
 
 def attend(weights_BHNN: Tensor, v_BNHV: Tensor) -> Tensor:
-    """Apply the weights to the values, and return the outputs ``[B, N, H, Dv]``."""
+    """Apply weights ``[B, H, N, N]`` to values ``[B, N, H, Dv]``, and return the outputs ``[B, N, H, Dv]``."""
     return torch.einsum("bhtj,bjhv->bthv", weights_BHNN, v_BNHV)

@@ -53,9 +53,9 @@ def spanning(
     """Compute the outputs of the spanning form.
 
     Args:
-        q_BHMCK: queries in chunks.
-        k_BHMCK: keys in chunks.
-        v_BHMCV: values in chunks.
+        q_BHMCK: queries in chunks, ``[B, H, M, C, K]``.
+        k_BHMCK: keys in chunks, ``[B, H, M, C, K]``.
+        v_BHMCV: values in chunks, ``[B, H, M, C, V]``.
         span: coefficients by chunks.
         block_size: tokens in a block.
         chunks: partition of the tokens into chunks.
@@ -85,12 +85,21 @@ def spanning(
 
 
 def _times(x_BHMCK: Tensor, weights_H1CT: Tensor) -> Tensor:
-    """Weight the tokens for each term: ``[B, H, M, C, F]``."""
+    """Multiply tokens ``[B, H, M, C, K]`` by the weights of each term, and return the products ``[B, H, M, C, F]``."""
     return (x_BHMCK[..., None, :] * weights_H1CT[..., None]).flatten(-2)
 
 
 def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
-    """Return the running sums that each chunk reads: of the chunks before it in its sequence, and of those after it."""
+    """Return the running sums that each chunk reads: of the chunks before it in its sequence, and of those after it.
+
+    Args:
+        sums_BHMFV: sums of each chunk, ``[B, H, M, F, V]``.
+        span: coefficients by chunks.
+        chunks: partition of the tokens into chunks.
+
+    Returns:
+        Running sums, ``[B, H, M, F, V]``.
+    """
     batch, heads, number, features, width = sums_BHMFV.shape
     terms = span.decay.shape[-1]
     x = finite_(sums_BHMFV).unflatten(3, (terms, -1)).permute(0, 1, 3, 2, 4, 5).flatten(4)  # [B, H, T, M, K V]
@@ -106,7 +115,14 @@ def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
 
 
 def _carry(sums: Tensor, decay: Tensor, chunks: BlockPartition, later: bool) -> Tensor:
-    """Compute ``sum_{c < i} exp(-decay (i - 1 - c)) sums[c]`` along axis 2; with ``later``, that axis is in reverse order."""
+    """Compute ``sum_{c < i} exp(-decay (i - 1 - c)) sums[c]`` over the chunks of each sequence.
+
+    Args:
+        sums: sums of each chunk along axis 2, in reverse order if ``later``.
+        decay: exponents of the decay over one chunk.
+        chunks: partition of the tokens into chunks.
+        later: whether the sums are of later chunks.
+    """
     number = sums.shape[2]
     if chunks.local is not None and chunks.sequences is None:  # only the device knows the bounds of packed rows
         assert chunks.owner is not None

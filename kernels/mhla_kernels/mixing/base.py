@@ -28,7 +28,7 @@ class BlockShares(Protocol):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """First block of each process, and M."""
+        """First block of each process, and the number of blocks at the end."""
 
     @property
     def rank(self) -> int:
@@ -87,12 +87,12 @@ class Mixing(ABC):
 
     @property
     def heads(self) -> int | None:
-        """H, or None if all heads share the coefficients."""
+        """Number of heads H, or None if all heads share the coefficients."""
         return None
 
     @property
     def blocks(self) -> int | None:
-        """M of the largest grid or longest sequence that the coefficients cover; None for any length."""
+        """Number of blocks of the largest grid or longest sequence that the coefficients cover; None for any length."""
         return None
 
     def of_heads(self, heads: slice) -> Self | None:
@@ -166,7 +166,7 @@ class Mixing(ABC):
 
     @property
     def running_sums(self) -> int | None:
-        """R if a fixed number of running sums replaces the finished blocks; None if every summary is stored."""
+        """Number R of running sums that replace the finished blocks; None if every summary is stored."""
         return None
 
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
@@ -200,7 +200,15 @@ class Mixing(ABC):
         return grown if isinstance(rows, slice) else finished.index_copy(0, rows, grown)
 
     def read(self, finished: Tensor, block: int) -> Tensor:
-        """Return the mixture ``[B, H, W]`` of the finished blocks that the open block, with index ``block``, sees."""
+        """Return the mixture of the finished blocks for the open block.
+
+        Args:
+            finished: finished summaries.
+            block: index of the open block.
+
+        Returns:
+            ``[B, H, W]``.
+        """
         weights = self.matrix(block + 1)[..., block, :block].reshape(1, -1, 1, block)
         return (weights @ finished[:, :, :block]).squeeze(2)
 
@@ -226,7 +234,7 @@ class Mixing(ABC):
 
     @property
     def boundary_sums(self) -> int | None:
-        """R if processes exchange R sums for each side; None if they exchange summaries."""
+        """Number R of sums that processes exchange for each side; None if they exchange summaries."""
         return None
 
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:

@@ -73,7 +73,7 @@ class ExponentialMixing(Mixing):
 
     @property
     def heads(self) -> int | None:
-        """H, or None if all heads share the coefficients."""
+        """Number of heads H, or None if all heads share the coefficients."""
         return self.amplitude.shape[0] if self.amplitude.dim() == 2 else None
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ class ExponentialMixing(Mixing):
 
     @property
     def running_sums(self) -> int:
-        """R: one sum for each term replaces all finished blocks."""
+        """Number of terms R: one sum for each term replaces all finished blocks."""
         return self.terms
 
     @override
@@ -247,11 +247,11 @@ class ExponentialMixing(Mixing):
         """Fit a sum of exponentials to learned dense coefficients, and return the explained variance.
 
         The fit is by least squares over the coefficients that count (the lower triangle if ``causal``). Adam optimizes the
-        logarithms of the decays. At each step, the best nonnegative amplitudes are solved for.
+        logarithms of the decays. Each step solves for the best nonnegative amplitudes.
 
         Args:
             mixing: ``[M, M]`` or ``[H, M, M]``; each head is fitted separately.
-            terms: R.
+            terms: number of terms R.
             grid: block grid in 2-D or 3-D, with ``prod(grid)`` = M; None for a sequence.
             causal: whether only the lower triangle counts.
             any_row_scale: whether every row of the fit may be scaled to match. An operator with a normalizer, or an RMSNorm
@@ -331,7 +331,7 @@ def _outer_sum(a: Tensor, b: Tensor) -> Tensor:
 
 
 def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
-    """Compute ``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b`` in groups of blocks, with R sums from group to group.
+    """Compute ``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b`` in groups of blocks; R running sums connect the groups.
 
     Args:
         summary: summaries S, ``[B, H, M, W]``.

@@ -44,6 +44,7 @@ def fit_exponentials(
     # works in any grad mode; tensors made in inference mode are cloned below, so that autograd accepts them
     with torch.enable_grad(), torch.inference_mode(False):
         heads, spread = len(coefficients), max(axes)
+        # decays from slow to fast; faster ones for a small grid, which has short distances only
         start = torch.logspace(-2, 0.7, terms, dtype=torch.float64, device=mixing.device) * 8 / min(8, spread)
         log_decay = start.log()[None, :, None].repeat(heads, 1, len(axes)).requires_grad_()
         optimizer = torch.optim.Adam([log_decay], lr=0.05)
@@ -79,7 +80,7 @@ def fit_exponentials(
 
 
 def _row_scales(wanted: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tensor:
-    """Return the factor of each row that minimizes the squared error of ``fitted``, scaled to a mean of 1 over the coefficients.
+    """Return the factor of each row that minimizes the squared error of ``fitted``, scaled to a mean of 1.
 
     Args:
         wanted: target coefficients, ``[H, n]``.

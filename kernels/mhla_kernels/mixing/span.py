@@ -40,7 +40,7 @@ def make_span(amplitude: Tensor, decay: Tensor, blocks: int, causal: bool) -> Sp
     Args:
         amplitude: ``[H or 1, R]``.
         decay: decay per block, ``[H or 1, R]``.
-        blocks: G.
+        blocks: blocks in a chunk, G.
         causal: whether only earlier chunks count: R terms, otherwise 2 R.
     """
     index = torch.arange(blocks, device=decay.device, dtype=decay.dtype)

@@ -25,6 +25,9 @@ def gather_shares(
         lengths: length of the share of each process.
         group: the processes.
         dtype: dtype of the result, in which gradients are summed too; None for the dtype of the share.
+
+    Returns:
+        The shares in the order of the ranks.
     """
     longest = max(lengths)
     share = share.movedim(dim, 0)

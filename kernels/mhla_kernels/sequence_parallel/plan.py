@@ -17,8 +17,8 @@ def share_blocks(blocks: int, processes: int) -> tuple[int, ...]:
     """Return the first block of each process, and M at the end; the numbers of blocks differ by one at most.
 
     Args:
-        blocks: M.
-        processes: P.
+        blocks: number of blocks M.
+        processes: number of processes P.
 
     Returns:
         P + 1 integers. If there are fewer blocks than processes, some processes hold none.
@@ -32,8 +32,8 @@ def share_tokens(
     """Return the first token of each process, and N at the end, for the blocks of :func:`share_blocks`.
 
     Args:
-        tokens: N.
-        processes: P.
+        tokens: number of tokens N.
+        processes: number of processes P.
         block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
         block_offsets: M + 1 integers, see :func:`mhla_kernels.mhla_attention`.
 
@@ -74,7 +74,7 @@ class Traffic:
 
     @property
     def least(self) -> Literal["summaries", "tokens"]:
-        """The exchange that needs fewer bytes."""
+        """Exchange that needs fewer bytes."""
         return "tokens" if self.tokens is not None and self.tokens < self.summaries else "summaries"
 
 
@@ -92,16 +92,16 @@ def traffic(
     normalize: bool = True,
     token_bytes: int = 2,
 ) -> Traffic:
-    """Return the bytes that :func:`mhla_sequence_parallel` exchanges; summaries are float32.
+    """Return the number of bytes that :func:`mhla_sequence_parallel` exchanges; summaries are float32.
 
     Args:
-        batch: B.
-        tokens: N.
-        heads: H.
-        key_width: Dk.
-        value_width: Dv.
-        blocks: M.
-        processes: P, with equal shares.
+        batch: batch size B.
+        tokens: number of tokens N.
+        heads: number of heads H.
+        key_width: width of a key, Dk.
+        value_width: width of a value, Dv.
+        blocks: number of blocks M.
+        processes: number of processes P, with equal shares.
         terms: R of exponential mixing over a sequence; None if summaries are exchanged.
         causal: whether blocks see earlier blocks only.
         normalize: whether normalizers are exchanged too.
