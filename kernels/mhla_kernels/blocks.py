@@ -1,6 +1,6 @@
 """Assignment of tokens to blocks: short last blocks, uneven blocks and packed sequences.
 
-The rest of the package needs no knowledge of these cases.
+Only this module deals with these cases.
 
 Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots of a block, S packed sequences.
 """

@@ -145,7 +145,7 @@ def test_resize_mixing_keeps_what_depends_on_distance() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
-    [((3,), (2, 2), "equally many axes"), ((2, 2), (4, 4), "has 4 blocks"), ((9,), (0,), "each >= 1")],
+    [((3,), (2, 2), "the same number of axes"), ((2, 2), (4, 4), "has 4 blocks"), ((9,), (0,), "each >= 1")],
 )
 def test_resize_mixing_refuses(old: tuple[int, ...], new: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -28,7 +28,7 @@ def fit_exponentials(
     if terms < 1:
         raise ValueError(f"terms={terms} must be positive")
     if causal and grid is not None:
-        raise ValueError("causal mixing is over a sequence; leave grid out")
+        raise ValueError("causal mixing needs a sequence; leave grid out")
     size = mixing.shape[-1]
     axes = grid or (size,)
     if prod(axes) != size:

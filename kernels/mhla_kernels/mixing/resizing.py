@@ -13,8 +13,8 @@ from torch import Tensor
 def _axis_weights(old: int, new: int, device: torch.device) -> Tensor:
     """Return the weights ``[new, old]`` of linear interpolation between block centers; for fewer blocks, a triangle filter."""
     stretch = old / new
-    centre = (torch.arange(new, device=device, dtype=torch.float64) + 0.5) * stretch - 0.5
-    distance = (centre[:, None] - torch.arange(old, device=device, dtype=torch.float64)[None, :]).abs()
+    center = (torch.arange(new, device=device, dtype=torch.float64) + 0.5) * stretch - 0.5
+    distance = (center[:, None] - torch.arange(old, device=device, dtype=torch.float64)[None, :]).abs()
     weights = (1 - distance / max(1.0, stretch)).clamp(min=0)
     return weights / weights.sum(-1, keepdim=True)
 
@@ -39,7 +39,7 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
     """
     if len(old_grid) != len(new_grid) or not old_grid or min(*old_grid, *new_grid) < 1:
         raise ValueError(
-            f"old_grid {tuple(old_grid)} and new_grid {tuple(new_grid)} must have equally many axes, each >= 1"
+            f"old_grid {tuple(old_grid)} and new_grid {tuple(new_grid)} must have the same number of axes, each >= 1"
         )
     if mixing.dim() not in (2, 3) or mixing.shape[-2:] != (prod(old_grid), prod(old_grid)):
         raise ValueError(

@@ -109,7 +109,9 @@ def mhla_sequence_parallel(
     if exchange not in ("auto", "summaries", "tokens"):
         raise ValueError(f"exchange={exchange!r} is not one of 'auto', 'summaries', 'tokens'")
     if exchange == "tokens" and mixing.boundary_sums is not None:
-        raise ValueError(f"exchange='tokens' is for dense mixing; {mixing} exchanges boundary sums")
+        raise ValueError(
+            f"exchange='tokens' is for dense mixing; {mixing} exchanges boundary sums: use exchange='auto'"
+        )
     if exchange == "auto":
         sizes = (q.shape[0], tokens, q.shape[2], q.shape[3], v.shape[3], len(bounds) - 1, world)
         terms, token_bytes = mixing.boundary_sums, k.element_size()
@@ -123,7 +125,7 @@ def mhla_sequence_parallel(
         k, v = repeat_heads(q, k, v)
         q, k, v = (x.to(problem.accumulate) for x in (q, k, v))
         q, k, v = map_features(q, k, v, feature_map, key_mask)
-        if normalize:  # one exchange for sums and normalizers, which chunked() then need not compute
+        if normalize:  # the normalizer becomes one more value, so that both are exchanged together
             v = _with_ones(v, key_mask)
         mixing = mixing.to(problem.accumulate)
         mixer = _SharedMixer(mixing, mixing.own(slice(first, last), len(bounds) - 1), plan=plan, every=all_summaries)
