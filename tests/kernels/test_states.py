@@ -186,7 +186,7 @@ ROWS: dict[str, Any] = {
 @pytest.mark.parametrize("rows", ROWS)
 def test_select_takes_indices_of_rows_alone(family: Family, mixing: Any, rows: str) -> None:
     state = begun(family, tokens(family, 6, batch=2), 6, mixing, lengths=[6, 3])
-    with pytest.raises(ValueError, match="rows must be .*integer indices"):
+    with pytest.raises(ValueError, match=r"rows must be .*integer indices"):
         state.select(ROWS[rows])
     assert state.select(np.array([1, 1, 0])).lengths == (3, 3, 6)
 
