@@ -51,13 +51,6 @@ def check_form_and_backend(form: str, backend: str) -> None:
 def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> Literal["torch", "triton"]:
     """Return the backend for checked tensors.
 
-    Args:
-        backend: ``"auto"``, ``"torch"`` or ``"triton"``.
-        q: queries, which give the device.
-        k: keys.
-        v: values.
-        form: form of the call.
-
     Raises:
         ValueError: if Triton is requested and cannot run the call.
     """

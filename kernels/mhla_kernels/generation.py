@@ -211,15 +211,10 @@ def check_one_token(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:
-    """Return the number of real tokens of each row as Python integers.
-
-    Args:
-        lengths: ``[B]`` integers, or None if all tokens are real.
-        batch: number of rows B.
-        tokens: number of tokens N.
+    """Return the number of real tokens of each row as Python integers; ``lengths`` None means that all tokens are real.
 
     Raises:
-        ValueError: unless there are B integers from 0 to N.
+        ValueError: unless ``lengths`` holds an integer from 0 to ``tokens`` for each row.
     """
     if lengths is None:
         return (tokens,) * batch

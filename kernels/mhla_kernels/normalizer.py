@@ -53,13 +53,7 @@ _Divide.forward.__signature__ = inspect.signature(_Divide.forward)  # type: igno
 
 
 def divide(out: Tensor, normalizer: Tensor, eps: float) -> Tensor:
-    """Compute ``out / (normalizer + eps)``.
-
-    Args:
-        out: ``[..., V]``.
-        normalizer: ``[..., 1]``.
-        eps: positive number that is added to the normalizer.
-    """
+    """Compute ``out / (normalizer + eps)`` for ``out`` ``[..., V]`` and ``normalizer`` ``[..., 1]``."""
     if not torch.is_grad_enabled() or not (out.requires_grad or normalizer.requires_grad):
         return out / (normalizer + eps)
     function = _Divide if torch.compiler.is_compiling() else _DivideForward

@@ -192,12 +192,6 @@ class BlockState:
     def check(self, kind: StateKind, batch: int, heads: int, accumulate: torch.dtype) -> None:
         """Check that a call may continue the state.
 
-        Args:
-            kind: properties of the call.
-            batch: B of the call.
-            heads: H of the call.
-            accumulate: dtype of the sums of the call.
-
         Raises:
             ValueError: naming the mismatch, or for a state that was donated.
         """
@@ -350,14 +344,7 @@ def kind_of(q: Tensor, v: Tensor, mixing: Mixing, block_size: int, near: tuple[i
 
 
 def empty_tensors(q: Tensor, v: Tensor, mixing: Mixing, problem: Problem) -> dict[str, Any]:
-    """Return the tensors of a state before the first token, by name.
-
-    Args:
-        q: ``[B, N, H, K]``.
-        v: ``[..., V]``.
-        mixing: the coefficients.
-        problem: checked call, which gives the dtype of the sums.
-    """
+    """Return the tensors of a state before the first token, by name; ``q`` is ``[B, N, H, K]`` and ``v`` ``[..., V]``."""
     batch, _, heads, width = q.shape
     zeros = torch.zeros(batch, heads, width * (v.shape[-1] + 1), dtype=problem.accumulate, device=q.device)
     finished = zeros.new_zeros(batch, heads, mixing.running_sums or 0, zeros.shape[-1])

@@ -141,16 +141,7 @@ def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
 
 
 def try_again(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """Run a new trial, and replace the stored verdict by its result.
-
-    Args:
-        kind: kind of kernel.
-        device: device that the kernel runs on.
-        trial: as for :func:`may_use`.
-
-    Returns:
-        The new verdict.
-    """
+    """Run a new trial, replace the stored verdict by its result and return it; the arguments are those of :func:`may_use`."""
     _withdrawn.pop(kind, None)
     _verdicts[device, kind] = _tried(kind, device, trial)
     return _verdicts[device, kind]

@@ -371,11 +371,7 @@ def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
 def _separable(summary: Tensor, amplitude: Tensor, decay: Tensor, grid: tuple[int, ...]) -> Tensor:
     """Mix over a grid, along one axis after the other for each term.
 
-    Args:
-        summary: ``[B, H, M, W]``.
-        amplitude: ``[H or 1, R]``.
-        decay: ``[H or 1, R, A]``.
-        grid: blocks along each of the A axes.
+    Shapes are those of :func:`earlier`, but ``decay`` is ``[H or 1, R, A]`` for the A axes of the grid.
     """
     shape = summary.shape
     out = torch.zeros_like(summary)
