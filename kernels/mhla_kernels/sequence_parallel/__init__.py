@@ -1,4 +1,7 @@
-"""Sequences whose tokens are spread over processes; see :mod:`mhla_kernels.sequence_parallel.operator`."""
+"""Sequence parallelism: the tokens of a sequence are spread over processes.
+
+See :mod:`mhla_kernels.sequence_parallel.operator`.
+"""
 
 from mhla_kernels.sequence_parallel.collectives import gather_shares
 from mhla_kernels.sequence_parallel.operator import mhla_sequence_parallel
