@@ -142,7 +142,7 @@ class DenseMixer:
     """Launchers for a matrix of coefficients, ``[1, M, M]`` or ``[H, M, M]``."""
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Mix the summaries of blocks, see :meth:`Mixer.mix`."""
         mixed = torch.empty_like(summary)
         _, blocks, width = summary.shape
         tiles = config.mix_tiles(call.q.dtype, blocks)
@@ -155,18 +155,18 @@ class DenseMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Convert the coefficients for the PyTorch forms, see :meth:`Mixer.mixing`."""
         (matrix,) = coefficients
         return DenseMixing(matrix if len(matrix) > 1 else matrix[0])
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Coefficients of token pairs with their strides, see :meth:`Mixer.pairs`."""
         (matrix,) = call.coefficients
         h, i, j = matrix.stride()
         return matrix, 0 if matrix.shape[0] == 1 else h, i, j
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Gradients of the coefficients through mixing, see :meth:`Mixer.gradients`."""
         size = call.coefficients[0].shape[-1]
         _, blocks, width = summary.shape
         tiles = config.mix_tiles(call.q.dtype, size)
@@ -182,6 +182,6 @@ class DenseMixer:
         return [gradient.sum(0)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Add the gradients of m[i, i] in place, see :meth:`Mixer.add_own`."""
         diagonal = gradients[0].diagonal(dim1=1, dim2=2)
         diagonal += sum_at(own, call.tables.table[_ROW], diagonal.shape[-1])

@@ -124,7 +124,7 @@ class ExponentialMixer:
     """Launchers for causal sums of exponentials. The coefficients are amplitudes and decays, ``[1, R]`` or ``[H, R]``."""
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Mix the summaries of blocks, see :meth:`Mixer.mix`."""
         amplitude, decay = call.coefficients
         mixed = torch.empty_like(summary)
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
@@ -137,17 +137,17 @@ class ExponentialMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Convert the coefficients for the PyTorch forms, see :meth:`Mixer.mixing`."""
         amplitude, decay = (x if len(x) > 1 else x[0] for x in coefficients)
         return ExponentialMixing(amplitude, decay)
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`. Only m[i, i] is read, and it is the same for all blocks."""
+        """m[i, i], the same for all blocks, with its strides; see :meth:`Mixer.pairs`."""
         diagonal = call.coefficients[0].sum(-1)
         return diagonal, int(len(diagonal) > 1), 0, 0  # strides of 0 repeat it for all pairs of blocks
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Gradients of the coefficients through mixing, see :meth:`Mixer.gradients`."""
         amplitude, decay = call.coefficients
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
         tiles = config.scan_tiles(terms)
@@ -161,7 +161,7 @@ class ExponentialMixer:
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`. Here m[i, i] is the sum of the amplitudes."""
+        """Add the gradients of m[i, i], the sum of the amplitudes, in place; see :meth:`Mixer.add_own`."""
         gradients[0] += own.sum(-1, keepdim=True)
 
 
