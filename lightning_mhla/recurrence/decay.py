@@ -103,9 +103,7 @@ def state_space_dual(
 def _in_chunks(problem: Problem, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = problem.q, problem.k, problem.v
     weights = decay_weights(log_decay)
-    to_end = weights[
-        ..., -1, :, None
-    ]  # the decay from each token to the end of the chunk: no quotient that may overflow
+    to_end = weights[..., -1, :, None]  # not a quotient of running decays, which may be 0 / 0
     from_start = log_decay.cumsum(-1)[..., None].exp()
     update = (k * to_end).transpose(-1, -2) @ v
     states, final = scan_chunks(from_start[..., -1:, :], update, problem.initial, problem.bounds)

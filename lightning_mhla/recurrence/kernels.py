@@ -36,7 +36,9 @@ def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
         reason = "fla-core is not installed (pip install 'lightning-mhla[fla]')"
         if installed():
             limit = "" if widest is None else f", keys of at most {widest} features"
-            reason = f"they take tensors on a GPU, not float64{limit}; q is {list(q.shape)}, {q.dtype} on {q.device}"
+            reason = (
+                f"they take tensors of a GPU, not float64{limit}; these are {list(q.shape)}, {q.dtype} on {q.device}"
+            )
         raise ValueError(f"backend='triton' needs the kernels of flash-linear-attention: {reason}; use backend='auto'")
     return able and backend != "torch"
 
