@@ -113,7 +113,7 @@ class Backbone(LayoutTables):
         self.register_buffer("order", self.layout.order if reorders else None, persistent=False)
         self.register_buffer("inverse", self.layout.inverse if reorders else None, persistent=False)
         self.apply(_init_linear)
-        for name, parameter in self.named_parameters():  # adaLN-Zero: every block starts as the identity
+        for name, parameter in self.named_parameters():  # adaLN-Zero: the gates of attention and MLP start at zero
             if ".modulation." in name:
                 nn.init.zeros_(parameter)
 

@@ -69,15 +69,15 @@ class _DecayWeights(torch.autograd.Function):
         (weights,) = ctx.saved_tensors
         size = weights.shape[-1]
         (slope,) = _padded(F.pad(grads[0] * weights, (0, (1 << (size - 1).bit_length()) - size)))
-        to_decay = torch.zeros_like(slope[..., :1])
+        d_decay = torch.zeros_like(slope[..., :1])
         half = 1
         # The sums stay inside one half, so that nothing is added that would have to be subtracted again.
         while half < slope.shape[-1]:
             part = _below(slope, half).movedim(-1, -3)
-            _part(to_decay, half, 1).add_(part.sum(-1)[..., None].flip(-2).cumsum(-2).flip(-2))
-            _part(to_decay, half, 0)[..., 1:, :].add_(part.sum(-2)[..., :-1, None].cumsum(-2))
+            _part(d_decay, half, 1).add_(part.sum(-1)[..., None].flip(-2).cumsum(-2).flip(-2))
+            _part(d_decay, half, 0)[..., 1:, :].add_(part.sum(-2)[..., :-1, None].cumsum(-2))
             half *= 2
-        return to_decay[..., :size, 0]
+        return d_decay[..., :size, 0]
 
 
 class _DecayedProducts(torch.autograd.Function):
@@ -99,18 +99,18 @@ class _DecayedProducts(torch.autograd.Function):
         size = q.shape[-2]
         q, k, decay = _padded(q, k, log_decay)
         slope = F.pad(grads[0], (0, q.shape[-2] - size) * 2)
-        to_q, to_k = torch.zeros_like(q), torch.zeros_like(k)
+        d_q, d_k = torch.zeros_like(q), torch.zeros_like(k)
         for half, from_start, to_end in _halves(decay):
             queries, keys = _part(q, half, 1) * from_start, _part(k, half, 0) * to_end
             part = _below(slope, half).movedim(-1, -3)
-            _part(to_q, half, 1).addcmul_(part @ keys, from_start)
-            _part(to_k, half, 0).addcmul_(part.transpose(-1, -2) @ queries, to_end)
+            _part(d_q, half, 1).addcmul_(part @ keys, from_start)
+            _part(d_k, half, 0).addcmul_(part.transpose(-1, -2) @ queries, to_end)
         # A decay at token t counts positively for queries from t on and negatively for keys from t on. The diagonal has no
         # decay, so it is added to the gradients of q and k after this sum.
-        to_decay = (q * to_q - k * to_k).flip(-2).cumsum(-2).flip(-2)
+        d_decay = (q * d_q - k * d_k).flip(-2).cumsum(-2).flip(-2)
         diagonal = slope.diagonal(dim1=-2, dim2=-1)[..., None]
-        to_q, to_k = to_q.addcmul_(diagonal, k), to_k.addcmul_(diagonal, q)
-        return to_q[..., :size, :], to_k[..., :size, :], to_decay[..., :size, :]
+        d_q, d_k = d_q.addcmul_(diagonal, k), d_k.addcmul_(diagonal, q)
+        return d_q[..., :size, :], d_k[..., :size, :], d_decay[..., :size, :]
 
 
 def _padded(*tensors: Tensor) -> list[Tensor]:
@@ -127,8 +127,8 @@ def _part(x: Tensor, half: int, side: int) -> Tensor:
 
 def _below(products: Tensor, half: int) -> Tensor:
     """View of the products of the second half with the first half of each pair: ``[..., half, half, C / (2 half)]``."""
-    both = products.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
-    return both.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2)
+    by_halves = products.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
+    return by_halves.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2)
 
 
 def _halves(log_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

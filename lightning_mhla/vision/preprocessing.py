@@ -40,7 +40,7 @@ class Preprocessing:
 
     @cached_property
     def _transform(self) -> Any:
-        from timm import data as timm_data  # imports all of timm's models, which takes seconds
+        from timm import data as timm_data  # not at the top, since it imports all of timm's models
 
         transform = timm_data.create_transform(
             self.image_size, crop_pct=self.crop_share, interpolation="bicubic", mean=self.mean, std=self.std

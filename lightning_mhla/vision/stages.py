@@ -1,4 +1,4 @@
-"""Stages of a VLT: published sizes, and options for sizes of one's own."""
+"""Options of the stages of a VLT: published sizes, or the values of each stage."""
 
 from __future__ import annotations
 

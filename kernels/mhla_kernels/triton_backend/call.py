@@ -102,7 +102,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """B * H: a factor of the first grid dimension of every kernel."""
+        """Number of pairs of batch row and head, B * H; a factor of the first grid dimension of every kernel."""
         return self.q.shape[0] * self.q.shape[2]
 
     @property

@@ -50,7 +50,7 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tenso
         of_tokens, of_span = spanning.backward(call, gradient, wanted)
         return [*of_tokens, *(_reduce(x, call) for x in of_span)]
     mixer = MIXERS[call.arguments.mixer]
-    mixed = running = later = weights = own = dq = dk = dv = None
+    mixed = running = later = weights = diagonal = dq = dk = dv = None
     coefficients: list[Tensor] = []
     if call.normalize:
         shape = (call.rows, call.tables.tokens)
@@ -73,13 +73,13 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tenso
     if of_v:
         dv, _ = attend(call, DV.value, (k, q, gradient), k, mixed, later, weights)
     # pairs inside a block have the coefficient m[i, i]; the mixing of summaries does not see them in the causal form
-    needs_own = of_mixing and call.chunked and call.causal
-    if of_k or needs_own:
-        dk, own = attend(call, DK.value, (v, gradient, q), k, mixed, later, weights, needs_own)
+    needs_diagonal = of_mixing and call.chunked and call.causal
+    if of_k or needs_diagonal:
+        dk, diagonal = attend(call, DK.value, (v, gradient, q), k, mixed, later, weights, needs_diagonal)
     if of_mixing and not call.chunked:
         coefficients = [pair_gradient(call, gradient, weights)]
-    if own is not None:
-        mixer.add_own(call, coefficients, own)
+    if diagonal is not None:
+        mixer.add_own(call, coefficients, diagonal)
     return [dq if of_q else None, dk if of_k else None, dv, *(_reduce(x, call) for x in coefficients)]
 
 

@@ -102,9 +102,11 @@ def mixing_gradient_kernel(
 ):
     """Compute ``dm[i, b] = <gradient[i], summary[b]>``, summed over the packed sequences.
 
-    With ``CAUSAL`` the result is 0 unless b < i. Grid: (B * H * tiles of i, tiles of b, parts of ``WIDTH``). ``gradient``
-    (of the mixed summaries) and ``summary``: ``[B * H, blocks, WIDTH]`` float32. ``mixing_gradient``: ``[parts, B * H, size,
-    size]`` float32; the caller sums the parts.
+    With ``CAUSAL`` the result is 0 unless b < i.
+
+    Grid: (B * H * tiles of i, tiles of b, parts of ``WIDTH``). ``gradient`` (of the mixed summaries) and ``summary``:
+    ``[B * H, blocks, WIDTH]`` float32. ``mixing_gradient``: ``[parts, B * H, size, size]`` float32; the caller sums the
+    parts.
     """
     tiles = tl.cdiv(size, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)

@@ -88,7 +88,7 @@ def attention_backward(
 @attention_backward.register_fake
 def _(gradient: Tensor, wanted: list[bool], *arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     q, k, v, coefficients = arguments[:4]
-    dq, dk, dv = (x.new_empty(x.shape if wants else 0) for x, wants in zip((q, k, v), wanted[:3], strict=True))
+    dq, dk, dv = (x.new_empty(x.shape if needed else 0) for x, needed in zip((q, k, v), wanted[:3], strict=True))
     return dq, dk, dv, [x.new_empty(x.shape if wanted[3] else 0) for x in coefficients]
 
 

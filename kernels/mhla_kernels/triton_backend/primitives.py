@@ -65,7 +65,7 @@ def round_to(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """``acc + a @ b`` for operands of one dtype; float32 products are IEEE ones, not TF32."""
+    """Compute ``acc + a @ b`` for operands of one dtype. Float32 products are IEEE ones, not TF32."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -73,7 +73,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def multiply(a, b, acc, INPUT: tl.constexpr):
-    """``acc + a @ b`` for operands in ``INPUT`` or float32, with the precision of float32 operands kept.
+    """Compute ``acc + a @ b`` for operands in ``INPUT`` or float32, without rounding float32 operands to ``INPUT``.
 
     If ``INPUT`` is bfloat16, a float32 operand enters the matrix unit as the sum of two bfloat16 numbers, which keep 16 bits
     of the significand. The product of the two small numbers is omitted.
@@ -100,7 +100,7 @@ def multiply(a, b, acc, INPUT: tl.constexpr):
 
 @triton.jit
 def rectify(x):
-    """``max(x, 0)``; NaN stays NaN, as in PyTorch, so that a diverging run is noticed."""
+    """Compute ``max(x, 0)``. NaN stays NaN, as in PyTorch, so that a diverging run is noticed."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 

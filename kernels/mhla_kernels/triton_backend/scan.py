@@ -44,8 +44,8 @@ def scan_kernel(
 ):
     """Compute ``mixed[i]``, the weighted sum over the earlier blocks of i's sequence (the later ones with ``REVERSE``).
 
-    Grid: (B * H * column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay``: ``[H or
-    1, TERMS]`` float32.
+    Grid: (B * H * column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay``:
+    ``[H or 1, TERMS]`` float32.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -60,7 +60,7 @@ def scan_kernel(
     for step in range(0, blocks):
         i = blocks - 1 - step if REVERSE else step
         offset = tl.cast(i, tl.int64) * WIDTH + columns
-        # A block that begins a sequence starts from a zero state. Unused blocks of packed tables do no harm: they are zero.
+        # The first block of a sequence starts from a zero state. Unused blocks of packed tables have zeros as summaries.
         if REVERSE:
             new = tl.load(table + LAST * blocks + i) == i + 1
         else:
@@ -142,7 +142,7 @@ class ExponentialMixer:
         return ExponentialMixing(amplitude, decay)
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """m[i, i], the same for all blocks, with its strides; see :meth:`Mixer.pairs`."""
+        """Coefficient m[i, i], which is the same for all blocks, with its strides; see :meth:`Mixer.pairs`."""
         diagonal = call.coefficients[0].sum(-1)
         return diagonal, int(len(diagonal) > 1), 0, 0  # strides of 0 repeat it for all pairs of blocks
 

@@ -43,9 +43,10 @@ def carry_kernel(
 ):
     """Replace each chunk's sums by the sum over the chunks before it in its sequence, decayed by ``e^-decay`` per chunk.
 
-    The terms from ``EARLIER`` on sum over the chunks after it instead; ``REVERSE`` exchanges the two directions. Grid: (B *
-    H * TERMS * column parts). ``sums``: ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place. ``decay``: ``[H or 1,
-    TERMS]``.
+    The terms from ``EARLIER`` on sum over the chunks after it instead. ``REVERSE`` exchanges the two directions.
+
+    Grid: (B * H * TERMS * column parts). ``sums``: ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place. ``decay``:
+    ``[H or 1, TERMS]``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, place = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)

@@ -67,9 +67,10 @@ def summaries_kernel(
     Grid: (B * H * blocks * pieces, key parts * value parts). ``summary``: ``[B * H, blocks * pieces, K * V + K]``.
 
     With ``WEIGHTED``, each token is multiplied by ``value_weight`` in S and by ``normalizer_weight`` in z, ``[B * H, N]``
-    float32 each. With ``TERMS`` there is one summary for each term, ``[B * H, TERMS, blocks, K * V + K]``, and one program
-    for each of these. A token is then also multiplied by the weight of its block in ``term_weight`` ``[H or 1, TERMS,
-    size]``.
+    float32 each.
+
+    With ``TERMS`` there is one summary for each term, ``[B * H, TERMS, blocks, K * V + K]``, and one program for each of
+    these. A token is then also multiplied by the weight of its block in ``term_weight``, ``[H or 1, TERMS, size]``.
     """
     piece, part = tl.program_id(0) % (blocks * pieces), tl.program_id(1)
     row = (tl.program_id(0) // (blocks * pieces)).to(tl.int64)
