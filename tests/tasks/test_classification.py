@@ -341,7 +341,7 @@ def test_model_refuses(options: dict[str, Any], message: str) -> None:
 
 
 def test_images_of_another_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="images of \\(9, 9\\) pixels for a model of image_size=8"):
+    with pytest.raises(ValueError, match="images of \\(9, 9\\) pixels do not fit the model, which has image_size=8"):
         classifier()(torch.randn(1, 1, 9, 9))
 
 

@@ -129,7 +129,7 @@ def test_wrong_argument(
         (["fit", "--config", str(DIGITS), "--model.init_args.num_classes=10", "--data.class_path=mhla_tasks.classification.ImageNetShards", "--data.init_args.train=a", "--data.init_args.val=b", "--data.init_args.num_classes=7"], "model.num_classes=10 and data.num_classes=7 must be equal"),
         (["fit", "--config", str(DIGITS), "--data.init_args.batch_size=4", "--data.init_args.batch_size=8"], "--data.init_args.batch_size is given 2 times: 4, 8"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.mixing=exponental"], "got exponental"),
-        (["fit", "--config", str(DIGITS), "--model.init_args.pad_to=32"], "puts more than a patch of 1 pixels around"),
+        (["fit", "--config", str(DIGITS), "--model.init_args.pad_to=32"], "adds more than one patch of 1 pixels to each side"),
     ],
 )  # fmt: skip
 def test_wrong_call(
