@@ -452,7 +452,7 @@ def test_options_may_stand_where_a_file_could(monkeypatch: pytest.MonkeyPatch, f
     [
         ("{trainer: {max_stepz: 3}}", "trainer.max_stepz is not an option of the trainer; did you mean trainer.max_steps?"),
         ("{trainer: [}", "line 1, column 12"),
-        ("{a: &a [*a]}", "names itself"),
+        ("{a: &a [*a]}", "refers to itself"),
         ("{a: " + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
     ],
 )  # fmt: skip

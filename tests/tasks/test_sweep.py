@@ -296,10 +296,10 @@ def test_what_differs_is_shown_and_what_does_not_is_not(tmp_path: Path, capsys: 
     ("content", "message"),
     [
         (None, "holds no run.json; runs write it"),
-        ("{", "is no JSON file"),
+        ("{", "is not a JSON file"),
         ("{}", "is no record of a run"),
-        ("[]", "holds list, where named values belong"),
-        ("[" * 100_000, "is no JSON file"),
+        ("[]", "must contain a JSON object, not list"),
+        ("[" * 100_000, "is not a JSON file"),
         ('{"metrics": [], "seconds": 1}', "is no record of a run"),
     ],
 )
