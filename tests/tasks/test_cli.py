@@ -493,7 +493,7 @@ def test_checkpoints_are_read_without_running_code(
     monkeypatch.undo()
     for name in ("bad.ckpt", "code.ckpt"):
         error = failing(monkeypatch, capsys, "validate", f"--ckpt_path={tmp_path / name}")
-        assert "is no checkpoint that can be read safely" in error
+        assert "is not a checkpoint that can be read safely" in error
     for command in (["validate"], ["fit", "--config", str(DIGITS)]):
         error = failing(monkeypatch, capsys, *command, "--ckpt_path=absent/last.ckpt")
         assert "ckpt_path absent/last.ckpt does not exist" in error

@@ -116,7 +116,9 @@ def test_a_checkpoint_names_no_other_class(
     assert "was trained with the class evilmod.X" in said
     assert not evil.exists()
     torch.save({"state_dict": {}, "hyper_parameters": {1: 2}}, tmp_path / "b.ckpt")
-    assert "are no named values" in failing(capsys, monkeypatch, "validate", f"--ckpt_path={tmp_path / 'b.ckpt'}", *RUN)
+    assert "must be a mapping with text keys" in failing(
+        capsys, monkeypatch, "validate", f"--ckpt_path={tmp_path / 'b.ckpt'}", *RUN
+    )
 
 
 @pytest.mark.parametrize(
