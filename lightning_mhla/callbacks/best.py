@@ -82,7 +82,7 @@ class BestCheckpoints:
         return bool(self._requests)
 
     def name_last(self, last: Path) -> None:
-        """Set the path of the latest state in all ModelCheckpoints, before their last_in_folder state is saved with it.
+        """Set the path of the latest state in all ModelCheckpoints, before their own state is saved with it.
 
         A ModelCheckpoint with ``save_last`` and a different folder gets a second name of the state in its folder.
 

@@ -54,9 +54,8 @@ class Forecast(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Print the speed once, after the measured steps."""
-        done = (
-            trainer.global_step - self._first
-        )  # optimiser steps, not batches, which gradient accumulation makes differ
+        # Optimiser steps, not batches: under gradient accumulation several batches end at the same step.
+        done = trainer.global_step - self._first
         if self._said or done < self.warm_up_steps:
             return
         now = time.monotonic() - self._paused

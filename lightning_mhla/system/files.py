@@ -107,9 +107,8 @@ def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: Fa
             _carry(folder, aside, is_carried, _link)
         old = exchange(aside, folder, keep=True)
         if old is not None:
-            _carry(
-                old, folder, is_carried, os.replace
-            )  # files that were written to the old folder since the first pass
+            # Files that were written to the old folder after the first pass.
+            _carry(old, folder, is_carried, os.replace)
             shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

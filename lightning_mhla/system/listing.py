@@ -47,10 +47,8 @@ def visible_files(folder: Path, hidden: list[Path] | None = None) -> list[Path]:
 
     def walk(place: Path, above: frozenset[tuple[int, int]]) -> None:
         status = place.stat()
-        identity = (
-            status.st_dev,
-            status.st_ino,
-        )  # paths cannot reveal a loop of links, since each round makes a longer path
+        # Paths cannot reveal a loop of links, since each round makes a longer path; device and inode can.
+        identity = (status.st_dev, status.st_ino)
         if identity in above:
             log.warning("%s is a link to a folder above it and is skipped", shown(place))
             return

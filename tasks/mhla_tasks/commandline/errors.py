@@ -233,9 +233,8 @@ def _raised_in(error: BaseException) -> tuple[str, bool]:
     if not frames:
         return "", False
     frame, _ = frames[-1]
-    name = str(
-        frame.f_globals.get("__package__") or frame.f_globals.get("__name__", "")
-    )  # a program's name is __main__
+    # A script has no package, and its name is __main__.
+    name = str(frame.f_globals.get("__package__") or frame.f_globals.get("__name__", ""))
     link = error.__traceback__
     while link is not None and link.tb_next is not None:
         link = link.tb_next
