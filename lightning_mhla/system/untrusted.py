@@ -69,7 +69,7 @@ def check_size(path: Path, most: int) -> None:
     """
     size = path.stat().st_size
     if size > most:
-        raise ValueError(f"{path} has {size} bytes, but at most {most} are read; is it the right file?")
+        raise ValueError(f"{path} has {size} bytes, at most {most} are read; is it the right file?")
 
 
 @contextmanager

@@ -239,7 +239,7 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
         ),
         ([], {"_class_path": "mhla_tasks.gone.Gone"}, "mhla_tasks.gone.Gone: cannot import mhla_tasks.gone"),
         ([], {"_class_path": "lightning.fabric.utilities.cloud_io._load"}, "_load: is private"),
-        ([], {"_class_path": "lightning.pytorch.LightningModule"}, "LightningModule: is no TrainingModule"),
+        ([], {"_class_path": "lightning.pytorch.LightningModule"}, "LightningModule: is not a TrainingModule"),
         ([], {"unheard_of": 1}, "holds no module of classification, diffusion, language, text_to_image, video"),
     ],
 )
