@@ -168,7 +168,7 @@ def test_too_few_open_files(server: ForkServer, small: Path, tmp_path: Path) -> 
         (["export", "RUN", "file/model"], "a part of this path is a file"),
         (["export", "absent", "model"], "checkpoint absent does not exist"),
         (["consolidate", "RUN", "file/x.ckpt"], "could not be written"),
-        (["compare", "RUN", "--picture", "file/x.png"], "holds no run.json"),
+        (["compare", "RUN", "--picture", "file/x.png"], "contains no run.json"),
         (["prepare", "images", "absent", "shards"], "absent"),
         (["arrange", "absent", "target", "--layout", "geneval", "--prompts", "absent.jsonl"], "absent"),
         (["score", "absent", "file"], "absent"),
