@@ -97,7 +97,7 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
     config = getattr(module, "optimizer_config", None)
     factored = config is not None and config.kind == "came"
     total, name = local + trained_bytes * (3 + averages), "CAME" if factored else "AdamW"
-    if factored:  # CAME stores one moment of a matrix and only row and column sums of the other
+    if factored:  # CAME stores one moment of a matrix, and only row and column statistics of the other
         total -= sum(
             _local_bytes(parameter) for parameter in parameters if parameter.requires_grad and parameter.ndim == 2
         )

@@ -163,7 +163,7 @@ class Recovery(Checkpoint):
         plan = (states.get(self.state_key) or {}).get("plan")
         if plan and trainer.is_global_zero and lies_in(Path(read_from), self._folder):
             complete(plan, Path(read_from), self._folder)
-        trainer.strategy.barrier()  # the first process may just have created files whose existence the others check next
+        trainer.strategy.barrier()  # wait until the first process has completed the plan
         relocate_all(trainer, states)
 
     def state_dict(self) -> dict[str, Any]:

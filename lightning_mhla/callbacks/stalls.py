@@ -97,23 +97,24 @@ class StallWatch(Callback):
         seen: dict[int, tuple[str, float]] = {}
         while not self._over.wait(self.interval):
             moved = self._moved
-            still = time.monotonic() - moved
+            stalled_seconds = time.monotonic() - moved
             if moved != warned_for:
                 patience = self.seconds
             try:
                 states = self._exchange(seen)
             except RuntimeError:  # the first process, which serves the store, has ended
                 return
-            if still < patience:
+            if stalled_seconds < patience:
                 continue
-            patience, warned_for = 2 * still, moved  # twice as long before the next warning about the same stall
+            # Wait twice as long before the next warning about the same stall.
+            patience, warned_for = 2 * stalled_seconds, moved
             behind = min(states, key=lambda rank: self._order(states[rank]))
             evaluates = states[behind]["evaluates"] and states[behind]["silent"] <= self.seconds / 2
             if self._rank == 0 and evaluates:
-                log.info("evaluating for %.0f s so far", still)
+                log.info("evaluating for %.0f s so far", stalled_seconds)
             elif self._rank == 0:
                 words = describe(behind, states[behind], self.seconds / 2, self._world)
-                log.warning("no step for %.0f s: %s", still, words)
+                log.warning("no step for %.0f s: %s", stalled_seconds, words)
             if behind == self._rank and not evaluates:
                 log.warning("stack of process %d:\n%s", self._rank, self._stack())
 

@@ -63,7 +63,7 @@ def ended_inside_epoch(trainer: Trainer) -> bool:
 
 
 def as_of_last_batch(loops: dict[str, Any]) -> None:
-    """Change the saved progress of training that stopped inside an epoch to that at the end of its last batch.
+    """Set the saved progress of training that stopped inside an epoch to the end of its last batch.
 
     Lightning counts the epoch as done, and a longer run would start with the next one.
 

@@ -94,7 +94,7 @@ def put_off_imports() -> None:
     for name in LATE:
         package = name.rpartition(".")[0]
         parent = sys.modules.get(package)
-        # A submodule can be deferred only below a package that is deferred too; a package that ran has imported it already.
+        # A package that was executed has imported its submodules already; they can be deferred only below one that was not.
         if name in sys.modules or type(parent) not in (LatePackage, NoneType):
             continue
         inside = PathFinder.find_spec(package) if package else None

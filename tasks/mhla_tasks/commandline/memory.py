@@ -23,7 +23,8 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
         sources: sources of all other options.
 
     Returns:
-        ``class_path`` and ``init_args`` under the keys ``model`` and ``data``; empty for a keyword of Lightning.
+        ``class_path`` and ``init_args`` under the keys ``model`` and ``data``. Empty for a keyword of Lightning, a URL, and a
+        folder without checkpoints.
 
     Raises:
         ValueError: if ``checkpoint`` is a path to nothing, is not a readable checkpoint, or its class may not be imported.

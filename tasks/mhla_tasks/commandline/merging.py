@@ -74,7 +74,7 @@ class _Typed(str):
     def at(self, classes: Classes) -> Any:
         """Return the value for a parameter that takes the given classes: the parsed value or the text itself."""
         if classes and (self.meaning is None or isinstance(self.meaning, dict | list)):
-            # `{a,b}` is a mapping with null values in YAML, but here it is a pattern of shards with braces.
+            # `{a,b}` is a mapping with null values in YAML, but the user means a text, such as a pattern of shard names.
             braces = isinstance(self.meaning, dict) and all(item is None for item in self.meaning.values())
             return self if braces and self.meaning else self.meaning
         return self

@@ -29,7 +29,7 @@ def parameter_hints(kind: type) -> dict[str, Any]:
         passes_on = option_names(base) is None
         scope = vars(import_module(base.__module__))
         parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
-        variadic = {one.name for one in parameters if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+        variadic = {item.name for item in parameters if item.kind in (item.VAR_POSITIONAL, item.VAR_KEYWORD)}
         for name, annotation in getattr(inspect.unwrap(vars(base)["__init__"]), "__annotations__", {}).items():
             if name == "return" or name in variadic:
                 continue

@@ -60,13 +60,13 @@ def allow_imports(sources: Sequence[Source]) -> None:
         AllowError: if a file allows packages that the command line does not.
         UnknownModuleError: if an allowed package does not exist.
     """
-    given = {name for source in sources if source.typed for name in _names(source.values.get("allow"))}
+    allowed_names = {name for source in sources if source.typed for name in _names(source.values.get("allow"))}
     for source in sources:
-        if foreign := set(_names(source.values.get("allow"))) - given:
+        if foreign := set(_names(source.values.get("allow"))) - allowed_names:
             raise AllowError(
                 f"{source.origin}: allow works only on the command line: --allow={','.join(sorted(foreign))}"
             )
-    _trusted[:], _classes[:] = sorted(given), BUILT_IN
+    _trusted[:], _classes[:] = sorted(allowed_names), BUILT_IN
     _tell_parser()
     import_own(_trusted)
 
@@ -130,20 +130,20 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
     module, _, name = class_path.rpartition(".")
     try:
         names = vars(import_module(module))
-        found = getattr(sys.modules[module], name, None)  # some packages import their classes on access
+        kind = getattr(sys.modules[module], name, None)  # some packages import their classes on access
     except ImportError as error:
         raise AllowError(f"cannot import {module} ({error})") from error
-    if found is None:
+    if kind is None:
         close = get_close_matches(name, [other for other, item in names.items() if isinstance(item, type)], 1, 0.5)
         raise AllowError(f"there is no such class{f'; did you mean {close[0]}?' if close else ''}")
-    if not isinstance(found, type):
+    if not isinstance(kind, type):
         raise AllowError("is not a class")
     # A public name may be an alias of a class that is defined in a package that is not allowed.
-    if not typed and (refused := refusal(f"{found.__module__}.{found.__qualname__}")):
+    if not typed and (refused := refusal(f"{kind.__module__}.{kind.__qualname__}")):
         raise AllowError(refused)
-    if not issubclass(found, bases):
+    if not issubclass(kind, bases):
         raise AllowError(f"is not a {' or '.join(sorted({base.__name__ for base in bases}))}")
-    return found
+    return kind
 
 
 def refusal(class_path: str) -> str | None:
@@ -279,8 +279,8 @@ def subclass_named(name: Any, bases: tuple[type, ...]) -> type | None:
     if "." not in name:
         return next(_called(name, bases), None)
     module, _, last = name.rpartition(".")
-    found = getattr(sys.modules.get(module), last, None)
-    return found if isinstance(found, type) and issubclass(found, bases) else None
+    kind = getattr(sys.modules.get(module), last, None)
+    return kind if isinstance(kind, type) and issubclass(kind, bases) else None
 
 
 def _called(name: str, bases: tuple[type, ...]) -> Iterator[type]:
@@ -306,11 +306,11 @@ def _paths(kind: type) -> Iterator[str]:
 def _model_config(path: str) -> type:
     import transformers
 
-    found = getattr(transformers, path.rpartition(".")[2], None)
+    kind = getattr(transformers, path.rpartition(".")[2], None)
     base = transformers.PretrainedConfig
-    if not (isinstance(found, type) and issubclass(found, base)) or found is base:
+    if not (isinstance(kind, type) and issubclass(kind, base)) or kind is base:
         raise AllowError("is not a configuration of transformers, such as transformers.LlamaConfig")
-    return found
+    return kind
 
 
 def _is_installed(class_path: str) -> bool:

@@ -29,9 +29,9 @@ class UnknownModuleError(ValueError):
 
 def find_in_working_folder(names: Iterable[str]) -> None:
     """Append the working folder to Python's search path, if it contains one of the named modules or packages."""
-    folder, own = Path.cwd(), {name.split(".")[0] for name in names}
-    there = any((folder / f"{name}.py").is_file() or (folder / name).is_dir() for name in own)
-    if there and str(folder) not in sys.path:
+    folder, packages = Path.cwd(), {name.split(".")[0] for name in names}
+    is_present = any((folder / f"{name}.py").is_file() or (folder / name).is_dir() for name in packages)
+    if is_present and str(folder) not in sys.path:
         sys.path.append(str(folder))  # last, so that it hides no package
 
 

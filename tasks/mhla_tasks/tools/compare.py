@@ -91,13 +91,13 @@ def flat(values: Any, before: str = "") -> dict[str, Any]:
         and values
         and all(isinstance(value, Mapping) and "class_path" in value for value in values)
     ):
-        found: dict[str, Any] = {}
+        by_class: dict[str, Any] = {}
         for value in values:
             name = str(value["class_path"]).rpartition(".")[2]
-            number = sum(key == name or key.startswith(f"{name}-") for key in found)
-            found[f"{name}-{number + 1}" if number else name] = value.get("init_args")
+            number = sum(key == name or key.startswith(f"{name}-") for key in by_class)
+            by_class[f"{name}-{number + 1}" if number else name] = value.get("init_args")
         return {
-            key: value for name, options in found.items() for key, value in flat(options, f"{before}.{name}").items()
+            key: value for name, options in by_class.items() for key, value in flat(options, f"{before}.{name}").items()
         }
     return {before: values}
 

@@ -70,15 +70,15 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     costs = layer_costs(network, loss)
     depth = len(host_of(network).layers(network))
     never_replaced = set(range(depth)) - set(swapped_layers(network))
-    kept = costs.worst(max(0, round(keep * depth) - len(never_replaced)))
-    with original_attention(network, kept):
+    kept_layers = costs.worst(max(0, round(keep * depth) - len(never_replaced)))
+    with original_attention(network, kept_layers):
         hybrid = loss()
-    kinds = [KEEP if index in {*kept, *never_replaced} else REPLACE for index in range(depth)]
+    kinds = [KEEP if index in {*kept_layers, *never_replaced} else REPLACE for index in range(depth)]
     return {
         **vars(costs),
         "unit": units[0],
         "hybrid": hybrid,
-        "kept": sorted({*kept, *never_replaced}),
+        "kept": sorted({*kept_layers, *never_replaced}),
         "layer_kinds": kinds,
     }
 

@@ -305,9 +305,11 @@ def _submit(own: Path, words: Sequence[str], progress: Progress) -> int:
 
 def _compare(folder: Path, runs: Sequence[Path]) -> None:
     """Print the comparison of the runs that have a record, and draw their curves."""
-    trained = [own for own in runs if (own / RECORD).exists()]
-    if without := [own.name for own in runs if own not in trained]:
-        sys.stderr.write(f"runs without {RECORD}, which RunReport writes if there is a logger: {', '.join(without)}\n")
+    trained = [run_folder for run_folder in runs if (run_folder / RECORD).exists()]
+    if unrecorded := [run_folder.name for run_folder in runs if run_folder not in trained]:
+        sys.stderr.write(
+            f"runs without {RECORD}, which RunReport writes if there is a logger: {', '.join(unrecorded)}\n"
+        )
     if not trained:
         return
     recorded = read_runs(trained)
