@@ -109,7 +109,10 @@ class Recovery(Checkpoint):
         self._best.release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the checkpoints that ``save_on_exception`` requests, then do what Lightning's missing ``teardown`` would do."""
+        """Write the checkpoints that ``save_on_exception`` requests, and clean up.
+
+        Lightning does not call ``teardown`` after an exception.
+        """
         if self._best.wanted and not trainer.sanity_checking and trainer.state.fn == "fit":
             self._best.finish(trainer, None)
         self.teardown(trainer, pl_module, "fit")

@@ -19,7 +19,7 @@ SEQUENCE = "sequence_parallel"
 
 
 def is_shard(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a ``DTensor``."""
+    """Whether a value is a ``DTensor``, a tensor of which each process holds a shard."""
     return _is("torch.distributed.tensor", "DTensor", value)
 
 
