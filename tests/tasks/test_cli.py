@@ -452,7 +452,7 @@ def test_options_may_stand_where_a_file_could(monkeypatch: pytest.MonkeyPatch, f
     [
         ("{trainer: {max_stepz: 3}}", "trainer.max_stepz is not an option of the trainer; did you mean trainer.max_steps?"),
         ("{trainer: [}", "line 1, column 12"),
-        ("{a: &a [*a]}", "names itself"),
+        ("{a: &a [*a]}", "refers to itself"),
         ("{a: " + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
     ],
 )  # fmt: skip
@@ -493,7 +493,7 @@ def test_checkpoints_are_read_without_running_code(
     monkeypatch.undo()
     for name in ("bad.ckpt", "code.ckpt"):
         error = failing(monkeypatch, capsys, "validate", f"--ckpt_path={tmp_path / name}")
-        assert "is no checkpoint that can be read safely" in error
+        assert "is not a checkpoint that can be read safely" in error
     for command in (["validate"], ["fit", "--config", str(DIGITS)]):
         error = failing(monkeypatch, capsys, *command, "--ckpt_path=absent/last.ckpt")
         assert "ckpt_path absent/last.ckpt does not exist" in error
