@@ -109,7 +109,7 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
         with host.original(model):
             run()
 
-    recomputes = model.is_activation_checkpointing if hasattr(model, "is_activation_checkpointing") else False
+    recomputes = bool(getattr(model, "is_activation_checkpointing", False))
     itself = {layers[index]: layers[index] for index in swapped_layers(model)}
     return matching_loss(model, itself, run_original, recomputes, partial(only_new_trained, model))
 
