@@ -13,6 +13,7 @@ from ipaddress import ip_address
 
 from lightning.pytorch.strategies import Strategy
 from torch import distributed
+from torch.distributed.distributed_c10d import Store
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable that tells ``init_process_group`` that MASTER_ADDR and MASTER_PORT are served already."""
@@ -20,7 +21,7 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets in the processes it starts."""
 
-_stores: list[distributed.TCPStore] = []
+_stores: list[Store] = []
 """The store that this process serves; empty if it serves none."""
 
 
@@ -57,13 +58,14 @@ def _is_ip_address(text: str) -> bool:
     return False
 
 
-def _serve(address: str, port: int, world_size: int) -> distributed.TCPStore:
+def _serve(address: str, port: int, world_size: int) -> Store:
     """Create a store that listens on one address only; ``TCPStore`` by itself listens on all addresses."""
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen(socket.SOMAXCONN)
-        return distributed.TCPStore(
+        store: Store = distributed.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
             address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
+        return store
