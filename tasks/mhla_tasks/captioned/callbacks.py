@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from lightning_mhla.callbacks import PeriodicEvaluation
 from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
+from lightning_mhla.system.folders import run_folder
 from mhla_tasks.captioned.module import CaptionedDiffusion
 
 if TYPE_CHECKING:
@@ -41,8 +43,15 @@ class DrawnSamples(PeriodicEvaluation):
         self.prompts, self.seed, self.at_start = prompts, seed, at_start
 
     @abstractmethod
-    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor) -> None:
-        """Write or score the samples of the prompts, uint8 on the CPU. Called on the first process only."""
+    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
+        """Write or score samples. Called on the first process only, so that it must not call a collective.
+
+        Args:
+            trainer: trainer of the run.
+            module: module that drew the samples.
+            samples: sample of each prompt, uint8 on the CPU.
+            folder: folder of the run.
+        """
 
     def check(self, module: CaptionedDiffusion) -> None:
         """Load everything that drawing needs; raise ValueError or FileNotFoundError if something is missing or does not fit."""
@@ -74,12 +83,13 @@ class DrawnSamples(PeriodicEvaluation):
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw on the first process, or on all if weights are sharded; keep the samples on the first."""
         module, samples = self._checked(pl_module), None
+        folder = run_folder(trainer)  # a collective: every process has to call it
         if trainer.is_global_zero or shards_weights(trainer):
             with kept_random_state(), evaluation_weights(trainer, module), trainer.precision_plugin.forward_context():
                 samples = module.draw_prompts(self.prompts, self.seed)
             module.rest()
         if trainer.is_global_zero and samples is not None:
-            self.keep(trainer, module, samples)
+            self.keep(trainer, module, samples, folder)
         trainer.strategy.barrier()
 
     def _checked(self, module: LightningModule) -> CaptionedDiffusion:

@@ -244,10 +244,12 @@ def _has_progress_bar(trainer: Namespace) -> bool:
 
 
 def remove_unused(trainer: Trainer) -> None:
-    """Remove the folder ``version_N`` of a fit that ended before its first step, so that failures do not use up numbers."""
-    folder = Path(trainer.log_dir or "")
-    fresh = trainer.is_global_zero and not trainer.global_step and re.fullmatch(r"version_\d+", folder.name)
-    if fresh:
+    """Remove the numbered log folder of a fit that ended before its first step, so that failures use up no number."""
+    if not trainer.is_global_zero or trainer.global_step:
+        return
+    # Not trainer.log_dir, which is a collective: a process that fails alone would wait for the others forever.
+    folder = Path(getattr(trainer.logger, "log_dir", None) or "")
+    if re.fullmatch(r"version_\d+", folder.name):
         remove_log_folder(folder)
 
 

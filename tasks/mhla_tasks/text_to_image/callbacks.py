@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.folders import run_folder
 from mhla_tasks.captioned.callbacks import DrawnSamples, log_figure
 from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.text_to_image.judge import parse_caption, score_scenes
@@ -46,12 +46,12 @@ class ImagePictures(DrawnSamples):
     ) -> None:
         super().__init__(prompts, every_n_steps, at_end, at_start, seed)
 
-    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor) -> None:
+    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
         """Write a picture of the images."""
-        folder, step = run_folder(trainer) / "pictures", trainer.global_step
+        pictures, step = folder / "pictures", trainer.global_step
         figure = draw_captioned(list(zip(self.prompts, samples, strict=True)), f"step {step:,}")
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / f"images-step{step:07d}.png", dpi=110)
+        pictures.mkdir(parents=True, exist_ok=True)
+        figure.savefig(pictures / f"images-step{step:07d}.png", dpi=110)
         log_figure(trainer, "images", figure)
 
 
@@ -84,10 +84,10 @@ class SceneScores(ImagePictures):
             parse_caption(prompt)
         super().__init__(chosen * per_prompt, every_n_steps, at_end, at_start, seed)
 
-    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor) -> None:
+    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
         """Score the images."""
         scores, step = score_scenes(samples, self.prompts), trainer.global_step
-        path = run_folder(trainer) / "scenes.jsonl"
+        path = folder / "scenes.jsonl"
         before = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in before if json.loads(line)["step"] < step]
         line = json.dumps({"step": step, "images": len(samples), "seed": self.seed, **scores})
@@ -138,7 +138,7 @@ class ClipScore(ImagePictures):
             values.append(100 * F.cosine_similarity(out.image_embeds, out.text_embeds).clamp(min=0))
         return float(torch.cat(values).mean())
 
-    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor) -> None:
+    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
         """Score the images."""
         self.log_values(trainer, "clip", {"score": self.score(samples)})
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lightning import Trainer
 from torch import Tensor
 
-from lightning_mhla.system.folders import run_folder
 from mhla_tasks.captioned.callbacks import DrawnSamples, log_figure
 from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.video.module import VideoDiffusion
@@ -39,11 +40,11 @@ class ClipPictures(DrawnSamples):
         super().__init__(prompts, every_n_steps, at_end, at_start=False, seed=seed)
         self.frames = frames
 
-    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor) -> None:
+    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
         """Write clips as strips and as an animation."""
-        folder, step = run_folder(trainer) / "pictures", trainer.global_step
+        pictures, step = folder / "pictures", trainer.global_step
         figure = draw_strips(list(zip(self.prompts, samples, strict=True)), self.frames)
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / f"clips-step{step:07d}.png", dpi=110)
-        write_animation(folder / f"clips-step{step:07d}.gif", samples, module.sampling.fps)
+        pictures.mkdir(parents=True, exist_ok=True)
+        figure.savefig(pictures / f"clips-step{step:07d}.png", dpi=110)
+        write_animation(pictures / f"clips-step{step:07d}.gif", samples, module.sampling.fps)
         log_figure(trainer, "clips", figure)

@@ -449,7 +449,7 @@ def test_encoded_captions_go_with_the_prompts(
 
 
 def test_latents_without_a_vae_cannot_be_drawn() -> None:
-    with pytest.raises(ValueError, match="clips of 4 channels are latents; name the VAE"):
+    with pytest.raises(ValueError, match="clips of 4 channels are latents; name the autoencoder"):
         module(text=TextConfig(length=4)).check_drawable()
 
 
