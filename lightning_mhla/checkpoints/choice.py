@@ -27,8 +27,8 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
         A path; that of the folder for the run's latest complete checkpoint.
 
     Raises:
-        FileNotFoundError: when there is no such checkpoint.
-        ValueError: when a run would lose its own progress, or a word needs the folder of a run.
+        FileNotFoundError: if there is no such checkpoint.
+        ValueError: if a run would lose its own progress, or a word needs the folder of a run.
     """
     own = find_checkpoints(run) if run is not None else []
     if asked == BEST:
@@ -58,7 +58,7 @@ def best_checkpoint(run: Path) -> Path:
     """Find the checkpoint of a run with the best monitored value.
 
     Raises:
-        FileNotFoundError: when the run has none, or it is gone.
+        FileNotFoundError: if the run has none, or it is gone.
     """
     for state in find_checkpoints(run):
         callbacks = _callbacks(state)

@@ -85,7 +85,7 @@ def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, g
         group_sizes: number of parameter tensors in each group of the run.
 
     Raises:
-        ValueError: when the optimisers differ, or their groups have different sizes.
+        ValueError: if the optimisers differ, or their groups have different sizes.
     """
     saved_betas = len(saved[0].get("betas", ())) if saved else 0
     if saved_betas and saved_betas != betas:

@@ -52,7 +52,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Write a temporary file, flush it to disk, and rename it.
 
         Raises:
-            OSError: when it cannot be written, with what to do; earlier checkpoints stay as they are.
+            OSError: if it cannot be written, with what to do; earlier checkpoints stay as they are.
         """
         remove_secrets(checkpoint)
         if storage_options is not None or "://" in str(path):
@@ -72,7 +72,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Check a checkpoint and read it onto the CPU; add its path as the entry :data:`READ_FROM`.
 
         Raises:
-            ValueError: when it is damaged, or cannot be read without running code.
+            ValueError: if it is damaged, or cannot be read without running code.
         """
         if "://" in str(path):
             with _told(path):
@@ -157,7 +157,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """Read the entries of a checkpoint file onto the CPU, without running code.
 
     Raises:
-        ValueError: when it is cut short, or holds anything but tensors and plain values.
+        ValueError: if it is cut short, or holds anything but tensors and plain values.
     """
     with _told(path):
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
@@ -234,8 +234,8 @@ def resolve_checkpoint(path: Path) -> Path:
     Under several processes the first one looks, and all take what it found.
 
     Raises:
-        FileNotFoundError: when there is none.
-        ValueError: when it is damaged, or none in the folder is whole.
+        FileNotFoundError: if there is none.
+        ValueError: if it is damaged, or none in the folder is whole.
     """
     return _first_process(lambda: _checked(path))
 
@@ -251,8 +251,8 @@ def consolidate(source: Path, target: Path) -> Path:
         The checkpoint that was read.
 
     Raises:
-        FileNotFoundError: when there is no checkpoint.
-        ValueError: when it is damaged, or ``target`` is there already.
+        FileNotFoundError: if there is no checkpoint.
+        ValueError: if it is damaged, or ``target`` is there already.
     """
     if target.exists():
         raise ValueError(f"{target} exists already; choose another name")
@@ -290,7 +290,7 @@ def _only_run_below(folder: Path) -> Path:
     """Find the only run, or folder of checkpoints, below a folder that has no checkpoints itself.
 
     Raises:
-        FileNotFoundError: when there is none, or several, naming some.
+        FileNotFoundError: if there is none, or several, naming some.
     """
     places = {path.parent for path in folder.rglob("*.ckpt") if path.name[0] != "."}
     runs = {place.parent if place.name == RECOVERY else place for place in places}

@@ -50,7 +50,7 @@ def read_trained(path: str | Path) -> Pretrained | None:
     """Read the network from a run's folder or a checkpoint, its moving average if there is one; None for other paths.
 
     Raises:
-        ValueError: when it cannot be read safely.
+        ValueError: if it cannot be read safely.
     """
     local = Path(path)
     exported = (local / "config.json").is_file() or (local / "model_index.json").is_file()
@@ -68,8 +68,8 @@ def read_pretrained(path: str | Path) -> Pretrained:
     """Read weights from a run, a checkpoint, or a folder with ``config.json`` and safetensors.
 
     Raises:
-        FileNotFoundError: when there is nothing of the kind.
-        ValueError: when it cannot be read safely.
+        FileNotFoundError: if there is nothing of the kind.
+        ValueError: if it cannot be read safely.
     """
     if (trained := read_trained(path)) is not None:
         return trained
@@ -178,7 +178,7 @@ def resize_positions(position: Tensor, tokens: int) -> Tensor:
     """Interpolate learned positions ``[1, N, dim]`` of a square grid to a square grid of ``tokens`` tokens (bicubic).
 
     Raises:
-        ValueError: when either grid is not square.
+        ValueError: if either grid is not square.
     """
     old, new = math.isqrt(position.shape[1]), math.isqrt(tokens)
     if old * old != position.shape[1] or new * new != tokens:

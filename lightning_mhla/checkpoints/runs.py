@@ -67,7 +67,7 @@ class RunFolder:
         path: path of the folder; made if it is not there.
 
     Raises:
-        ValueError: when another process trains there, or it holds something else than a run.
+        ValueError: if another process trains there, or it holds something else than a run.
     """
 
     def __init__(self, path: Path) -> None:

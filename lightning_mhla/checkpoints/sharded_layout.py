@@ -53,7 +53,7 @@ def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
         files: bytes of each file in the folder.
 
     Raises:
-        ValueError: when an entry is not what belongs there, is larger than all files together, or lies elsewhere; other
+        ValueError: if an entry is not what belongs there, is larger than all files together, or lies elsewhere; other
             errors of :data:`lightning_mhla.system.untrusted.BROKEN` for values of other types.
     """
     room = sum(files.values())

@@ -47,7 +47,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
         rest: plain values, the same on every process; the first one's are written.
 
     Raises:
-        OSError: when it cannot be written, on every process; what was there before stays.
+        OSError: if it cannot be written, on every process; what was there before stays.
     """
     rank = dist.get_rank()
     name = [beside(path).name]
@@ -147,7 +147,7 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
         into: as given to :func:`save_sharded`, or a part of that.
 
     Raises:
-        ValueError: when it cannot be read safely, or holds other tensors.
+        ValueError: if it cannot be read safely, or holds other tensors.
     """
     with _explained(path):
         load(into, storage_reader=_Reader(path), planner=_Planner())
@@ -157,7 +157,7 @@ def load_whole(path: Path) -> dict[str, Any]:
     """Load a complete sharded checkpoint as the dict that training in one process writes.
 
     Raises:
-        ValueError: when it is damaged or cannot be read safely.
+        ValueError: if it is damaged or cannot be read safely.
     """
     check_sharded(path)
     tensors: dict[str, Any] = {}

@@ -39,7 +39,7 @@ class FrozenVAE:
         """Return the VAE on ``device``, in float32.
 
         Raises:
-            FileNotFoundError: when there is none at the path.
+            FileNotFoundError: if there is none at the path.
         """
         if self._model is None:
             self._model = self._read().eval().requires_grad_(False)

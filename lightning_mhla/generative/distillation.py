@@ -23,7 +23,7 @@ class DistillationConfig:
 
     Args:
         teacher: its weights, as for pretrained; null for plain fine-tuning.
-        layer_steps: optimiser steps, from the first, that match the outputs of each replaced layer, given the teacher's
+        layer_steps: optimizer steps, from the first, that match the outputs of each replaced layer, given the teacher's
             inputs; nothing else is trained meanwhile.
         velocity_weight: weight of the squared distance to the teacher's velocity, afterwards.
         flow_weight: weight of the plain loss, afterwards.

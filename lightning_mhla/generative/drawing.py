@@ -72,7 +72,7 @@ class SampleGrid(PeriodicEvaluation):
     Args:
         samples: number of samples; a hundred at most, ten of each class where there are ten classes or fewer.
         sampling: options of the model's sampling, a mapping or its dataclass; None for the model's own.
-        every_n_steps: optimiser steps between two grids; null for none on the way.
+        every_n_steps: optimizer steps between two grids; null for none on the way.
         at_end: whether the last weights draw one.
         batch_size: samples that each process draws together.
         seed: seed of the noise.

@@ -39,7 +39,7 @@ def read_weights_file(
         mixed: whether other things may lie among the weights; they are left out.
 
     Raises:
-        ValueError: when it holds something else.
+        ValueError: if it holds something else.
     """
     if path.suffix == ".safetensors":
         return load_file(path)
@@ -71,7 +71,7 @@ def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[st
         option: that the path is the value of, for errors.
 
     Raises:
-        FileNotFoundError: when there is none.
+        FileNotFoundError: if there is none.
     """
     config = Path(path) / "config.json"
     alone = config.is_file() and read_json(config).get("_class_name") == kind.__name__

@@ -53,7 +53,7 @@ class GenerationMetrics(SampleGrid):
             images; or an .npz of ADM's evaluator.
         features: network whose features are compared.
         sampling: options of the model's sampling, a mapping or its dataclass; None for the model's own.
-        every_n_steps: optimiser steps between two evaluations; null for none on the way.
+        every_n_steps: optimizer steps between two evaluations; null for none on the way.
         at_end: whether the last weights are scored.
         batch_size: samples that each process draws together.
         seed: seed of the noise.

@@ -78,8 +78,8 @@ class InceptionFeatures(FeatureNetwork):
         """See :meth:`FeatureNetwork.network`.
 
         Raises:
-            FileNotFoundError: when there is no such file.
-            ValueError: when it holds no such weights, or cannot be read safely.
+            FileNotFoundError: if there is no such file.
+            ValueError: if it holds no such weights, or cannot be read safely.
         """
         if self._network is None:
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3

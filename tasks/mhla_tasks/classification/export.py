@@ -1,4 +1,4 @@
-"""The trained classifier as a folder (safetensors, ``config.json``, ``classes.txt``)."""
+"""Export of a trained classifier to a folder: safetensors, ``config.json`` and ``classes.txt``."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from mhla_tasks.classification import NETWORK
 
 model = NETWORK.from_pretrained("FOLDER")
 # model.predict("photo.jpg", top=3): names of classes with their probabilities"""
-"""Python that loads an export, FOLDER being its path and NETWORK the class of the network."""
+"""Python code that loads an export, where FOLDER is its path and NETWORK the class of the network."""
 
 LOADING_TIMM = """\
 import timm
 
 model = timm.create_model("local-dir:FOLDER", pretrained=True)"""
-"""The same for a model of timm."""
+"""Python code that loads an exported timm model, where FOLDER is its path."""
 
 LOADING_SWAPPED = """\
 from lightning_mhla import load_swapped
 
 model = load_swapped("FOLDER")"""
-"""The same for a swapped model of timm."""
+"""Python code that loads an exported timm model with replaced attention, where FOLDER is its path."""
 
 
 def loading(module: Classifier) -> str:
-    """Python that loads the export of ``module``."""
+    """Return Python code that loads the export of ``module``."""
     if not isinstance(module, TimmClassifier):
         return LOADING
     return LOADING_SWAPPED if module.hparams["attention"] else LOADING_TIMM
 
 
 def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The preprocessing as timm names it; None where it is not timm's."""
+    """Convert preprocessing options to timm's names; None if timm has no equivalent."""
     if preprocessing is None or preprocessing["crop_share"] is None:
         return None
     crop = {"crop_pct": preprocessing["crop_share"], "interpolation": "bicubic"}
@@ -53,7 +53,15 @@ def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | No
 
 
 def write(module: Classifier, folder: Path) -> None:
-    """Write what ``from_pretrained`` of the network's class, timm or ``load_swapped`` loads, and the names of the classes."""
+    """Write the network and the names of its classes to a folder.
+
+    ``from_pretrained`` of the network's class loads the folder, or ``timm.create_model`` for a timm model, or ``load_swapped``
+    for one whose attention was replaced.
+
+    Args:
+        module: trained classifier.
+        folder: path of the folder.
+    """
     preprocessing = None if module.preprocessing is None else module.preprocessing.as_dict()
     if not isinstance(module, TimmClassifier):
         module.network.save_pretrained(folder)

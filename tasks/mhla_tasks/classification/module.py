@@ -1,4 +1,4 @@
-"""Image classifiers with our networks: vision transformers, flat and hierarchical."""
+"""Image classifiers with the networks of this package: vision transformers, flat and hierarchical."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from mhla_tasks.classification.base import Classifier, MixupConfig
 
 
 class ImageClassifier(Classifier):
-    """A vision transformer, or a hierarchical one (VLT), trained on images and labels.
+    """Image classifier with a vision transformer or a hierarchical one (VLT).
 
     Args:
-        attention: the attention layer.
-        num_classes: number of classes; on the command line it follows from the data where that names its classes.
+        attention: attention layer.
+        num_classes: number of classes; null on the command line to use the classes that the data names.
         image_size: side of the square image, in pixels.
-        vlt: stages of a hierarchical VLT; null for a vision transformer of the sizes that follow. A VLT takes none of size,
-            dim, depth, heads, patch_size, stem, pad_to and mlp_ratio.
+        vlt: stages of a hierarchical VLT; null for a vision transformer with the sizes below. size, dim, depth, heads,
+            patch_size, stem, pad_to and mlp_ratio are not allowed with it.
         size: DeiT's tiny, small or base; null to give dim, depth and heads.
         dim: width of the tokens.
         depth: number of blocks.
         heads: attention heads.
         patch_size: side of a patch, in pixels.
-        channels: channels of the image.
+        channels: number of channels of the image.
         stem: patch (one convolution of the patch's size) or conv (two small ones).
-        pad_to: side that zero pixels pad the image to; null for none.
-        mlp_ratio: inner width of the MLP over the tokens'.
-        drop_path: stochastic depth of the last block.
+        pad_to: side in pixels to which the image is padded with zeros; null for no padding.
+        mlp_ratio: inner width of the MLP divided by the width of the tokens.
+        drop_path: stochastic depth rate of the last block.
         checkpointing: recompute blocks in the backward pass, to save memory.
         compile: compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
@@ -47,14 +47,14 @@ class ImageClassifier(Classifier):
         mixup: mixing of images and labels.
         optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
-        ema_batch: images of a step that ema_decay is for: ema_decay to the power of their number over ema_batch applies at
-            each step; null for any number.
-        class_names: names of the classes for predictions; null for those of the data, or numbers.
-        pretrained: weights to start from, of a run, a checkpoint or an exported folder, at any resolution and for any
-            classes, or RAVLT's own file (.pth) for a VLT; not read where --ckpt_path brings weights.
+        ema_batch: images per step that ema_decay is meant for: a step on n images decays by ema_decay ** (n / ema_batch);
+            null to decay by ema_decay at every step.
+        class_names: names of the classes in predictions; null for the names in the data, or numbers if it has none.
+        pretrained: path of the weights to start from: a run, a checkpoint or an exported folder, at any resolution and for
+            any classes, or RAVLT's own file (.pth) for a VLT; ignored if --ckpt_path supplies the weights.
 
     Raises:
-        ValueError: for sizes that do not fit together.
+        ValueError: if sizes do not fit together.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class ImageClassifier(Classifier):
         return self.network.layers
 
     def configure_model(self) -> None:
-        """Take over weights to start from; then see :meth:`TrainingModule.configure_model`."""
+        """Load the ``pretrained`` weights, if any, then continue as :meth:`TrainingModule.configure_model` does."""
         if self._pretrained is not None:
             source = read_ravlt(self._pretrained) if isinstance(self.network, VLT) else None
             source = source or read_pretrained(self._pretrained)
             adopt(self.network, source, self._pretrained, heads=("head.",), positions=("position",))
-            self._pretrained = None
+            self._pretrained = None  # Lightning calls this hook again for each stage; trained weights must stay
         super().configure_model()

@@ -1,4 +1,4 @@
-"""Predictions as a table: one row of class probabilities for each image."""
+"""Table of predictions, with one row of class probabilities for each image."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class PredictionTable(Callback):
-    r"""Writes ``predictions.csv`` into the log folder: path (or index), predicted class, and the probability of every class.
+    r"""Callback that writes ``predictions.csv`` into the log folder: path or index, predicted class, class probabilities.
 
-    Rows are in the order of the files, each once, on any number of processes. Files that are not images have a row without a
-    class. The table is UTF-8; bytes of a path that are not are written as ``\xe9``, line breaks in names as ``\n``. A name
-    that a spreadsheet would take for a formula, such as ``=1+1.jpg``, comes after an apostrophe.
+    Rows are in the order of the files, each once, on any number of processes. A file that is not an image has a row without a
+    class. The table is UTF-8; other bytes of a path are written as ``\xe9``, line breaks in names as ``\n``. A name that a
+    spreadsheet would take for a formula, such as ``=1+1.jpg``, is prefixed with an apostrophe.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class PredictionTable(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Tensor], *_: Any
     ) -> None:
-        """Keep the rows of this process."""
+        """Collect the rows of this process."""
         self._rows += zip(outputs["index"].tolist(), outputs["probability"].float().tolist(), strict=True)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the rows of all processes and write them on the first."""
+        """Gather the rows of all processes and write the table on the first process."""
         rows, path = gather_rows(trainer, self._rows), run_folder(trainer) / "predictions.csv"
         self._rows = []
         if not trainer.is_global_zero:
@@ -67,7 +67,7 @@ class PredictionTable(Callback):
 
 
 def _cell(name: str) -> str:
-    """A name in one line that no spreadsheet calculates."""
+    """Escape a name so that it takes one line and no spreadsheet evaluates it as a formula."""
     line = without_controls(name)
     number = re.fullmatch(r"[+-]?\d+(\.\d+)?", line)
     return f"'{line}" if line[:1] in tuple("=+-@") and line and not number else line

@@ -1,4 +1,4 @@
-"""Shards of a folder of images: what ``lightning prepare images`` writes."""
+"""Conversion of a folder of images to shards, for ``lightning prepare images``."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from lightning_mhla.system.listing import shown
 
 
 def images_to_shards(source: Path, packing: Packing, classes: Sequence[str] | None = None) -> tuple[list[Path], int]:
-    """Write the shards; see ``lightning prepare images --help``.
+    """Write a folder of images to shards; see ``lightning prepare images --help``.
 
     Args:
         source: folder that holds one folder of images for each class.
         packing: options of the shards.
-        classes: names of the classes in the order of their labels; None for those of shards of another prefix in the target,
-            or else those of the folders, in alphabetical order.
+        classes: names of the classes in the order of their labels; None for the classes of shards with a different prefix in
+            the target folder, else the names of the image folders, in alphabetical order.
 
     Returns:
-        Paths of the shards, and how many images of the folder are not in them.
+        Paths of the shards, and the number of images that are not in them.
 
     Raises:
-        BrokenSampleError: when more images cannot be decoded than ``max_skipped``.
-        FileNotFoundError: when ``source`` holds no class folders with images.
-        ValueError: when ``source`` has a class that is not among the classes; when the target holds shards of images that
-            have changed since, or made with other options.
+        BrokenSampleError: if more images cannot be decoded than ``max_skipped``.
+        FileNotFoundError: if ``source`` holds no class folders with images.
+        ValueError: if ``source`` has a class that is not among the classes, or if the target holds shards of images that
+            have changed since or shards made with different options.
     """
     if classes is None:
         classes = data_set_classes(packing.target, packing.prefix)
     folder = LabelledFolder(source, classes=classes)
-    order = np.random.default_rng(packing.seed).permutation(len(folder))
+    order = np.random.default_rng(packing.seed).permutation(len(folder))  # mixes the classes within each shard
 
     def encode(item: tuple[Path, int]) -> dict[str, bytes]:
+        # Decoding only detects broken images; the shard gets the original bytes.
         path, label = item
         data = path.read_bytes()
         decode_image(data, shown(path))
@@ -53,11 +54,11 @@ def images_to_shards(source: Path, packing: Packing, classes: Sequence[str] | No
 
 
 def class_list(file: Path) -> list[str]:
-    """The names of classes in a file that ``--classes`` names, a line each.
+    """Read the names of classes from the file that ``--classes`` names, one on each line.
 
     Raises:
-        FileNotFoundError: when it is not there.
-        ValueError: when a name comes twice, or there is none.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if a name occurs twice, or the file is empty.
     """
     names = read_classes(file)
     if names is None:

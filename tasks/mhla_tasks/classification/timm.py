@@ -1,7 +1,8 @@
-"""Vision transformers of timm: trained as they are, or with their attention replaced, to win its quality back.
+"""Image classifiers with timm's vision transformers, trained unchanged or with their attention replaced.
 
-The first ``distillation.layer_steps`` steps teach each new layer the output of the one it replaced (attention transfer);
-then the model is trained on the labels, all of it or by low-rank adapters, after LoLCATs (arXiv 2410.10254, section 3).
+With replaced attention, training restores the quality in two stages, after LoLCATs (arXiv 2410.10254, section 3). The first
+``distillation.layer_steps`` steps train each new layer to match the output of the layer that it replaced (attention
+transfer). Afterwards the model, or low-rank adapters of it, is trained on the labels.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.classification.base import Classifier, MixupConfig
 
 PUBLISHED = "timm"
-"""Word for the weights that timm downloads."""
+"""Value of ``pretrained`` that selects the weights that timm publishes."""
 
 
 class TimmClassifier(Classifier):
-    """A vision transformer of timm, trained on images and labels; with ``attention``, a swapped one.
+    """Image classifier with a vision transformer of timm, whose attention ``attention`` replaces if given.
 
     Args:
         model: name of the architecture, such as vit_small_patch16_224.
-        num_classes: number of classes; on the command line it follows from the data where that names its classes.
+        num_classes: number of classes; null on the command line to use the classes that the data names.
         image_size: side of the square image, in pixels.
-        channels: channels of the image.
+        channels: number of channels of the image.
         model_args: further options of timm.create_model, such as {patch_size: 2, embed_dim: 64, depth: 4, num_heads: 4}.
-        attention: what takes the place of its attention; null leaves it as it is.
-        layer_kinds: kinds of the layers, repeated to the depth: keep for those that stay as they are, replace for
-            attention.kind; null replaces all.
-        train: what is trained after the layer steps: all; attention, the replaced layers with their projections; new, only
-            what replacing added; lora, that and adapters of the projections.
+        attention: attention that replaces the model's own; null to replace nothing.
+        layer_kinds: kinds of the layers, repeated to the depth: keep for an unchanged layer, replace for attention.kind; null
+            to replace all.
+        train: part that is trained after the layer steps: all; attention (the replaced layers with their projections); new
+            (only the parameters that the replacement added); lora (those and adapters of the projections).
         lora: rank and alpha of the adapters.
-        distillation: see TransferOptions.
+        distillation: options of the two training stages; see TransferOptions.
         checkpointing: recompute blocks in the backward pass, to save memory.
         compile: compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
@@ -53,13 +54,13 @@ class TimmClassifier(Classifier):
         mixup: mixing of images and labels.
         optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and predictions use; null for none.
-        ema_batch: see ImageClassifier.
-        class_names: names of the classes for predictions; null for those of the data, or numbers.
-        pretrained: weights to start from: timm for those that timm publishes, a checkpoint or a run of this class, or a folder
-            that timm or an export wrote; not read where --ckpt_path brings weights.
+        ema_batch: images per step that ema_decay is meant for; see ImageClassifier.
+        class_names: names of the classes in predictions; null for the names in the data, or numbers if it has none.
+        pretrained: weights to start from: timm for those that timm publishes, or the path of a checkpoint or a run of this
+            class, or of a folder that timm or an export wrote; ignored if --ckpt_path supplies the weights.
 
     Raises:
-        ValueError: for sizes that do not fit together, and attention that cannot be replaced.
+        ValueError: if sizes do not fit together, or the attention cannot be replaced.
     """
 
     output_names: tuple[str, ...] = ("head", "fc_norm", "norm", "attn_pool")
@@ -117,10 +118,13 @@ class TimmClassifier(Classifier):
             )
 
     def build(self, published: bool = False) -> Any:
-        """The model of timm with its own attention; with the weights that timm publishes, if asked for.
+        """Build the timm model with its own attention.
+
+        Args:
+            published: whether to load the weights that timm publishes.
 
         Raises:
-            ValueError: for a name that timm does not have, or options that the model does not.
+            ValueError: if timm has no model of this name, or the model does not take the options.
         """
         import timm  # brings all of its models
 
@@ -143,16 +147,16 @@ class TimmClassifier(Classifier):
         super().configure_model()
 
     def read_teacher(self, path: str) -> Any:
-        """Return the model before the swap, with the weights at a path."""
+        """Build the model before its attention is replaced, with the weights at a path."""
         teacher = self.build()
         give_weights(teacher, self._weights(path), path)
         return teacher
 
     def _weights(self, path: str) -> dict[str, Tensor]:
-        """Weights of a model at a path.
+        """Read the weights of a model from a path, or timm's published weights.
 
         Raises:
-            FileNotFoundError: when there are none.
+            FileNotFoundError: if there are none at the path.
         """
         if path == PUBLISHED:
             return self.build(published=True).state_dict()
@@ -168,12 +172,12 @@ class TimmClassifier(Classifier):
         return load_file(file)
 
     def on_fit_start(self) -> None:
-        """Check that layers can be matched, and load the teacher; see :meth:`Linearization.start`."""
+        """Check that the layers can be matched, and load the teacher; see :meth:`Linearization.start`."""
         self.linearization.start(self, self.read_teacher)
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Match the layers, then learn the labels, and the teacher's predictions if there is one."""
+        """Compute the loss of one batch: layer matching at first, then the labels and the teacher's predictions, if any."""
         images, labels = batch["image"], batch["label"]
         if self.linearization.matches_layers(self):
             return self.linearization.layer_loss(self, images)

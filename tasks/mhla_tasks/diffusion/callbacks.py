@@ -18,7 +18,7 @@ class ClassSampleGrid(drawing.SampleGrid):
     Args:
         samples: number of samples; a hundred at most, ten of each class where there are ten classes or fewer.
         sampling: sampler options; null for the model's own.
-        every_n_steps: optimiser steps between two grids; null for none on the way.
+        every_n_steps: optimizer steps between two grids; null for none on the way.
         at_end: whether the last weights draw one.
         batch_size: samples that each process draws together.
         seed: seed of the noise.
@@ -53,7 +53,7 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
             images; or an .npz of ADM's evaluator.
         features: network whose features are compared.
         sampling: sampler options; null for the model's own.
-        every_n_steps: optimiser steps between two evaluations; null for none on the way.
+        every_n_steps: optimizer steps between two evaluations; null for none on the way.
         at_end: whether the last weights are scored.
         batch_size: samples that each process draws together.
         seed: seed of the noise.

@@ -89,7 +89,7 @@ class ClassImages(ResumableDataModule):
         """Images of ``"train"`` or ``"validate"`` as they are, without mirror images, to compare samples with.
 
         Raises:
-            ValueError: when the data are no images.
+            ValueError: if the data are no images.
         """
         raise ValueError(
             "the data are latents, and FID compares images: set reference to a folder of images or to an .npz of reference "

@@ -75,8 +75,8 @@ def encode_images(
         Paths of all shards, of every process, and how many images this one skipped.
 
     Raises:
-        ValueError: when the folder holds shards of images that have changed since, or made with other options.
-        BrokenSampleError: when more images are broken than ``max_skipped``.
+        ValueError: if the folder holds shards of images that have changed since, or made with other options.
+        BrokenSampleError: if more images are broken than ``max_skipped``.
     """
     options = {"per_shard": per_shard, "image_size": image_size, "vae": vae.path, "scale": vae.scale(device)}
     with Preparation(
@@ -102,8 +102,8 @@ def open_source(name: str, target: Path, prefix: str, image_size: int, num_class
     """The images of a folder, labelled like the shards of other prefixes in ``target``, or those of shards.
 
     Raises:
-        FileNotFoundError: when there are none.
-        ValueError: when a folder has a class that those shards do not have.
+        FileNotFoundError: if there are none.
+        ValueError: if a folder has a class that those shards do not have.
     """
     transform = SignedImage(image_size)
     if Path(name).is_dir() and not holds_shards(Path(name)):

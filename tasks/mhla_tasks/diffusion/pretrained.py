@@ -101,8 +101,8 @@ def read_state(path: str) -> dict[str, Tensor]:
             or a name on the hub, such as ``facebook/DiT-XL-2-256``.
 
     Raises:
-        FileNotFoundError: when there is nothing at the path.
-        ValueError: when it cannot be read safely, or is a checkpoint of training.
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if it cannot be read safely, or is a checkpoint of training.
     """
     from diffusers import DiTTransformer2DModel
 
@@ -131,8 +131,8 @@ def load_pretrained(network: DiT, path: str) -> None:
     The classes may differ (their embedding starts from new values), and the size of samples (mixing coefficients are resized).
 
     Raises:
-        FileNotFoundError: when there is nothing at the path.
-        ValueError: when they are not of a DiT of this width and depth.
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if they are not of a DiT of this width and depth.
     """
     source = read_trained(path) or Pretrained(convert_state(read_state(path)), _options(path))
     for name, module in network.named_modules():

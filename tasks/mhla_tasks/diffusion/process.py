@@ -96,7 +96,7 @@ class NoiseProcess:
         """The diffusers scheduler of a sampler.
 
         Raises:
-            ValueError: when the objective has no such sampler.
+            ValueError: if the objective has no such sampler.
         """
         raise NotImplementedError
 

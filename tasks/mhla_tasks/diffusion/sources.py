@@ -64,7 +64,7 @@ class LatentSamples:
         labels: label in the data set of each label in the shards; None where those are the same.
 
     Raises:
-        ValueError: when the shards hold latents of another size, or none.
+        ValueError: if the shards hold latents of another size, or none.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ def latent_scale(reader: ShardReader) -> float:
     """The factor that the shards' manifest names for their latents.
 
     Raises:
-        FileNotFoundError: when there is no manifest beside the shards.
-        ValueError: when shards have different factors, or hold no latents.
+        FileNotFoundError: if there is no manifest beside the shards.
+        ValueError: if shards have different factors, or hold no latents.
     """
     scales = set()
     for manifest in sorted({beside_shard(path, "manifest.json") for path in reader.shards}):

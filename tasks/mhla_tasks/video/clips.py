@@ -38,7 +38,7 @@ def read_clip(
         ``[frames, 3, H, W]`` uint8.
 
     Raises:
-        BrokenSampleError: when the file cannot be read, or is shorter than the clip.
+        BrokenSampleError: if the file cannot be read, or is shorter than the clip.
     """
     with open_video(data, name) as video:
         step = 1 / (fps or video.rate)
@@ -68,7 +68,7 @@ def check_video(data: bytes, name: str) -> None:
         name: for messages.
 
     Raises:
-        BrokenSampleError: when the file is cut off or cannot be decoded.
+        BrokenSampleError: if the file is cut off or cannot be decoded.
     """
     with open_video(data, name) as video:
         first = next(video.frames(), None)

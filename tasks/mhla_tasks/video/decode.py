@@ -195,7 +195,7 @@ def orientation(matrix: tuple[int, ...], name: str) -> tuple[list[tuple[str, ...
         name: for messages.
 
     Raises:
-        BrokenSampleError: when it does anything else than rotate by a multiple of 90 degrees and mirror.
+        BrokenSampleError: if it does anything else than rotate by a multiple of 90 degrees and mirror.
     """
     if not any(matrix):  # without one, or with one that nobody filled in: as stored
         return [], False
