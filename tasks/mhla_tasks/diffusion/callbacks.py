@@ -1,7 +1,8 @@
-"""Samples and their metrics during training, whose sampling options are checked where a configuration is read.
+"""Callbacks of class-to-image diffusion that draw and score samples during training.
 
-The shared classes take any options of sampling, since every domain has its own. Parameters are written out here, because an
-error about an unknown option can name the nearest one only for classes without ``**kwargs``.
+The shared classes accept any sampling options, since every domain has its own; the classes here accept those of
+:class:`SamplingConfig` only, which are checked when a configuration is read. Parameters are written out, because an error about
+an unknown option can suggest the nearest one only for classes without ``**kwargs``.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from mhla_tasks.diffusion.sampling import SamplingConfig
 
 
 class ClassSampleGrid(drawing.SampleGrid):
-    """Draw a grid of samples, balanced over the classes, with the weights that validation uses; it needs no features.
+    """Draw a grid of samples, balanced over the classes, with the weights that validation uses. It needs no feature network.
 
     Args:
-        samples: number of samples; a hundred at most, ten of each class where there are ten classes or fewer.
-        sampling: sampler options; null for the model's own.
-        every_n_steps: optimizer steps between two grids; null for none on the way.
-        at_end: whether the last weights draw one.
-        batch_size: samples that each process draws together.
+        samples: number of samples, of which a grid shows 100 at most; at most 10 of each class if there are at most 10 classes.
+        sampling: sampler options; null for those of the model.
+        every_n_steps: optimizer steps between two grids; null for no grids during training.
+        at_end: whether the last weights draw a grid.
+        batch_size: samples that each process draws at once.
         seed: seed of the noise.
-        name: name of the pictures; two callbacks need two names.
+        name: name of the pictures, unique among the callbacks.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class ClassSampleGrid(drawing.SampleGrid):
     @property
     @override
     def state_key(self) -> str:
-        """Key of this callback's state in checkpoints, by the name that configurations use."""
+        """Key of this callback's state in checkpoints, built from the class name that configurations use."""
         return f"SampleGrid{{{self.name}}}"
 
 
@@ -48,16 +49,16 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
     """Draw samples, balanced over the classes, with the weights that validation uses, and score them.
 
     Args:
-        samples: number of samples; published figures use 50,000.
-        reference: train or validate, for that part of the data (50,000 images of it at most, spread evenly); a folder of
-            images; or an .npz of ADM's evaluator.
-        features: network whose features are compared.
-        sampling: sampler options; null for the model's own.
-        every_n_steps: optimizer steps between two evaluations; null for none on the way.
-        at_end: whether the last weights are scored.
-        batch_size: samples that each process draws together.
+        samples: number of samples; published results use 50,000.
+        reference: real images to compare with: train or validate for that part of the data (at most 50,000 images, evenly
+            spaced), a folder of images, or an .npz of ADM's evaluator.
+        features: network whose features are compared; null for Inception-v3.
+        sampling: sampler options; null for those of the model.
+        every_n_steps: optimizer steps between two evaluations; null for no evaluations during training.
+        at_end: whether the last weights are evaluated.
+        batch_size: samples that each process draws at once.
         seed: seed of the noise.
-        name: name of the metrics; two callbacks need two names.
+        name: name of the metrics, unique among the callbacks.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
     @property
     @override
     def state_key(self) -> str:
-        """Key of this callback's state in checkpoints, by the name that configurations use."""
+        """Key of this callback's state in checkpoints, built from the class name that configurations use."""
         return f"GenerationMetrics{{{self.name}}}"
 
 
 SampleGrid, GenerationMetrics = ClassSampleGrid, ClassGenerationMetrics
-"""The names that configurations use."""
+"""Names of the callbacks in configurations."""

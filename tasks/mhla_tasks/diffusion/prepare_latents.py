@@ -1,4 +1,4 @@
-"""Latent shards of images, encoded by a diffusers VAE: what ``lightning prepare latents`` writes."""
+"""Encoding of images by a diffusers VAE into shards of latents, for ``lightning prepare latents``."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from lightning_mhla.generative.codecs import LatentCodec
 from mhla_tasks.diffusion.sources import FLIPPED, LATENT, SignedImage
 
 SHUFFLE_SEED = 0
-"""Seed of the order in which images of a folder are encoded."""
+"""Seed of the order in which the images of a folder are encoded."""
 
 MOST_CLASSES = 1 << 30
-"""Bound of the labels of shards that do not name their classes."""
+"""Exclusive upper bound of the labels in shards that do not name their classes."""
 
 
 @dataclass(frozen=True)
 class LabelledSource:
-    """Images to encode, and what they are made from.
+    """Images to encode, with the files that they come from.
 
     Attributes:
-        samples: give ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``.
-        origins: of each image, or of the shards that hold them.
-        per_sample: whether each image has an origin of its own.
-        classes: names of the classes; None where they are not known.
+        samples: source of samples with ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``.
+        origins: origin of each image, or of each shard that holds images.
+        per_sample: whether there is one origin for each image instead of each shard.
+        classes: names of the classes; None if unknown.
     """
 
     samples: SampleSource
@@ -56,27 +56,29 @@ def encode_images(
     share: tuple[int, int] = (0, 1),
     force: bool = False,
 ) -> tuple[list[Path], int]:
-    """Write ``target/prefix-00000.tar`` and so on; the shards of this process of ``share``, rank and number.
+    """Encode images and write the latents to the shards ``target/prefix-00000.tar`` and so on.
+
+    Several processes can divide the shards among them; each calls this function with its own ``share``.
 
     Args:
-        source: the images.
-        target: made if missing.
-        vae: encodes.
+        source: images to encode.
+        target: path of the folder of shards; created if it does not exist.
+        vae: VAE that encodes the images.
         prefix: prefix of the file names.
-        per_shard: latents in a shard; it holds fewer where some images are broken.
-        batch_size: images encoded at once.
+        per_shard: number of latents per shard, fewer if images are broken.
+        batch_size: number of images encoded at once.
         device: device of the encoder.
-        image_size: S.
-        max_skipped: broken images that this process skips before it stops.
-        share: index and number of the parts that the shards are divided into.
-        force: delete the shards of an earlier call first.
+        image_size: side S of the images in pixels, recorded in the manifest.
+        max_skipped: number of broken images that this process skips before it fails.
+        share: index of this process and number of processes that divide the shards.
+        force: whether to delete the shards of an earlier call first.
 
     Returns:
-        Paths of all shards, of every process, and how many images this one skipped.
+        Paths of the shards of all processes, and the number of images that this process skipped.
 
     Raises:
-        ValueError: if the folder holds shards of images that have changed since, or made with other options.
-        BrokenSampleError: if more images are broken than ``max_skipped``.
+        ValueError: if the folder holds shards of images that have changed since, or shards made with different options.
+        BrokenSampleError: if more than ``max_skipped`` images are broken.
     """
     options = {"per_shard": per_shard, "image_size": image_size, "vae": vae.path, "scale": vae.scale(device)}
     with Preparation(
@@ -99,16 +101,24 @@ def encode_images(
 
 
 def open_source(name: str, target: Path, prefix: str, image_size: int, num_classes: int | None) -> LabelledSource:
-    """The images of a folder, labelled like the shards of other prefixes in ``target``, or those of shards.
+    """Open the images of a folder of class folders, or of shards.
+
+    Args:
+        name: path of the folder, or location of the shards.
+        target: path of the folder that latents are written to. Images of a folder get the labels of the classes in its shards
+            of other prefixes.
+        prefix: prefix of the shards to write.
+        image_size: side in pixels to which the images are shrunk and cropped.
+        num_classes: number of classes of shards; None for the number of classes that they name.
 
     Raises:
-        FileNotFoundError: if there are none.
-        ValueError: if a folder has a class that those shards do not have.
+        FileNotFoundError: if there are no images.
+        ValueError: if the folder has a class that the shards of other prefixes do not have.
     """
     transform = SignedImage(image_size)
     if Path(name).is_dir() and not holds_shards(Path(name)):
         folder = LabelledFolder(name, transform, data_set_classes(target, prefix))
-        order = np.random.default_rng(SHUFFLE_SEED).permutation(len(folder))  # or a shard would hold one class
+        order = np.random.default_rng(SHUFFLE_SEED).permutation(len(folder))  # else a shard would hold a single class
         folder.labelled = [folder.labelled[index] for index in order]
         return LabelledSource(folder, folder.origins(), True, folder.classes)
     shards = find_shards(name)

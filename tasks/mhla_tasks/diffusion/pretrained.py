@@ -1,7 +1,7 @@
-"""Published softmax DiT weights for a DiT of any attention: from diffusers' layout, the original one, or our own.
+"""Published softmax DiT weights for a DiT with any attention, read from diffusers' layout, the original layout or our own.
 
-Whatever the softmax model has goes to its place, projections of queries, keys, values and outputs included. What only the
-new attention has starts without effect: ``lepe`` adds nothing, the gate is 1; mixing coefficients keep their start.
+All weights of the softmax model are used, including the projections of queries, keys, values and outputs. Parts that only the
+new attention has start without effect: ``lepe`` adds nothing and the gate is 1. Mixing coefficients keep their initial values.
 """
 
 from __future__ import annotations
@@ -49,14 +49,17 @@ EMBEDDINGS = {
     "norm1.emb.timestep_embedder.": "time.",
     "norm1.emb.class_embedder.embedding_table.": "label.",
 }
-"""In diffusers' layout every block has a copy of them."""
+"""Prefixes of the embeddings, of which every block has a copy in diffusers' layout, and our names for them."""
 
 
 def convert_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a DiT in diffusers' or the original layout, by our names.
+    """Convert the weights of a DiT from diffusers' or the original layout to our names.
+
+    Args:
+        state: weights by name; weights in our layout are returned unchanged.
 
     Raises:
-        ValueError: for weights of something else, or when the blocks' copies of the embeddings differ.
+        ValueError: if the weights are not those of a DiT, or the blocks' copies of the embeddings differ.
     """
     if "backbone.blocks.0.attn.qkv.weight" in state:
         return dict(state)
@@ -65,11 +68,12 @@ def convert_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     unknown = []
     for name, tensor in state.items():
         if name == "pos_embed" or name.endswith("pos_embed.pos_embed"):
-            continue  # fixed, recomputed
+            continue  # positions are not learned; DiT computes them
         block = re.match(BLOCKS, name)
         inside = name[block.end() :] if block else name
         projection = re.match(r"attn1\.to_([qkv])\.(weight|bias)$", inside)
         if block and projection:
+            # diffusers has separate projections; DiT has one matrix of queries, keys and values, concatenated below.
             thirds.setdefault(f"backbone.blocks.{block[1]}.attn.qkv.{projection[2]}", {})[projection[1]] = tensor
             continue
         table = {**EMBEDDINGS, **RENAMED_IN_BLOCKS} if block else RENAMED
@@ -94,15 +98,15 @@ def convert_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_state(path: str) -> dict[str, Tensor]:
-    """Weights by their own names, from a file, a folder or the hub; nothing in them is executed.
+    """Read weights, by the names in the source, from a file, a folder or the hub, without running code from it.
 
     Args:
-        path: a ``.pt`` or ``.safetensors`` file; a folder of diffusers (model or pipeline) or of ``DiT.save_pretrained``;
-            or a name on the hub, such as ``facebook/DiT-XL-2-256``.
+        path: path of a ``.pt`` or ``.safetensors`` file; path of a folder of diffusers (model or pipeline) or of
+            ``DiT.save_pretrained``; or name on the hub, such as ``facebook/DiT-XL-2-256``.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
-        ValueError: if it cannot be read safely, or is a checkpoint of training.
+        ValueError: if the source cannot be read safely, or holds more than weights.
     """
     from diffusers import DiTTransformer2DModel
 
@@ -114,28 +118,34 @@ def read_state(path: str) -> dict[str, Tensor]:
             config = folder / "config.json"
             if config.is_file() and read_json(config).get("_class_name") == DiT.__name__:
                 return read_safetensors(folder)
-        if (local / "model.safetensors").is_file():  # as exports were written at first
+        if (local / "model.safetensors").is_file():  # export of an early version
             return read_weights_file(local / "model.safetensors")
     return read_diffusers(path, DiTTransformer2DModel, "a DiT", "pretrained ")
 
 
 def _options(path: str) -> dict[str, Any]:
-    """Options of an exported DiT, for the blocks that its coefficients are for."""
+    """Read the options of an exported DiT, which hold the block grid of its mixing coefficients; empty if there are none."""
     files = (Path(path) / name for name in ("config.json", "transformer/config.json"))
     return next((read_json(file) for file in files if file.is_file()), {})
 
 
 def load_pretrained(network: DiT, path: str) -> None:
-    """Start ``network`` from published weights, or those of a run, a checkpoint or an export; see the module's description.
+    """Load published weights, or those of a run, a checkpoint or an export, into ``network``.
 
-    The classes may differ (their embedding starts from new values), and the size of samples (mixing coefficients are resized).
+    The classes may differ: their embedding then starts from new values. The sample size may differ: mixing coefficients are
+    then resized.
+
+    Args:
+        network: DiT, changed in place.
+        path: path of a run, a checkpoint or an export, or a source as for :func:`read_state`.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
-        ValueError: if they are not of a DiT of this width and depth.
+        ValueError: if the weights are not those of a DiT of this width and depth.
     """
     source = read_trained(path) or Pretrained(convert_state(read_state(path)), _options(path))
     for name, module in network.named_modules():
+        # A gate that the source does not have starts at 1, where it has no effect.
         if isinstance(module, Attention) and not (module.gate is not None and f"{name}.gate.weight" in source.weights):
             module.open_gate()
     adopt(network, source, path, heads=("label.",))

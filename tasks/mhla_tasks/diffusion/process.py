@@ -1,7 +1,7 @@
-"""Noise processes: what the network learns to predict, and how its predictions become samples.
+"""Noise processes, which define the training loss of the network and the samplers for its predictions.
 
-``DenoisingProcess`` is DDPM (arXiv 2006.11239) as DiT trains it, with the learned variance of arXiv 2102.09672;
-``FlowProcess`` is flow matching on straight paths. Noise schedules and samplers are diffusers'.
+``DenoisingProcess`` is DDPM (arXiv 2006.11239) as DiT trains it, with the learned variance of arXiv 2102.09672.
+``FlowProcess`` is flow matching on straight paths. Noise schedules and samplers come from diffusers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ BETAS = {"num_train_timesteps": TIMESTEPS, "beta_start": 1e-4, "beta_end": 0.02,
 
 @dataclass(frozen=True)
 class ProcessConfig:
-    """The noise process and the objective.
+    """Options of the noise process and the training objective.
 
     Args:
-        objective: ddpm (noise, DiT's own) or flow (velocity on straight paths).
+        objective: ddpm (predicts noise, as in DiT) or flow (predicts velocity on straight paths).
         learn_sigma: whether the network also predicts the variance of a step (ddpm).
         times: distribution of the timesteps in training, uniform or logit_normal (flow).
-        shift: moves timesteps towards noise, in training and sampling, for large samples (flow).
+        shift: shift of the timesteps towards noise, in training and sampling, for large samples (flow); 1 for none.
         label_dropout: share of samples trained without their class, which guidance needs.
     """
 
@@ -57,15 +57,18 @@ class ProcessConfig:
 
     @property
     def learns_sigma(self) -> bool:
-        """Whether the network has twice the channels."""
+        """Whether the network predicts a variance in addition, in twice the number of output channels."""
         return self.objective == "ddpm" and self.learn_sigma
 
 
 class NoiseProcess:
-    """A way from data to noise and back; no module, so that its tables stay float32 in every precision.
+    """Base class of noise processes. It is not a module, so that its tables stay float32 in every precision.
 
     Args:
-        config: see :class:`ProcessConfig`.
+        config: options of the process.
+
+    Attributes:
+        samplers: supported samplers, the default first.
     """
 
     samplers: tuple[Sampler, ...] = ()
@@ -74,72 +77,76 @@ class NoiseProcess:
         self.config = config
 
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        """Timesteps ``[count]`` to train on."""
+        """Draw timesteps ``[count]`` to train on."""
         raise NotImplementedError
 
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Training loss of each sample.
+        """Compute the training loss of each sample.
 
         Args:
-            network: predicts from noisy samples.
-            clean: ``[B, C, S, S]``.
-            noise: standard normal, of the shape of ``clean``.
-            times: ``[B]``, see :meth:`draw_times`.
-            labels: ``[B]``.
+            network: network that predicts from noisy samples.
+            clean: clean samples ``[B, C, S, S]``.
+            noise: standard normal noise with the shape of ``clean``.
+            times: timesteps ``[B]``; see :meth:`draw_times`.
+            labels: classes ``[B]``.
 
         Returns:
-            ``[B]`` float32.
+            Losses ``[B]`` float32.
         """
         raise NotImplementedError
 
     def scheduler(self, sampler: Sampler) -> Any:
-        """The diffusers scheduler of a sampler.
+        """Build the diffusers scheduler of a sampler.
 
         Raises:
-            ValueError: if the objective has no such sampler.
+            ValueError: if the objective does not support the sampler.
         """
         raise NotImplementedError
 
     def check_sampler(self, sampler: str) -> None:
-        """Refuse samplers of the other objective.
+        """Check that the objective supports a sampler.
 
         Raises:
-            ValueError: naming the existing ones.
+            ValueError: if it does not; the message names the supported samplers.
         """
         if sampler not in self.samplers:
             names = ", ".join(self.samplers)
             raise ValueError(f"sampler={sampler!r} does not go with objective {self.config.objective!r}; use {names}")
 
     def drop_labels(self, labels: Tensor, num_classes: int) -> Tensor:
-        """``labels`` with a share of them replaced by ``num_classes``, no class."""
+        """Replace a random share ``label_dropout`` of the labels by ``num_classes``, which stands for no class."""
         dropped = torch.rand(labels.shape, device=labels.device) < self.config.label_dropout
         return torch.where(dropped, num_classes, labels)
 
 
 class DenoisingProcess(NoiseProcess):
-    """DDPM: predict the noise; with ``learn_sigma`` also where the log variance of a step lies between its bounds."""
+    """DDPM, which predicts the noise and, with ``learn_sigma``, the variance of a step.
+
+    The variance is predicted as the position of its logarithm between those of the smallest and the largest variance.
+    """
 
     samplers = ("ddpm", "ddim", "dpm-solver++")
 
     def __init__(self, config: ProcessConfig) -> None:
         super().__init__(config)
+        # kept is alpha bar, the share of the data in the variance at each timestep; before is that of the previous timestep.
         self.kept: Tensor = DDPMScheduler(**BETAS).alphas_cumprod
         kept = self.kept.double()
         before = torch.cat([kept.new_ones(1), kept[:-1]])
         posterior = (1 - before) / (1 - kept) * (1 - kept / before)
-        posterior[0] = posterior[1]  # 0 otherwise, without a logarithm
+        posterior[0] = posterior[1]  # else 0, which has no logarithm
         self.before, self.posterior = before.float(), posterior.log().float()
 
     @override
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        """Draw integers 0 to 999."""
+        """Draw timesteps ``[count]``, integers from 0 to 999."""
         return torch.randint(0, TIMESTEPS, (count,), generator=generator, device=device)
 
     @override
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Return the squared error of the noise, plus the variational bound for the variance.
+        """Compute the squared error of the noise, plus the variational bound if the variance is learned.
 
-        The bound trains the variance alone, as the mean in it is detached, and is not weighted (DiT's code).
+        As in DiT's code, the bound is not weighted, and trains the variance only, because the mean in it is detached.
         """
         (kept,) = self._at(times, self.kept)
         noisy = kept.sqrt() * clean + (1 - kept).sqrt() * noise
@@ -153,26 +160,29 @@ class DenoisingProcess(NoiseProcess):
     def variational_bound(
         self, clean: Tensor, noisy: Tensor, predicted: Tensor, between: Tensor, times: Tensor
     ) -> Tensor:
-        """Terms of the variational bound in bits per dimension (arXiv 2006.11239 equation 5, 2102.09672 equation 15).
+        """Compute the variational bound's term of each sample (arXiv 2006.11239 equation 5, 2102.09672 equation 15).
 
         Args:
-            clean: ``[B, C, S, S]``; pixels of 8 bits scaled to -1 .. 1, for the likelihood at timestep 0.
-            noisy: samples of the same shape, at ``times``.
-            predicted: the noise that the network predicts, of the same shape.
-            between: tensor of the same shape; -1 for the smallest variance (of the posterior), 1 for the largest (beta).
-            times: ``[B]`` int.
+            clean: clean samples ``[B, C, S, S]``; pixels of 8 bits scaled to -1 .. 1, for the likelihood at timestep 0.
+            noisy: noisy samples at ``times``, with the shape of ``clean``.
+            predicted: noise that the network predicts, with the shape of ``clean``.
+            between: position of the log variance, with the shape of ``clean``: -1 for the smallest variance (of the
+                posterior), 1 for the largest (beta).
+            times: timesteps ``[B]`` int.
 
         Returns:
-            ``[B]``.
+            Terms ``[B]``, in bits per dimension.
         """
         kept, before, posterior = self._at(times, self.kept, self.before, self.posterior)
         beta = 1 - kept / before
+        # The posterior mean is a linear combination of the clean and the noisy sample (arXiv 2006.11239, equation 7).
         to_clean, to_noisy = (x / (1 - kept) for x in (before.sqrt() * beta, (kept / before).sqrt() * (1 - before)))
         guess = (noisy - (1 - kept).sqrt() * predicted) / kept.sqrt()
         mean, target = (to_clean * x + to_noisy * noisy for x in (guess, clean))
         share = (between + 1) / 2
         log_variance = share * beta.log() + (1 - share) * posterior
         ratio = log_variance - posterior
+        # KL divergence of two normal distributions: the posterior, and the step that the network predicts.
         divergence = 0.5 * (ratio - 1 + (-ratio).exp() + (target - mean).square() * (-log_variance).exp())
         terms = torch.where(
             times[:, None, None, None] == 0, _negative_log_likelihood(clean, mean, log_variance), divergence
@@ -180,14 +190,15 @@ class DenoisingProcess(NoiseProcess):
         return terms.flatten(1).mean(1) / math.log(2)
 
     def _at(self, times: Tensor, *tables: Tensor) -> list[Tensor]:
-        """Values of tables at ``times``, ``[B, 1, 1, 1]`` on their device."""
+        """Look up tables at ``times``; values ``[B, 1, 1, 1]`` on the device of ``times``."""
         return [table.to(times.device)[times][:, None, None, None] for table in tables]
 
     @override
     def scheduler(self, sampler: Sampler) -> Any:
-        """Build the scheduler; ``ddpm`` spreads timesteps over all 1,000, as DiT's code does.
+        """Build the diffusers scheduler of a sampler.
 
-        ddim wants them equally far apart, down to the last step (``trailing``): diffusers' takes one stride for all.
+        ``ddpm`` spreads timesteps over all 1,000 as DiT's code does. ``ddim`` uses ``trailing`` timesteps, because diffusers'
+        implementation assumes the same stride for all steps.
         """
         self.check_sampler(sampler)
         if sampler == "ddim":
@@ -199,25 +210,25 @@ class DenoisingProcess(NoiseProcess):
 
 
 class FlowProcess(NoiseProcess):
-    """Flow matching: predict noise minus data at a point on the straight line between them."""
+    """Flow matching, which predicts noise minus data at a point on the straight line between them."""
 
     samplers = ("euler", "dpm-solver++")
 
     @override
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-        """Draw times from 0, data, to 1000, noise."""
+        """Draw timesteps ``[count]`` between 0 (data) and 1000 (noise)."""
         return draw_flow_times(self.config.times, self.config.shift, count, generator, device)
 
     @override
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Return the squared error of the velocity."""
+        """Compute the squared error of the velocity of each sample, ``[B]``."""
         noisy, velocity = flow_point(clean, noise, times)
         out = network(noisy, times, labels).float()
         return (out - velocity).square().flatten(1).mean(1)
 
     @override
     def scheduler(self, sampler: Sampler) -> Any:
-        """Build the scheduler; ``dpm-solver++`` rounds the times that the network sees to integers."""
+        """Build the diffusers scheduler of a sampler; that of ``dpm-solver++`` rounds timesteps to integers."""
         self.check_sampler(sampler)
         if sampler == "euler":
             return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=self.config.shift)
@@ -230,14 +241,15 @@ class FlowProcess(NoiseProcess):
 
 
 def make_process(config: ProcessConfig) -> NoiseProcess:
-    """The process of a configuration."""
+    """Build the noise process of a configuration."""
     return (DenoisingProcess if config.objective == "ddpm" else FlowProcess)(config)
 
 
 def _negative_log_likelihood(clean: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Of 8-bit pixels scaled to -1 .. 1 under a normal distribution rounded to them, in nats."""
+    """Negative log-likelihood in nats of 8-bit pixels in -1 .. 1 under a normal distribution that is rounded to pixels."""
     inverse = (-0.5 * log_variance).exp()
     upper = torch.special.ndtr((clean - mean + 1 / 255) * inverse)
     lower = torch.special.ndtr((clean - mean - 1 / 255) * inverse)
+    # The darkest and the brightest pixel value take all of the probability beyond them.
     chance = torch.where(clean < -0.999, upper, torch.where(clean > 0.999, 1 - lower, upper - lower))
     return -chance.clamp(min=1e-12).log()

@@ -1,4 +1,4 @@
-"""Samples from a network: noise by sample index, a diffusers scheduler, classifier-free guidance."""
+"""Sampling from a network with a diffusers scheduler, classifier-free guidance and noise that depends on the sample index."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mhla_tasks.diffusion.process import NoiseProcess, Sampler
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How samples are drawn.
+    """Options of the sampler.
 
     Args:
-        sampler: ddpm, ddim or dpm-solver++ with objective ddpm; euler or dpm-solver++ with flow. null for ddpm and euler.
-        steps: evaluations of the network for a sample (twice as many with guidance).
+        sampler: ddpm, ddim or dpm-solver++ for objective ddpm; euler or dpm-solver++ for flow; null for ddpm or euler.
+        steps: number of network evaluations per sample (twice as many with guidance).
         guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 for none.
     """
 
@@ -43,18 +43,21 @@ class SamplingConfig:
 def draw_samples(
     network: DiT, process: NoiseProcess, config: SamplingConfig, labels: Tensor, indices: Sequence[int], seed: int
 ) -> Tensor:
-    """Samples ``[B, channels, height, width]`` float32, each a function of weights, label, seed and its index.
+    """Draw samples, each of which depends on the weights, its label, the seed and its index only.
 
     Args:
-        network: in evaluation mode.
-        process: that it was trained on.
-        config: see :class:`SamplingConfig`.
-        labels: ``[B]`` on the network's device.
-        indices: number of each sample, for its noise.
+        network: network in evaluation mode.
+        process: noise process that the network was trained on.
+        config: options of the sampler.
+        labels: classes ``[B]`` on the network's device.
+        indices: index of each sample, which determines its noise.
         seed: seed of all samples.
 
+    Returns:
+        Samples ``[B, channels, height, width]`` float32.
+
     Raises:
-        ValueError: for options that do not go with the process, or a label out of range.
+        ValueError: if the process does not support the options, or a label is out of range.
     """
     check_labels(labels.tolist(), network.num_classes)
     check_sampling(process, config)
@@ -72,18 +75,21 @@ def denoise(
     guidance: float,
     generators: torch.Generator | list[torch.Generator] | None = None,
 ) -> Tensor:
-    """Samples ``[B, channels, height, width]`` float32 by a diffusers scheduler.
+    """Draw samples with a diffusers scheduler.
 
     Args:
-        network: in evaluation mode.
-        scheduler: scheduler of the network's process.
-        labels: ``[B]`` on the network's device.
-        steps: evaluations of the network for a sample (twice as many with guidance).
-        guidance: see :class:`SamplingConfig`.
-        generators: generators of the noise; a list for one each.
+        network: network in evaluation mode.
+        scheduler: scheduler of the noise process that the network was trained on.
+        labels: classes ``[B]`` on the network's device.
+        steps: number of network evaluations per sample (twice as many with guidance).
+        guidance: scale of classifier-free guidance; 1 for none.
+        generators: generator of the noise, or a list with one for each sample; None for the global generator.
+
+    Returns:
+        Samples ``[B, channels, height, width]`` float32.
     """
     if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        # equal steps from noise to data; diffusers' own grid would end with one of a thousandth
+        # Equal steps from noise to data; diffusers' default grid would end with a step of a thousandth.
         scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), device=labels.device)
     else:
         scheduler.set_timesteps(steps, device=labels.device)
@@ -94,15 +100,20 @@ def denoise(
     for time in scheduler.timesteps:
         predicted = _guided(network, x, time.expand(len(x)), labels, guidance)
         if not ancestral:
+            # A learned variance lies in the second half of the channels.
             predicted = predicted[:, : network.channels]
         x = scheduler.step(predicted, time, x, **noise).prev_sample
     return x
 
 
 def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: float) -> Tensor:
-    """Prediction at ``guidance`` times the way from no class to the class; a learned variance is that of the class."""
+    """Predict with classifier-free guidance: extrapolate from the prediction without a class to that with the class.
+
+    A learned variance is not extrapolated; it is that with the class.
+    """
     if guidance == 1:
         return network(x, times, labels).float()
+    # One batch of twice the size; the second half has no class.
     both = torch.cat([labels, torch.full_like(labels, network.num_classes)])
     given, free = network(x.repeat(2, 1, 1, 1), times.repeat(2), both).float().chunk(2)
     mean = free[:, : network.channels] + guidance * (given - free)[:, : network.channels]
@@ -110,10 +121,10 @@ def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: fl
 
 
 def check_sampling(process: NoiseProcess, config: SamplingConfig) -> None:
-    """Refuse samplers, steps and guidance that the process cannot do.
+    """Check that the process supports the sampler, the number of steps and guidance.
 
     Raises:
-        ValueError: naming what it can.
+        ValueError: if it does not; the message names the supported values.
     """
     sampler = config.sampler or process.samplers[0]
     process.check_sampler(sampler)
@@ -127,10 +138,10 @@ def check_sampling(process: NoiseProcess, config: SamplingConfig) -> None:
 
 
 def check_labels(labels: Iterable[int], num_classes: int) -> None:
-    """Refuse labels that the network does not know.
+    """Check that labels lie below the number of classes.
 
     Raises:
-        ValueError: naming the first.
+        ValueError: if one does not; the message names the first.
     """
     for label in labels:
         if not 0 <= label < num_classes:

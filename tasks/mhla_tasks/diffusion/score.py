@@ -1,4 +1,4 @@
-"""Scores of samples that are already there: what ``lightning score`` prints."""
+"""Scores of existing samples, for ``lightning score``."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ NETWORKS: dict[str, type[FeatureNetwork]] = {"digits": DigitFeatures, "mnist": M
 def compare_sets(
     samples: str, reference: str, features: str, weights: str | None, batch_size: int, device: str | None
 ) -> dict[str, Any]:
-    """Scores of one set of images against another, and what they depend on.
+    """Score one set of images against another.
 
     Args:
-        samples: folder of images, or ``.npz``.
-        reference: folder of images, or ``.npz``.
+        samples: path of a folder of images or of an ``.npz``.
+        reference: path of a folder of real images or of an ``.npz``.
         features: network whose features are compared: inception, digits, mnist or random.
-        weights: file of torch-fidelity's Inception-v3; None to download it.
-        batch_size: images at once.
+        weights: path of the weights of torch-fidelity's Inception-v3; None to download them.
+        batch_size: number of images processed at once.
         device: cpu or cuda; None for a GPU if there is one.
+
+    Returns:
+        Scores by name, remarks on them (``marks``), and the image counts and checksums that they depend on.
     """
     network = InceptionFeatures(weights) if features == "inception" else NETWORKS[features]()
     where = process_device(device)
@@ -54,7 +57,7 @@ def compare_sets(
 
 
 def print_scores(found: dict[str, Any], title: str, as_json: bool) -> None:
-    """Print a table, or JSON."""
+    """Print the scores of :func:`compare_sets` as a table, or as JSON."""
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
         return

@@ -1,4 +1,4 @@
-"""Samples of the diffusion domain: images in -1 .. 1, and latents of shards."""
+"""Samples of class-to-image diffusion: images in -1 .. 1, and latents from shards."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from lightning_mhla.system.untrusted import read_json
 log = logging.getLogger(__name__)
 
 LATENT, FLIPPED = "latent.npy", "flip.npy"
-"""Members of a latent sample: means and standard deviations of the image and of its mirror image."""
+"""Shard members of a latent sample: means and standard deviations for the image and for its mirror image."""
 
 
 class SignedImage:
-    """Image to tensor ``[C, S, S]`` in -1 .. 1: shrunk until its shorter side is S, the middle cut out, maybe mirrored.
+    """Transform that converts an image to a tensor ``[C, S, S]`` in -1 .. 1.
+
+    The image is resized until its shorter side is S, cropped to its central square, and randomly mirrored.
 
     Args:
-        size: S.
-        flip: probability of a mirror image.
-        channels: C, 3 or 1 (grey).
+        size: side S in pixels.
+        flip: probability of mirroring.
+        channels: number of channels C: 3, or 1 for gray.
     """
 
     def __init__(self, size: int, flip: float = 0.0, channels: int = 3) -> None:
         self.size, self.flip, self.mode = size, flip, "RGB" if channels == 3 else "L"
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """The tensor of one image."""
+        """Convert one image to a float32 tensor ``[C, S, S]``."""
         image = shrink(image.convert(self.mode), self.size)
         left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
         image = image.crop((left, top, left + self.size, top + self.size))
@@ -46,7 +48,10 @@ class SignedImage:
 
 
 def shrink(image: Image.Image, size: int) -> Image.Image:
-    """Image whose shorter side is ``size``: halved by boxes while twice as large, then bicubic (ADM's preprocessing)."""
+    """Resize an image until its shorter side is ``size``, as ADM's preprocessing does.
+
+    A box filter halves the image while it is at least twice as large; bicubic interpolation does the rest.
+    """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     factor = size / min(image.size)
@@ -54,17 +59,18 @@ def shrink(image: Image.Image, size: int) -> Image.Image:
 
 
 class LatentSamples:
-    """Latents of shards as a source.
+    """Source of latents and labels from shards.
 
     Args:
-        reader: the shards.
-        sample_size: side that the latents must have.
-        num_classes: labels of the data set must lie below it.
-        flip: probability of the mirror image's latent.
-        labels: label in the data set of each label in the shards; None where those are the same.
+        reader: reader of the shards.
+        sample_size: required side of the latents, in latent pixels.
+        num_classes: number of classes of the data set, larger than every label.
+        flip: probability that a sample is the latent of the mirror image.
+        labels: label in the data set for each label in the shards; None if they are the same.
 
     Raises:
-        ValueError: if the shards hold latents of another size, or none.
+        ValueError: if the shards hold latents of a different size, or no latents.
+        FileNotFoundError: if the manifest of the shards is missing.
     """
 
     def __init__(
@@ -90,7 +96,7 @@ class LatentSamples:
         return len(self.reader)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``latent`` ``[C, S, S]`` float32, scaled; ``label`` and ``index``."""
+        """Return the scaled ``latent`` ``[C, S, S]`` float32, the ``label`` and the ``index`` of a sample."""
         mirrored = self.flip > 0 and float(torch.rand(())) < self.flip
         moments = torch.from_numpy(self._moments(index, FLIPPED if mirrored else LATENT))
         if moments.shape[-2:] != (self.sample_size, self.sample_size):
@@ -113,11 +119,11 @@ class LatentSamples:
 
 
 def latent_scale(reader: ShardReader) -> float:
-    """The factor that the shards' manifest names for their latents.
+    """Read the scale of the latents from the manifests beside the shards.
 
     Raises:
         FileNotFoundError: if there is no manifest beside the shards.
-        ValueError: if shards have different factors, or hold no latents.
+        ValueError: if shards have different scales, or do not hold latents.
     """
     scales = set()
     for manifest in sorted({beside_shard(path, "manifest.json") for path in reader.shards}):
