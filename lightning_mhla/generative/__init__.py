@@ -1,1 +1,1 @@
-"""Shared by generative domains: flow matching, frozen encoders and VAEs, adapters, distillation, samples, fidelity."""
+"""Parts that the generative domains share: flow matching, frozen VAEs, distillation, samples and fidelity metrics."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 8
-"""Number of images that the VAE processes at once. Its activations are far larger than the images."""
+"""Number of images that a VAE processes at once. Its activations are far larger than the images."""
 
 
 class FrozenVAE:
@@ -17,11 +17,11 @@ class FrozenVAE:
 
     Args:
         path: folder of the VAE (or of a pipeline that has one in ``vae/``), or a name on the hub.
-        model: the VAE itself, where it is loaded already.
+        model: VAE that is loaded already; None to load it from ``path``.
     """
 
     vae_class: ClassVar[str]
-    """Name of the class in diffusers."""
+    """Name of the VAE's class in diffusers."""
 
     def __init__(self, path: str, model: Any = None) -> None:
         self.path = path
@@ -39,7 +39,7 @@ class FrozenVAE:
         """Return the VAE on ``device``, in float32.
 
         Raises:
-            FileNotFoundError: if there is none at the path.
+            FileNotFoundError: if there is no VAE at the path.
         """
         if self._model is None:
             self._model = self._read().eval().requires_grad_(False)
@@ -51,6 +51,7 @@ class FrozenVAE:
 
         kind, local = getattr(diffusers, self.vae_class), Path(self.path)
         failed: OSError | None = None
+        # A local folder with config.json is first tried as the VAE itself; anything else is first tried as a pipeline.
         places = [{"subfolder": "vae"}, {}]
         for where in reversed(places) if (local / "config.json").is_file() else places:
             try:
@@ -62,14 +63,15 @@ class FrozenVAE:
 
 
 class LatentCodec(FrozenVAE):
-    """Codec of images by ``AutoencoderKL`` of diffusers. Arguments as for :class:`FrozenVAE`."""
+    """Codec of images with ``AutoencoderKL`` of diffusers. Arguments are those of :class:`FrozenVAE`."""
 
     vae_class = "AutoencoderKL"
 
     @torch.no_grad()
     def moments(self, images: Tensor) -> Tensor:
-        """Compute mean and deviation of latents, ``[B, 2 * C, s, s]`` float32, for images ``[B, 3, S, S]`` in -1 .. 1."""
+        """Compute means and deviations of latents, ``[B, 2 * C, s, s]`` float32, for images ``[B, 3, S, S]`` in -1 .. 1."""
         model = self.model(images.device)
+        # Autocast would use half precision, in which the activations of some VAEs overflow.
         with torch.autocast(images.device.type, enabled=False):
             posteriors = [model.encode(part).latent_dist for part in images.float().split(CHUNK)]
         return torch.cat([torch.cat([posterior.mean, posterior.std], 1) for posterior in posteriors])
@@ -78,8 +80,11 @@ class LatentCodec(FrozenVAE):
         """Draw latents ``[B, C, s, s]`` from the posterior, scaled for diffusion.
 
         Args:
-            images: ``[B, 3, S, S]`` in -1 .. 1.
-            noise: standard normal, as the latents; None to draw it.
+            images: images ``[B, 3, S, S]`` in -1 .. 1.
+            noise: standard normal noise with the shape of the latents; None to draw it.
+
+        Returns:
+            Latents ``[B, C, s, s]`` float32.
         """
         return draw_latents(self.moments(images), self.scale(images.device), noise)
 
@@ -92,12 +97,12 @@ class LatentCodec(FrozenVAE):
             return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
 
     def scale(self, device: torch.device) -> float:
-        """Factor from the VAE's latents to those of diffusion."""
+        """Return the factor by which the VAE's latents are multiplied for diffusion."""
         return float(self.model(device).config.scaling_factor)
 
 
 class ClipCodec(FrozenVAE):
-    """Codec of clips by Wan's VAE. Arguments as for :class:`FrozenVAE`."""
+    """Codec of clips with Wan's VAE. Arguments are those of :class:`FrozenVAE`."""
 
     vae_class = "AutoencoderKLWan"
 
@@ -105,10 +110,11 @@ class ClipCodec(FrozenVAE):
     def encode(self, clips: Tensor) -> Tensor:
         """Encode clips ``[B, 3, F, H, W]`` in -1 .. 1 into normalized posterior means ``[B, C, f, h, w]`` float32.
 
-        Wan is trained on means, not on draws from the posterior; mean and deviation of each channel are the VAE's own.
+        Wan is trained on posterior means, not on draws. The mean and the deviation that normalize each channel are part of the
+        VAE's configuration.
 
         Raises:
-            ValueError: for sizes that the VAE does not compress evenly.
+            ValueError: if the VAE cannot compress a clip of this size without rounding.
         """
         model = self.model(clips.device)
         self.latent_size(*clips.shape[2:])
@@ -135,7 +141,7 @@ class ClipCodec(FrozenVAE):
         """Return the number of frames, rows and columns of the latent of a clip.
 
         Raises:
-            ValueError: for a size that the VAE would round.
+            ValueError: if the VAE cannot compress a clip of this size without rounding.
         """
         config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
         time, space = config.scale_factor_temporal, config.scale_factor_spatial
@@ -144,17 +150,30 @@ class ClipCodec(FrozenVAE):
                 f"clips of {frames} frames of {height} x {width}: the VAE wants 1 frame more than a multiple of {time}, and "
                 f"sides that are multiples of {space}"
             )
-        return (frames - 1) // time + 1, height // space, width // space
+        return (
+            (frames - 1) // time + 1,
+            height // space,
+            width // space,
+        )  # the first frame has a latent frame of its own
 
 
 def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> Tensor:
-    """Draw scaled latents from means and standard deviations ``[..., 2 * C, s, s]``, with ``noise`` if given."""
+    """Draw latents from their posterior and scale them.
+
+    Args:
+        moments: means and standard deviations ``[..., 2 * C, s, s]``.
+        scale: factor by which the latents are multiplied.
+        noise: standard normal noise ``[..., C, s, s]``; None to draw it.
+
+    Returns:
+        Latents ``[..., C, s, s]`` float32.
+    """
     mean, deviation = moments.float().chunk(2, dim=-3)
     return (mean + deviation * (torch.randn_like(mean) if noise is None else noise)) * scale
 
 
 class ImageCodec(FrozenVAE):
-    """Codec of images by SANA's deep compression autoencoder (arXiv 2410.10733). Arguments as for :class:`FrozenVAE`."""
+    """Codec of images with SANA's deep compression autoencoder (arXiv 2410.10733). Arguments are those of FrozenVAE."""
 
     vae_class = "AutoencoderDC"
 
@@ -163,7 +182,7 @@ class ImageCodec(FrozenVAE):
         """Encode images ``[B, 3, H, W]`` in -1 .. 1 into latents ``[B, C, h, w]`` float32, scaled for diffusion.
 
         Raises:
-            ValueError: for sizes that the autoencoder does not divide.
+            ValueError: if height or width is not a multiple of the autoencoder's compression factor.
         """
         model = self.model(images.device)
         self.latent_size(*images.shape[2:])
@@ -183,7 +202,7 @@ class ImageCodec(FrozenVAE):
         """Return the number of rows and columns of the latent of an image.
 
         Raises:
-            ValueError: for sizes that the autoencoder does not divide.
+            ValueError: if height or width is not a multiple of the autoencoder's compression factor.
         """
         config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
         step = 2 ** (len(config.encoder_block_out_channels) - 1)

@@ -1,4 +1,4 @@
-"""Distillation of generative models: its options, and how transformers of diffusers learn from the model before the swap."""
+"""Distillation of generative models: options, and two-stage training of diffusers' transformers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_mhla.training.linearize import LinearizedHost, check_layer_steps
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """Distillation from a teacher, the model before its attention was replaced.
+    """Options of distillation from a teacher, the model before its attention was replaced.
 
     Args:
-        teacher: its weights, as for pretrained; null for plain fine-tuning.
-        layer_steps: optimizer steps, from the first, that match the outputs of each replaced layer, given the teacher's
-            inputs; nothing else is trained meanwhile.
-        velocity_weight: weight of the squared distance to the teacher's velocity, afterwards.
-        flow_weight: weight of the plain loss, afterwards.
+        teacher: weights of the teacher, in the same forms as pretrained; null for plain fine-tuning.
+        layer_steps: number of first optimizer steps that only train each replaced layer to match the output of the teacher's
+            layer for the teacher's inputs.
+        velocity_weight: weight of the squared distance to the teacher's velocity after the layer steps.
+        flow_weight: weight of the plain loss after the layer steps.
     """
 
     teacher: str | None = None
@@ -41,19 +41,20 @@ class DistillationConfig:
             raise ValueError("distillation.layer_steps, velocity_weight and flow_weight must not be negative")
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
-        """See :meth:`lightning_mhla.training.linearize.TwoStageOptions.weighted`."""
+        """Return the weighted sum of the plain loss and the distance to the teacher, both scalars."""
         return self.flow_weight * plain + self.velocity_weight * distance
 
 
 @dataclass(frozen=True)
 class VelocityHost(LinearizedHost):
-    """Transformers of diffusers that predict a velocity.
+    """Host of two-stage training for transformers of diffusers that predict a velocity.
 
-    diffusers does not keep the attention that was replaced, so that layers are matched to those of a teacher, for the
-    teacher's inputs: no layer has to make up for the error of an earlier one. All of a replaced layer is trained meanwhile.
+    diffusers does not keep the attention that was replaced, so layers are matched to those of a teacher. They get the
+    teacher's inputs, so no layer has to compensate for the error of an earlier one. All weights of a replaced layer are
+    trained meanwhile.
 
     Args:
-        velocity: returns a transformer's velocity for noisy samples, times and text.
+        velocity: function that returns a transformer's velocity for noisy samples, times and text.
     """
 
     loss_name = "train/flow_loss"
@@ -71,6 +72,7 @@ class VelocityHost(LinearizedHost):
         for index in swapped_layers(network):
             processor = layers[index].processor
             assert isinstance(processor, SwappedAttention)
+            # Only the teacher runs, so the layers of the network would not learn the size of the input themselves.
             processor.grid(patch_convolution(network), inputs[:1])
             replaced[originals[index]] = layers[index]
         run = partial(self.predict, teacher, *inputs)
@@ -78,7 +80,7 @@ class VelocityHost(LinearizedHost):
 
     @override
     def predict(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Return the velocity of noisy samples, times and text, float32."""
+        """Compute the velocity, float32, for noisy samples, times and text."""
         return self.velocity(network, *inputs).float()
 
     @override

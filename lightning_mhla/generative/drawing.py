@@ -30,12 +30,12 @@ GRID = 10
 
 @runtime_checkable
 class ImageGenerator(Protocol):
-    """LightningModule that draws images for numbered conditions.
+    """Protocol of a LightningModule that draws images for numbered conditions.
 
     Attributes:
         device: device of the weights.
-        ema_decay: decay of the moving average of the weights, or None.
-        sampling: sampler options, a dataclass.
+        ema_decay: decay of the moving average of the weights; None without an average.
+        sampling: default sampler options, a dataclass.
     """
 
     device: Any
@@ -51,32 +51,35 @@ class ImageGenerator(Protocol):
         """Channels, height and width of an image. For latents, whose image size only the VAE knows, the size is arbitrary."""
 
     def check_drawable(self, sampling: Any = None) -> None:
-        """Check that images can be drawn with these options; raise ValueError or FileNotFoundError if not."""
+        """Check that images can be drawn with these sampler options; raise ValueError or FileNotFoundError if not."""
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: Any) -> Tensor:
-        """Draw images ``[b, C, H, W]`` uint8. Sample i has condition i modulo their number, and its own noise."""
+        """Draw the samples with these indices as images ``[b, C, H, W]`` uint8.
+
+        Sample i has condition i modulo the number of conditions, and noise that depends on the seed and i only.
+        """
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
         """Return the options that metrics depend on, such as ``sampler``, ``sampling_steps`` and ``guidance``."""
 
     def all_gather(self, data: Any) -> Any:
-        """See LightningModule."""
+        """Gather tensors of all processes, as a LightningModule does."""
 
 
 class SampleGrid(PeriodicEvaluation):
     """Draw a grid of samples, balanced over the conditions, with the weights that validation uses.
 
-    The grid goes to ``pictures/`` in the log folder and to TensorBoard. Sample i has condition i modulo their number (a
-    class, say) and noise of its own, so any number of processes draws the same.
+    The grid goes to ``pictures/`` in the log folder and to TensorBoard. Sample i has condition i modulo the number of
+    conditions (classes, for example) and its own noise, so any number of processes draws the same samples.
 
     Args:
-        samples: number of samples; a hundred at most, ten of each class where there are ten classes or fewer.
-        sampling: options of the model's sampling, a mapping or its dataclass; None for the model's own.
-        every_n_steps: optimizer steps between two grids; null for none on the way.
-        at_end: whether the last weights draw one.
-        batch_size: samples that each process draws together.
+        samples: number of samples, of which a grid shows 100 at most; at most 10 of each class if there are at most 10 classes.
+        sampling: sampler options, a mapping or the model's dataclass; null for those of the model.
+        every_n_steps: optimizer steps between two grids; null for no grids during training.
+        at_end: whether the last weights draw a grid.
+        batch_size: samples that each process draws at once.
         seed: seed of the noise.
-        name: name of the pictures; two callbacks need two names.
+        name: name of the pictures, unique among the callbacks.
     """
 
     def __init__(
@@ -99,15 +102,15 @@ class SampleGrid(PeriodicEvaluation):
 
     @property
     def state_key(self) -> str:
-        """Key of this callback's state in checkpoints."""
+        """Key of this callback's state in checkpoints, unique by the name of the pictures."""
         return f"{type(self).__qualname__}{{{self.name}}}"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before training that samples can be drawn with this VAE and sampler.
 
         Raises:
-            ValueError: for what does not fit together.
-            FileNotFoundError: for what is not there.
+            ValueError: if the module does not draw images, or its options do not allow drawing.
+            FileNotFoundError: if the VAE does not exist.
         """
         module = self._checked(pl_module)
         if module.num_conditions < 1:
@@ -117,7 +120,7 @@ class SampleGrid(PeriodicEvaluation):
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw on every process, write on the first."""
+        """Draw samples on every process, and write the grid on the first."""
         module, shown = self._checked(pl_module), []
         with self._drawing(trainer, pl_module):
             for tickets, pixels in self._rounds(trainer, module, min(self.samples, GRID * GRID)):
@@ -129,7 +132,7 @@ class SampleGrid(PeriodicEvaluation):
 
     @contextmanager
     def _drawing(self, trainer: Trainer, module: LightningModule) -> Iterator[None]:
-        """Context with the weights and the precision of validation, which restores the random state of training."""
+        """Return a context with the weights and the precision of validation, which restores the random state of training."""
         with (
             kept_random_state(),
             evaluation_weights(trainer, module),
@@ -141,6 +144,7 @@ class SampleGrid(PeriodicEvaluation):
     def _rounds(self, trainer: Trainer, module: ImageGenerator, samples: int) -> Iterator[tuple[list[Ticket], Tensor]]:
         """Yield the tickets that this process draws in each round, and their pixels ``[b, C, S, S]``."""
         rank, world = process_share(trainer)
+        # Every process draws the same number of rounds, since each round ends with a collective.
         rounds = list(evaluation_batches(samples, self.batch_size * world, rank, world))
         for tickets in track(rounds, f"drawing {samples} samples", disable=not trainer.is_global_zero):
             indices = [ticket.index for ticket in tickets]
@@ -174,7 +178,17 @@ def _rest(module: Any) -> None:
 
 
 def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, *columns: Tensor) -> list[Tensor]:
-    """Gather one round of all processes: pixels, indices and further columns, sorted by index, without repeated samples."""
+    """Gather one round of samples from all processes, sorted by index and without padding. Collective: call it on every rank.
+
+    Args:
+        module: module that gathers the tensors.
+        tickets: tickets of this process.
+        pixels: pixels ``[b, C, S, S]`` of this process.
+        columns: further tensors ``[b, ...]`` of this process.
+
+    Returns:
+        Pixels, indices and further columns of all processes.
+    """
     valid = torch.tensor([ticket.valid for ticket in tickets], device=module.device)
     indices = torch.tensor([ticket.index for ticket in tickets], device=module.device)
 
@@ -188,9 +202,12 @@ def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, 
 
 
 def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:
-    """Arrange images ``[n, C, S, S]`` uint8, image i of class i modulo ``num_classes``, in a grid.
+    """Arrange images in a grid with gray lines.
 
-    With ten classes at most, a row for each, with its label; else in order.
+    Args:
+        images: images ``[n, C, S, S]`` uint8; image i is of class i modulo ``num_classes``.
+        num_classes: number of classes. Up to ten classes get a labeled row each; otherwise images are arranged in order.
+        title: title of the figure.
     """
     labelled = num_classes <= GRID
     rows = [images[label::num_classes][:GRID] for label in range(num_classes)] if labelled else images.split(GRID)
@@ -201,7 +218,7 @@ def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:
         for across, image in enumerate(row):
             canvas[:, down * step : (down + 1) * step - 1, across * step : (across + 1) * step - 1] = image
     size = 0.55 if images.shape[-1] < 64 else 1.2
-    from matplotlib.figure import Figure  # not before there is something to draw
+    from matplotlib.figure import Figure  # slow to import, and only needed here
 
     figure = Figure(figsize=(wide * size + 0.6, len(rows) * size + 0.4), layout="constrained")
     axis = figure.subplots()

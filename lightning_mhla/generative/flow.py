@@ -21,7 +21,7 @@ class FlowConfig:
 
     Args:
         times: distribution of the timesteps in training, uniform or logit_normal.
-        shift: moves timesteps towards noise, in training and sampling; Wan's is 3 for 480 rows.
+        shift: shift of the timesteps towards noise, in training and sampling; 1 for none, 3 in Wan for 480 rows.
         caption_dropout: share of samples trained with the empty caption, which guidance needs.
     """
 
@@ -42,11 +42,11 @@ def draw_flow_times(
     """Draw timesteps ``[count]`` float32 to train on.
 
     Args:
-        times: distribution of the times; logit_normal (mean 0, deviation 1) prefers the middle (arXiv 2403.03206).
-        shift: moves them towards noise, for large samples: ``s t / (1 + (s - 1) t)`` of the share t (same source).
+        times: distribution of the timesteps; logit_normal (mean 0, deviation 1) prefers the middle (arXiv 2403.03206).
+        shift: shift s towards noise, for large samples: the share t of noise becomes ``s t / (1 + (s - 1) t)`` (same source).
         count: number of samples.
-        generator: generator of the device; None for the global one.
-        device: where.
+        generator: random generator on ``device``; None for the global one.
+        device: device of the timesteps.
     """
     share = compute_density_for_timestep_sampling(
         times, count, logit_mean=0.0, logit_std=1.0, device=device, generator=generator
@@ -58,9 +58,12 @@ def flow_point(clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Ten
     """Compute noisy samples at ``times``, and the velocity there, noise minus data.
 
     Args:
-        clean: ``[B, ...]``.
-        noise: standard normal, of the shape of ``clean``.
-        times: ``[B]``.
+        clean: clean samples ``[B, ...]``.
+        noise: standard normal noise with the shape of ``clean``.
+        times: timesteps ``[B]`` from 0 to 1000.
+
+    Returns:
+        Noisy samples and velocities, both with the shape of ``clean``.
     """
     share = (times / TIMESTEPS).view(-1, *(1,) * (clean.dim() - 1))
     return (1 - share) * clean + share * noise, noise - clean

@@ -1,4 +1,4 @@
-"""Conversion of images to pixels, and the files that predict writes: a folder of PNGs, or an npz for ADM's evaluator."""
+"""Conversion of images to pixels, and the output of predict: a folder of PNGs, or an npz for ADM's evaluator."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ NAME = re.compile(r"\d{6,}-class-?\d+\.png")
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """Convert images in -1 .. 1 to 8-bit pixels."""
+    """Convert images in -1 .. 1 to 8-bit pixels of the same shape."""
     return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 class SampleWriter(Callback):
     """Callback that writes the samples of each process as they are drawn.
 
-    ``png``: ``samples/000017-class3.png`` and so on. ``npz``: ``samples.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8 and
-    ``arr_1`` ``[N]`` int64, in order of the index; the processes fill one file together, so they must share the folder.
-    Samples of an earlier call in the same folder are removed, by their names; other files stay.
+    ``png`` writes ``samples/000017-class3.png`` and so on. ``npz`` writes ``samples.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8
+    and ``arr_1`` ``[N]`` int64, in order of the index; all processes fill the same file, so they must share the folder.
+    Samples of an earlier call in the same folder are recognized by their names and removed; other files stay.
 
     Args:
-        output: ``"png"`` or ``"npz"``.
+        output: output format, ``"png"`` or ``"npz"``.
     """
 
     def __init__(self, output: OutputFormat) -> None:
@@ -51,7 +51,7 @@ class SampleWriter(Callback):
         self._folder, self._count = Path(), 0
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Determine the output folder, on every rank."""
+        """Determine the output folder on every process, and remove earlier samples on the first."""
         self._folder = run_folder(trainer)
         loaders: Any = trainer.predict_dataloaders
         self._count = len(loaders.source)
@@ -65,7 +65,7 @@ class SampleWriter(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Tensor], *_: Any
     ) -> None:
-        """Write the samples of a batch."""
+        """Write the samples of a batch on every process."""
         pixels = outputs["pixels"].permute(0, 2, 3, 1).cpu().numpy()
         indices, labels = outputs["index"].tolist(), outputs["label"].cpu().numpy()
         if self.output == "png":
@@ -78,7 +78,7 @@ class SampleWriter(Callback):
             _write_rows(path, indices, np.ascontiguousarray(values))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Join the arrays of all processes, on the first one."""
+        """Pack the arrays that all processes have filled into the npz, on the first process."""
         trainer.strategy.barrier()
         if not trainer.is_global_zero:
             return
@@ -90,7 +90,7 @@ class SampleWriter(Callback):
             for name, path in zip(("arr_0", "arr_1"), self._arrays(), strict=True):
                 archive.write(path, f"{name}.npy")
                 path.unlink()
-        with suppress(OSError):  # it may hold files of the user
+        with suppress(OSError):  # the folder may hold files of the user
             (self._folder / "samples").rmdir()
         log.info("%d samples written to %s", self._count, target)
 

@@ -15,11 +15,11 @@ from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
 
 VALIDATION_SEED = 0
-"""Seed of the noise and timesteps of validation. Each sample has the same ones every time, on any number of processes."""
+"""Seed of the noise and timesteps of validation, which are the same for a sample every time, on any number of processes."""
 
 
 class GenerativeModule(TrainingModule):
-    """Module whose validation loss is the mean of :meth:`sample_losses`. Arguments as for :class:`TrainingModule`."""
+    """Training module whose validation loss is the mean of :meth:`sample_losses`. Arguments are those of TrainingModule."""
 
     def __init__(
         self, optimizer: OptimizerConfig, ema_decay: float | None, compile_options: CompileOptions | None = None
@@ -29,11 +29,14 @@ class GenerativeModule(TrainingModule):
 
     @abstractmethod
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """Compute the training loss ``[B]`` of samples, at times and with noise from their own generators.
+        """Compute the training loss of each sample, with the timestep and the noise that its generator draws.
 
         Args:
             batch: batch of the data module.
-            generators: generators of the CPU, one for each sample.
+            generators: random generators on the CPU, one for each sample.
+
+        Returns:
+            Losses ``[B]``.
         """
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -56,5 +59,5 @@ class GenerativeModule(TrainingModule):
 
 
 def sample_noise(like: Tensor, generators: list[torch.Generator]) -> Tensor:
-    """Draw standard normal noise with the shape, dtype and device of ``like`` ``[B, ...]``, one generator per sample."""
+    """Draw standard normal noise with the shape, dtype and device of ``like`` ``[B, ...]``, one CPU generator per sample."""
     return torch.stack([torch.randn(like.shape[1:], generator=generator) for generator in generators]).to(like)

@@ -18,7 +18,7 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 @contextmanager
 def read_safely(path: str | Path) -> Iterator[None]:
-    """Convert every exception that a broken or hostile file causes into a ValueError that names the file."""
+    """Return a context that converts errors of a broken or hostile file into a ValueError that names the file."""
     try:
         yield
     except (ValueError, FileNotFoundError):
@@ -33,13 +33,13 @@ def read_weights_file(
     """Read tensors by name from a ``.safetensors`` file or a file of ``torch.save``.
 
     Args:
-        path: the file.
-        containers: entries of a training checkpoint that may hold the weights.
-        classes: plain classes that the file may name beside tensors and containers.
-        mixed: whether other things may lie among the weights; they are left out.
+        path: path of the file.
+        containers: names of entries in a training checkpoint that may hold the weights.
+        classes: plain classes of which the file may hold objects, besides tensors and containers.
+        mixed: whether to skip entries that are not weights, instead of raising an error.
 
     Raises:
-        ValueError: if it holds something else.
+        ValueError: if the file holds no weights, or other entries and ``mixed`` is false.
     """
     if path.suffix == ".safetensors":
         return load_file(path)
@@ -65,13 +65,13 @@ def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[st
     """Read the weights of a model of diffusers, or of the ``transformer`` of a pipeline.
 
     Args:
-        path: folder or name on the hub.
+        path: path of a folder, or name on the hub.
         kind: class of the model.
-        what: a description of the model, for errors.
-        option: that the path is the value of, for errors.
+        what: description of the model for error messages.
+        option: name of the option with the path for error messages.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there is no such model.
     """
     config = Path(path) / "config.json"
     alone = config.is_file() and read_json(config).get("_class_name") == kind.__name__

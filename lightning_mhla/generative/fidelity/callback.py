@@ -1,4 +1,4 @@
-"""Metrics of samples during training."""
+"""Callback that draws and scores samples during training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_REAL = 50_000
 
 @runtime_checkable
 class HasRealImages(Protocol):
-    """Data module with real images to compare samples with."""
+    """Protocol of a data module with real images to compare samples with."""
 
     def real_images(self, part: str) -> SampleSource:
         """Return the samples of ``"train"`` or ``"validate"``, which have an ``image`` ``[C, S, S]`` in -1 .. 1."""
@@ -40,24 +40,25 @@ class HasRealImages(Protocol):
 class GenerationMetrics(SampleGrid):
     """Draw samples, balanced over the conditions, with the weights that validation uses, and score them.
 
-    Logs ``NAME/fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as features and
-    reference allow; ``NAME/label_accuracy`` where the feature network knows the classes. ``NAME.jsonl`` in the log folder
-    gets a line for each evaluation, with everything that the values depend on and what is to be said of them; a grid of
+    The callback logs ``NAME/fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as features and
+    reference allow, and ``NAME/label_accuracy`` if the feature network classifies by the data's classes. ``NAME.jsonl`` in the
+    log folder gets a line for each evaluation, with everything that the values depend on and remarks on them. A grid of
     samples goes to ``pictures/`` and TensorBoard.
 
-    Sample i has condition i modulo their number and noise of its own, so any number of processes draws the same.
+    Sample i has condition i modulo the number of conditions and its own noise, so any number of processes draws the same
+    samples.
 
     Args:
-        samples: number of samples; published figures use 50,000.
-        reference: train or validate, for that part of the data (50,000 images of it at most, spread evenly); a folder of
-            images; or an .npz of ADM's evaluator.
-        features: network whose features are compared.
-        sampling: options of the model's sampling, a mapping or its dataclass; None for the model's own.
-        every_n_steps: optimizer steps between two evaluations; null for none on the way.
-        at_end: whether the last weights are scored.
-        batch_size: samples that each process draws together.
+        samples: number of samples; published results use 50,000.
+        reference: real images to compare with: train or validate for that part of the data (at most 50,000 images, evenly
+            spaced), a folder of images, or an .npz of ADM's evaluator.
+        features: network whose features are compared; null for Inception-v3.
+        sampling: sampler options, a mapping or the model's dataclass; null for those of the model.
+        every_n_steps: optimizer steps between two evaluations; null for no evaluations during training.
+        at_end: whether the last weights are evaluated.
+        batch_size: samples that each process draws at once.
         seed: seed of the noise.
-        name: name of the metrics; two callbacks need two names.
+        name: name of the metrics, unique among the callbacks.
     """
 
     def __init__(
@@ -82,24 +83,24 @@ class GenerationMetrics(SampleGrid):
         """Check before training that samples can be drawn and compared: VAE, features, reference and sampler.
 
         Raises:
-            ValueError: for what does not fit together.
-            FileNotFoundError: for what is not there.
+            ValueError: if module, features, reference and options do not fit together.
+            FileNotFoundError: if the VAE, the weights of the feature network or the reference do not exist.
         """
         super().on_fit_start(trainer, pl_module)
         self._find_reference(trainer, self._checked(pl_module))
 
     def state_dict(self) -> dict[str, Any]:
-        """Save the rows so far."""
+        """Save the results of all evaluations so far."""
         return {**super().state_dict(), "rows": self.rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the rows so far, and the step of the last one."""
+        """Restore the results of earlier evaluations, and the step of the last one."""
         super().load_state_dict(state_dict)
         self.rows = state_dict["rows"]
 
     @torch.no_grad()
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw and score, on every process; log and draw on the first."""
+        """Draw samples and compute features on every process; score, log and write a grid on the first."""
         module = self._checked(pl_module)
         self._find_reference(trainer, module)
         with self._drawing(trainer, pl_module):
@@ -114,7 +115,12 @@ class GenerationMetrics(SampleGrid):
         trainer.strategy.barrier()
 
     def _draw(self, trainer: Trainer, module: ImageGenerator) -> tuple[ImageSet, Tensor, float | None]:
-        """Compute features of all samples in order, pixels of the first ones, and the share that shows its class."""
+        """Draw all samples on all processes.
+
+        Returns:
+            Features of all samples in order, pixels ``[n, C, H, W]`` of the first ones for a grid, and the share of samples
+            that the feature network assigns to their class, None if it does not classify by the data's classes.
+        """
         network, classes, wanted = self.features.network().to(module.device), module.num_conditions, GRID * GRID
         parts: list[Features] = []
         shown: list[Tensor] = []
@@ -136,7 +142,7 @@ class GenerationMetrics(SampleGrid):
         return generated, torch.cat(shown)[:wanted], share
 
     def _find_reference(self, trainer: Trainer, module: ImageGenerator) -> None:
-        """Return the features of the reference, computed on the first process. Errors are raised on all processes."""
+        """Compute the features of the reference once, on the first process. Errors are raised on all processes."""
         failed: Exception | None = None
         if trainer.is_global_zero and self._reference is None:
             try:
@@ -145,7 +151,7 @@ class GenerationMetrics(SampleGrid):
                 self._reference = reference
             except (ValueError, FileNotFoundError) as error:
                 failed = (FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)(str(error))
-        failed = trainer.strategy.broadcast(failed)
+        failed = trainer.strategy.broadcast(failed)  # else the other processes would wait for the first one forever
         if failed is not None:
             raise failed
 
@@ -159,7 +165,7 @@ class GenerationMetrics(SampleGrid):
         return image_set(f"the data's part {self.reference!r}", batches, self.features, device)
 
     def _check_width(self, reference: ImageSet, module: ImageGenerator) -> None:
-        """Check before samples are drawn that reference and samples have the same features."""
+        """Check before samples are drawn that reference statistics have the width of the samples' features."""
         known = reference.moments("pooled")
         if known is None or reference.pooled is not None:
             return
@@ -191,6 +197,7 @@ class GenerationMetrics(SampleGrid):
             "features": type(self.features).__name__,
             "features_sha256": fingerprint(self.features.network()),
         }
+        # After a resume from an earlier step, this drops the results of steps that are run again.
         self.rows = [*(known for known in self.rows if known["step"] < step), row]
         write_whole(folder / f"{self.name}.jsonl", "".join(json.dumps(redacted(line)) + "\n" for line in self.rows))
         self.log_values(trainer, self.name, scores.values)
@@ -209,7 +216,7 @@ class GenerationMetrics(SampleGrid):
 
 
 def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
-    """Yield images of a source in batches ``[b, C, S, S]`` uint8, at most ``MOST_REAL``, spaced evenly."""
+    """Yield at most ``MOST_REAL`` images of a source, evenly spaced, in batches ``[b, C, S, S]`` uint8."""
     count = min(len(source), MOST_REAL)
     chosen = [index * len(source) // count for index in range(count)]
     chunks = range(0, count, batch_size)

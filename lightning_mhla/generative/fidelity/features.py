@@ -1,4 +1,4 @@
-"""Feature networks to compare generated with real images: Inception-v3, a random network, and small ones for digits."""
+"""Feature networks for the comparison of generated and real images: Inception-v3, random, and small ones for digits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Features(NamedTuple):
     """Output of a feature network for a batch of images.
 
     Attributes:
-        pooled: ``[B, D]``, for FID, KID, precision and recall.
-        spatial: ``[B, S]``, for sFID; None if the network has none.
-        logits: ``[B, K]``, for the Inception Score; None if the network has none.
+        pooled: features ``[B, D]`` for FID, KID, precision and recall.
+        spatial: spatial features ``[B, S]`` for sFID; None if the network has none.
+        logits: class scores ``[B, K]`` for the Inception Score; None if the network has none.
     """
 
     pooled: Tensor
@@ -33,11 +33,11 @@ class Features(NamedTuple):
 
 
 class FeatureNetwork:
-    """Frozen network that computes features of 8-bit images. Derive from it to use your own network.
+    """Base class of frozen networks that compute features of 8-bit images. Derive from it to use a different network.
 
     Attributes:
-        names_labels: whether the K logits are scores of the data's own classes, so that they tell whether a sample shows
-            the class that it was drawn for.
+        names_labels: whether the K logits are scores of the data's classes, so that they show whether a sample has the class
+            that it was drawn for.
     """
 
     names_labels = False
@@ -52,7 +52,7 @@ class FeatureNetwork:
 
 
 def fingerprint(network: nn.Module) -> str:
-    """Hash of all weights, reported beside every value that depends on them."""
+    """Compute a hash of all weights, which is reported with every value that depends on them: 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(name.encode())
@@ -63,11 +63,11 @@ def fingerprint(network: nn.Module) -> str:
 class InceptionFeatures(FeatureNetwork):
     """Inception-v3 of the published FID: torch-fidelity's port of the weights of 2015-12-05, with TensorFlow's resizing.
 
-    ``spatial`` is the first seven channels of ``mixed_6/conv`` (17 x 17), as in the ADM evaluator of guided-diffusion;
-    ``logits`` are those without bias, of 1,008 classes, which both libraries take for the Inception Score.
+    ``spatial`` is the first seven channels of ``mixed_6/conv`` (17 x 17), as in the ADM evaluator of guided-diffusion.
+    ``logits`` are the scores of 1,008 classes without bias, which both libraries use for the Inception Score.
 
     Args:
-        weights: local file of torch-fidelity's weights; null to download them once.
+        weights: path of a local file with torch-fidelity's weights; null to download them once.
     """
 
     def __init__(self, weights: str | None = None) -> None:
@@ -75,11 +75,11 @@ class InceptionFeatures(FeatureNetwork):
         self._network: nn.Module | None = None
 
     def network(self) -> nn.Module:
-        """See :meth:`FeatureNetwork.network`.
+        """Return the network, loaded or downloaded at the first call.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            ValueError: if it holds no such weights, or cannot be read safely.
+            FileNotFoundError: if the file of weights does not exist, or the download fails.
+            ValueError: if the file does not hold these weights, or cannot be read safely.
         """
         if self._network is None:
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -115,9 +115,10 @@ class InceptionFeatures(FeatureNetwork):
 
     @override
     def extract(self, network: nn.Module, images: Tensor) -> Features:
-        """Extract features; grey images become RGB."""
+        """Compute features on the network's device; gray images are converted to RGB."""
         kept: list[Tensor] = []
         branch: Any = network.get_submodule("Mixed_6d.branch1x1")
+        # torch-fidelity does not return the features of sFID, so a hook collects them.
         hook = branch.register_forward_hook(lambda module, args, out: kept.append(out[:, :7]))
         try:
             pooled, logits = network(images.expand(-1, 3, -1, -1))
@@ -131,7 +132,7 @@ class DigitNetwork(nn.Module):
     """Convolutional classifier of digits ``[B, 1, S, S]`` in 0 .. 1, with features ``[B, 64]`` and scores ``[B, 10]``.
 
     Args:
-        side: S, 8 or 28.
+        side: side S of the images in pixels, 8 or 28.
     """
 
     def __init__(self, side: int) -> None:
@@ -150,7 +151,7 @@ class DigitNetwork(nn.Module):
         self.head = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute features and scores."""
+        """Compute features ``[B, 64]`` and class scores ``[B, 10]``."""
         features = self.body(images)
         return features, self.head(features)
 
@@ -159,8 +160,8 @@ class DigitFeatures(FeatureNetwork):
     """Classifier trained on first use on the 1,437 training digits of scikit-learn: seconds on a CPU, reproducible by seed.
 
     Args:
-        seed: seed of its weights and order.
-        epochs: number of epochs of training.
+        seed: seed of the initial weights and of the order of the digits.
+        epochs: number of training epochs.
     """
 
     names_labels = True
@@ -189,8 +190,8 @@ class MnistFeatures(DigitFeatures):
     """Classifier trained on first use on 4,000 digits of MNIST (28 x 28): seconds on a CPU, reproducible by seed.
 
     Args:
-        seed: seed of its weights and order.
-        epochs: number of epochs of training.
+        seed: seed of the initial weights and of the order of the digits.
+        epochs: number of training epochs.
     """
 
     side = 28
@@ -203,9 +204,9 @@ class MnistFeatures(DigitFeatures):
 class RandomFeatures(FeatureNetwork):
     """Convolutional network with random weights. It needs no download and takes images of any size.
 
-    Distances in the features of untrained networks rank samples, and do not depend on what a network was trained for (Naeem
-    et al., arXiv 2002.09797, section 4); they compare with nothing published. Means and standard deviations of the last
-    layer's channels, 512 numbers.
+    The features are the means and standard deviations of the last layer's channels, 512 numbers. Distances in the features of
+    untrained networks rank samples and do not depend on training data (Naeem et al., arXiv 2002.09797, section 4), but
+    cannot be compared with published values.
 
     Args:
         seed: seed of the weights, which are the same on every machine.
@@ -220,7 +221,7 @@ class RandomFeatures(FeatureNetwork):
 
     @override
     def extract(self, network: nn.Module, images: Tensor) -> Features:
-        """Extract features; grey images become RGB."""
+        """Compute features on the network's device; gray images are converted to RGB."""
         x = images.expand(-1, 3, -1, -1).float() / 127.5 - 1
         channels = network(x).flatten(2)
         return Features(torch.cat([channels.mean(-1), channels.std(-1, correction=0)], 1), None, None)
@@ -244,6 +245,7 @@ def _random_network(seed: int) -> nn.Module:
 @cache
 def _train_on_digits(name: Name, side: int, seed: int, epochs: int) -> DigitNetwork:
     images, labels = LOADERS[name](True)
+    # May be called in the middle of an evaluation, which runs without gradients and must not change training's random state.
     with kept_random_state(), torch.inference_mode(False), torch.enable_grad():
         torch.default_generator.manual_seed(seed)
         network = DigitNetwork(side)

@@ -31,11 +31,11 @@ KID_SUBSET = 1000
 """Maximum number of samples in a subset for KID (torch-fidelity)."""
 
 SPLITS = 10
-"""Number of parts whose Inception Scores are averaged (torch-fidelity; 5,000 images each of 50,000, as in ADM's evaluator)."""
+"""Number of parts whose Inception Scores are averaged, as in torch-fidelity and, for 50,000 images, ADM's evaluator."""
 
 
 STATISTICS, LARGEST_STATISTICS = ("mu", "sigma", "mu_s", "sigma_s"), 1 << 28
-"""Limits of an ``.npz`` of reference statistics: number of arrays and bytes, enough for a covariance of 5,792 features."""
+"""Names of arrays with reference statistics, and maximum bytes of each, enough for a covariance of 5,792 features."""
 
 
 class Moments(NamedTuple):
@@ -46,7 +46,7 @@ class Moments(NamedTuple):
 
 
 def moments(features: Tensor) -> Moments:
-    """Compute the moments of features ``[n, D]``, accumulated in float64."""
+    """Compute mean and covariance of features ``[n, D]`` in float64."""
     statistics = fid_features_to_statistics(features.double().cpu())
     return Moments(statistics["mu"], np.atleast_2d(statistics["sigma"]))
 
@@ -62,13 +62,13 @@ class ImageSet:
     """Features and statistics of a set of images.
 
     Attributes:
-        origin: origin of the options, for messages.
+        origin: description of the set for messages, such as its path.
         digest: hash of the images or statistics.
-        count: number of images behind the moments; None if those came with the set.
-        pooled: ``[n, D]`` features, None if only statistics are known.
-        logits: ``[n, K]``, None if there are none.
-        spatial: ``[n, S]``, None if there are none.
-        statistics: moments that came with the set, by ``"pooled"`` and ``"spatial"``.
+        count: number of images behind the moments; None if the set came with moments.
+        pooled: features ``[n, D]``; None if only statistics are known.
+        logits: class scores ``[n, K]``; None if there are none.
+        spatial: spatial features ``[n, S]``; None if there are none.
+        statistics: moments of ``"pooled"`` and ``"spatial"`` features, given with the set or computed.
     """
 
     origin: str
@@ -88,7 +88,17 @@ class ImageSet:
 
 
 def image_set(origin: str, batches: Iterable[Tensor], features: FeatureNetwork, device: torch.device) -> ImageSet:
-    """Compute features of images in batches ``[b, C, S, S]`` uint8."""
+    """Compute features of images.
+
+    Args:
+        origin: description of the set for messages.
+        batches: images in batches ``[b, C, S, S]`` uint8 on the CPU.
+        features: feature network.
+        device: device that computes the features.
+
+    Raises:
+        ValueError: if there are no images.
+    """
     network = features.network().to(device)
     digest, parts = hashlib.sha256(), []
     for images in batches:
@@ -99,16 +109,21 @@ def image_set(origin: str, batches: Iterable[Tensor], features: FeatureNetwork, 
 
 @torch.no_grad()
 def extract(features: FeatureNetwork, network: nn.Module, images: Tensor) -> Features:
-    """Compute features in float32, also under autocast."""
+    """Compute features of images ``[b, C, S, S]`` uint8 in float32, even under autocast."""
     with torch.autocast(images.device.type, enabled=False):
         return features.extract(network, images)
 
 
 def assemble(origin: str, digest: str, parts: Sequence[Features]) -> ImageSet:
-    """Concatenate sets in order.
+    """Concatenate features of batches, in order, into one set.
+
+    Args:
+        origin: description of the set for messages.
+        digest: hash of the images.
+        parts: features of the batches.
 
     Raises:
-        ValueError: if there are no images.
+        ValueError: if there are no batches.
     """
     if not parts:
         raise ValueError(f"{origin} holds no images")
@@ -122,11 +137,12 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
     """Read images or statistics from a folder of images, or from an ``.npz`` of ADM's evaluator.
 
     Args:
-        path: folder; or ``.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8, or ``mu``, ``sigma`` (and ``mu_s``, ``sigma_s``
-            for sFID), or both. Statistics that are there are taken as they are: they must be of the same features.
-        features: features of the images.
+        path: path of a folder of images; or of an ``.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8, or ``mu``, ``sigma`` (and
+            ``mu_s``, ``sigma_s`` for sFID), or both. Statistics in the file are used without a check; they must be of the same
+            features.
+        features: feature network.
         device: device that computes the features.
-        batch_size: images at once.
+        batch_size: number of images processed at once.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
@@ -172,12 +188,12 @@ def _from_arrays(
     known = image_set(path, _shown(batches, Path(path), len(chunks)), features, device)
     known.digest, known.statistics = digest.hexdigest()[:16], found
     if "pooled" in found:
-        known.count = None  # of the statistics, which may be those of more images
+        known.count = None  # the statistics may be those of more images than the file holds
     return known
 
 
 def _shown(batches: Iterable[Tensor], path: Path, count: int) -> Iterable[Tensor]:
-    """Iterate with a progress bar on standard error, so that results can be piped."""
+    """Iterate over ``count`` batches with a progress bar on standard error, so that standard output holds results only."""
     return track(batches, f"features of {escape(shown(path.name))}", total=count, console=Console(stderr=True))
 
 
@@ -185,7 +201,7 @@ def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
     """Read images ``[b, 3, H, W]`` uint8 from files.
 
     Raises:
-        ValueError: if they are not all of one size, in whatever batches they come.
+        ValueError: if the images of any batches differ in size.
     """
     first: tuple[Path, Sequence[int]] | None = None
     for start in range(0, len(files), batch_size):
@@ -205,7 +221,12 @@ def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
 
 @dataclass
 class Scores:
-    """Metrics by name, and remarks on them."""
+    """Result of a comparison.
+
+    Attributes:
+        values: metrics by name.
+        marks: remarks on the metrics, such as a number of samples that is too small.
+    """
 
     values: dict[str, float]
     marks: list[str]
@@ -215,12 +236,12 @@ def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
     """Compute all metrics for which both sets have the features.
 
     Args:
-        generated: samples.
-        reference: real images.
-        seed: seed of the order and subsets that Inception Score and KID use (torch-fidelity's default).
+        generated: set of samples.
+        reference: set of real images.
+        seed: seed of the order and subsets that Inception Score and KID use; the default is torch-fidelity's.
 
     Raises:
-        ValueError: if their features have different widths.
+        ValueError: if the features of the two sets have different widths.
     """
     values: dict[str, float] = {}
     marks = list(_marks(generated, reference))
