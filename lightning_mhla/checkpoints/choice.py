@@ -16,19 +16,19 @@ BEST, NEWEST = "best", "last"
 
 
 def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> str | None:
-    """Choose the checkpoint that a command uses; None to start from scratch.
+    """Choose the checkpoint that a command uses.
 
     Args:
-        run: folder of the run, if the command names one.
-        asked: path of a checkpoint, or :data:`BEST` or :data:`NEWEST` of the run.
+        run: folder of the run; None if the command does not name one.
+        asked: path of a checkpoint, or :data:`BEST` or :data:`NEWEST` of the run; None for the run's latest checkpoint.
         training: whether the command trains, in the folder of the run.
 
     Returns:
-        A path; that of the folder for the run's latest complete checkpoint.
+        Path of the checkpoint, the folder of the run for its latest complete checkpoint, or None to start from scratch.
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ValueError: if a run would lose its own progress, or a word needs the folder of a run.
+        ValueError: if a run would lose its own progress, or :data:`BEST` is given without a run.
     """
     own = find_checkpoints(run) if run is not None else []
     if asked == BEST:
@@ -41,6 +41,8 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
         return str(run) if own or (run is not None and not training) else None
     if not training or run is None or not own:
         return asked
+    # The run has checkpoints, and a start from a different one would lose their progress. A repeated command (a requeued job,
+    # for example) names the checkpoint that the run started from, and is to resume.
     path, inside = Path(asked), lies_in(Path(asked), run)
     saved = _recovery_state(own)
     if saved.get("started_from") == name_of_start(path, run) and not (inside and saved.get("finished")):
@@ -58,7 +60,7 @@ def best_checkpoint(run: Path) -> Path:
     """Find the checkpoint of a run with the best monitored value.
 
     Raises:
-        FileNotFoundError: if the run has none, or it is gone.
+        FileNotFoundError: if the run has no best checkpoint, or its file no longer exists.
     """
     for state in find_checkpoints(run):
         callbacks = _callbacks(state)
@@ -66,7 +68,8 @@ def best_checkpoint(run: Path) -> Path:
             if isinstance(saved, dict) and saved.get("best_model_path") and saved.get("monitor"):
                 best, folder = Path(str(saved["best_model_path"])), Path(str(saved.get("dirpath")))
                 relative = os.path.relpath(best, folder)
-                path = run / CHECKPOINTS / relative if folder.name == CHECKPOINTS else best  # or in a folder of its own
+                # The run may have been moved since; the path stays as saved if the user chose a different folder.
+                path = run / CHECKPOINTS / relative if folder.name == CHECKPOINTS else best
                 if path.exists():
                     return path
                 raise FileNotFoundError(f"{run}: its best checkpoint, {relative}, is not there any more")
@@ -85,13 +88,13 @@ def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
 
 
 def name_of_start(path: Path, run: Path) -> str:
-    """Name the checkpoint that a run started from: relative to the run's folder, which may be moved, or absolute."""
+    """Return the name of a run's start checkpoint: its path relative to the run's folder, or absolute if it lies elsewhere."""
     place, own = path.resolve(), run.resolve()
     return os.path.relpath(place, own) if place.is_relative_to(own) else str(place)
 
 
 def lies_in(path: Path, folder: Path) -> bool:
-    """Check whether a path is inside of a folder, after resolving links."""
+    """Check whether a path lies in a folder, after links are resolved."""
     return path.resolve().is_relative_to(folder.resolve())
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint files: atomic writing, checks before reading, and search for the latest complete one of a run."""
+"""Checkpoint files: atomic writing, checks before reading, and the search for the latest complete checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lightning_mhla.system.untrusted import BROKEN, reason
 log = logging.getLogger(__name__)
 
 CHECKPOINTS, RECOVERY, LAST = "checkpoints", "recovery", "last.ckpt"
-"""Names of the folder of checkpoints, of the folder in it for those that the run resumes from, and of the latest one."""
+"""Names of a run's folder of checkpoints, of the folder in it with recovery checkpoints, and of the latest checkpoint."""
 
 READ_FROM = "read_from"
-"""Entry with the path of a checkpoint, added when it is read."""
+"""Name of the entry with the path of a checkpoint, which is added when the checkpoint is read."""
 
 
 OPTIONS = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
-"""Entries of a checkpoint that hold the user's options."""
+"""Names of the entries of a checkpoint that hold options of the user."""
 
 
 def remove_secrets(checkpoint: dict[str, Any]) -> None:
@@ -43,16 +43,21 @@ def remove_secrets(checkpoint: dict[str, Any]) -> None:
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Checkpoint plugin of Lightning for local paths, with atomic writes and checks.
+    """Checkpoint plugin of Lightning for local paths, with atomic writes and checks before reading.
 
-    It also reads the folder of a sharded checkpoint. Given the folder of a run, it takes the run's latest complete checkpoint.
+    It also reads the folder of a sharded checkpoint. Given the folder of a run, it reads the run's latest complete checkpoint.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a temporary file, flush it to disk, and rename it.
+        """Write a checkpoint atomically: to a temporary file, which is flushed to disk and renamed.
+
+        Args:
+            checkpoint: entries of the checkpoint. Secrets among its options are redacted in place.
+            path: path of the file. A path with ``://`` is written by Lightning, not atomically.
+            storage_options: options for Lightning's own writer; None for the atomic write.
 
         Raises:
-            OSError: if it cannot be written, with what to do; earlier checkpoints stay as they are.
+            OSError: if the checkpoint cannot be written; the message says what to do. Earlier checkpoints stay unchanged.
         """
         remove_secrets(checkpoint)
         if storage_options is not None or "://" in str(path):
@@ -71,8 +76,14 @@ class WholeCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Check a checkpoint and read it onto the CPU; add its path as the entry :data:`READ_FROM`.
 
+        Args:
+            path: path of a checkpoint, or of the folder of a run.
+            map_location: ignored for local paths.
+            weights_only: ignored; code in a checkpoint never runs.
+
         Raises:
-            ValueError: if it is damaged, or cannot be read without running code.
+            FileNotFoundError: if there is no checkpoint at the path.
+            ValueError: if the checkpoint is damaged, or cannot be read without running code.
         """
         if "://" in str(path):
             with _told(path):
@@ -89,10 +100,10 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def replace_checkpoint_io(strategy: Strategy) -> None:
-    """Replace the ``checkpoint_io`` of a strategy by :class:`WholeCheckpointIO`; a plugin from outside Lightning stays.
+    """Replace the ``checkpoint_io`` of a strategy by :class:`WholeCheckpointIO`, unless it comes from outside Lightning.
 
     Raises:
-        ValueError: for a strategy or a plugin of Lightning that would unpickle a checkpoint, which can run code.
+        ValueError: if the strategy or its plugin is one of Lightning's that unpickle checkpoints, which can run code.
     """
     reading = type(strategy).load_checkpoint
     if reading is not Strategy.load_checkpoint and reading.__module__.startswith("lightning."):
@@ -120,7 +131,7 @@ def _explained(error: Exception, path: Path) -> OSError:
 
 @contextmanager
 def _told(path: str | Path) -> Iterator[None]:
-    """Convert torch's errors about a checkpoint into a ValueError that names it."""
+    """Return a context that converts torch's errors about a checkpoint into a ValueError that names it."""
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -130,10 +141,10 @@ def _told(path: str | Path) -> Iterator[None]:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Read a complete checkpoint and compare the checksums in the file or in the folder's manifest.
+    """Verify a checkpoint by reading all of it and comparing the checksums in the file or in the folder's manifest.
 
     Raises:
-        ValueError: saying what is wrong with it.
+        ValueError: if the checkpoint is damaged or not a checkpoint; the message names the reason.
     """
     if path.is_dir():
         check_sharded(path)
@@ -141,6 +152,7 @@ def check_checkpoint(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as records:
             compressed = any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist())
+            # torch never compresses records. A small file could unpack to an enormous size, so it is not unpacked.
             damaged = None if compressed else records.testzip()
             names = records.namelist()
     except (zipfile.BadZipFile, OSError, *BROKEN) as error:
@@ -157,7 +169,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """Read the entries of a checkpoint file onto the CPU, without running code.
 
     Raises:
-        ValueError: if it is cut short, or holds anything but tensors and plain values.
+        ValueError: if the file is cut short, or holds anything but tensors and plain values.
     """
     with _told(path):
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
@@ -170,8 +182,12 @@ def read_file(path: Path) -> dict[str, Any]:
 def check_entries(path: Path, content: dict[str, Any]) -> None:
     """Check that the entries of a checkpoint have the types that Lightning writes.
 
+    Args:
+        path: path of the checkpoint for messages.
+        content: entries of the checkpoint.
+
     Raises:
-        ValueError: naming the entry.
+        ValueError: if one does not; the message names the entry.
     """
     kinds: dict[str, type] = {
         "hyper_parameters": dict, "datamodule_hyper_parameters": dict, "loops": dict, "callbacks": dict,
@@ -196,12 +212,12 @@ def read_header(path: Path) -> dict[str, Any]:
 def find_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints of a run, latest first.
 
-    Those that ``Recovery`` wrote come before all others, in the order of their steps: only they hold what every callback
-    knew at that step. File times do not count, since copies do not keep them. A file that cannot be read comes before the
-    others of its kind, so that whoever looks for a complete one reports it.
+    Checkpoints of ``Recovery`` come before all others, in the order of their steps, because only they hold the state of every
+    callback at their step. File times do not count, since copies do not preserve them. A file that cannot be read comes before
+    the others of its kind, so that a search for a complete checkpoint reports it.
 
     Args:
-        folder: folder of a run, or of its checkpoints. Runs in folders below it are not this run.
+        folder: folder of a run, or of its checkpoints. Folders of other runs in it are not searched.
     """
     place = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     states, others = _checkpoints_in(place / RECOVERY), _checkpoints_in(place)
@@ -218,7 +234,7 @@ def _checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _rank(path: Path) -> tuple[float, bool]:
-    """Sort key of a checkpoint: its step, then whether Recovery named it."""
+    """Return the sort key of a checkpoint: its step, infinite if unreadable, then whether Recovery wrote it."""
     try:
         step = float(read_header(path)["global_step"])
     except (ValueError, KeyError, TypeError):
@@ -229,30 +245,35 @@ def _rank(path: Path) -> tuple[float, bool]:
 def resolve_checkpoint(path: Path) -> Path:
     """Check a checkpoint, or find the latest complete one in a run's folder, skipping damaged ones.
 
-    A folder without checkpoints stands for the run below it, if that is only one.
+    A folder without checkpoints stands for the only run below it. With several processes, the first one searches, and all
+    return its result. Collective: call it on every rank.
 
-    Under several processes the first one looks, and all take what it found.
+    Args:
+        path: path of a checkpoint file, a sharded checkpoint or the folder of a run.
+
+    Returns:
+        Path of a complete checkpoint.
 
     Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if it is damaged, or none in the folder is whole.
+        FileNotFoundError: if there is no checkpoint.
+        ValueError: if the checkpoint is damaged, or the folder has no complete one.
     """
     return _first_process(lambda: _checked(path))
 
 
 def consolidate(source: Path, target: Path) -> Path:
-    """Write a checkpoint to one file.
+    """Convert a checkpoint to a single file.
 
     Args:
-        source: folder of a sharded checkpoint, or of a run.
-        target: file.
+        source: path of a sharded checkpoint, or of the folder of a run.
+        target: path of the file to write.
 
     Returns:
-        The checkpoint that was read.
+        Path of the checkpoint that was read.
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
-        ValueError: if it is damaged, or ``target`` is there already.
+        ValueError: if the checkpoint is damaged, or ``target`` exists already.
     """
     if target.exists():
         raise ValueError(f"{target} exists already; choose another name")
@@ -290,7 +311,7 @@ def _only_run_below(folder: Path) -> Path:
     """Find the only run, or folder of checkpoints, below a folder that has no checkpoints itself.
 
     Raises:
-        FileNotFoundError: if there is none, or several, naming some.
+        FileNotFoundError: if there is no run, or more than one; the message names some of them.
     """
     places = {path.parent for path in folder.rglob("*.ckpt") if path.name[0] != "."}
     runs = {place.parent if place.name == RECOVERY else place for place in places}
@@ -306,6 +327,7 @@ def _first_process(find: Callable[[], Path]) -> Path:
     """Call a function on the first process, and return its result or raise its error on every process."""
     if not (dist.is_available() and dist.is_initialized()):
         return find()
+    # Processes that looked for themselves could find different checkpoints on a network file system.
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:

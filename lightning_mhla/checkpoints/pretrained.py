@@ -1,7 +1,8 @@
-"""Weights to start from: those of a run, a checkpoint or an exported folder, fitted to a model of different sizes.
+"""Pretrained weights of a run, a checkpoint or an exported folder, fitted to a model of different sizes.
 
-Positions and mixing coefficients are carried to the new grid, heads of another size start from new values, and a report
-lists what was taken, resized, newly initialised and left. Optimiser, averages and progress are not read; a resume reads them.
+Positions and mixing coefficients are resized to the new grid, and heads of a different size keep their new initial values. A
+report lists the tensors that were taken, resized, newly initialized and left out. The optimizer state and the progress of
+training are not used here; a resume restores them.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 log = logging.getLogger(__name__)
 
 COMMON = ("qkv.", "proj.")
-"""Parts of an attention layer that every kind has. Other parts keep initial values where missing or of a different size."""
+"""Parts of an attention layer that every kind has. Other parts keep initial values if missing or of a different size."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Weights by name, and the options of their model."""
+    """Pretrained weights and the options of their model.
+
+    Attributes:
+        weights: tensors by name.
+        options: hyperparameters of the model; empty if unknown.
+    """
 
     weights: dict[str, Tensor]
     options: dict[str, Any]
@@ -50,7 +56,7 @@ def read_trained(path: str | Path) -> Pretrained | None:
     """Read the network from a run's folder or a checkpoint, its moving average if there is one; None for other paths.
 
     Raises:
-        ValueError: if it cannot be read safely.
+        ValueError: if the path cannot be read safely, or holds no network.
     """
     local = Path(path)
     exported = (local / "config.json").is_file() or (local / "model_index.json").is_file()
@@ -68,8 +74,8 @@ def read_pretrained(path: str | Path) -> Pretrained:
     """Read weights from a run, a checkpoint, or a folder with ``config.json`` and safetensors.
 
     Raises:
-        FileNotFoundError: if there is nothing of the kind.
-        ValueError: if it cannot be read safely.
+        FileNotFoundError: if the path is none of these.
+        ValueError: if the path cannot be read safely.
     """
     if (trained := read_trained(path)) is not None:
         return trained
@@ -89,7 +95,14 @@ def read_pretrained(path: str | Path) -> Pretrained:
 
 @dataclass
 class Report:
-    """Names of tensors by outcome."""
+    """Names of the tensors of a model by the outcome of loading pretrained weights.
+
+    Attributes:
+        taken: tensors that were loaded unchanged.
+        resized: tensors that were resized.
+        anew: tensors that keep their new initial values.
+        left: tensors of the source that the model does not have.
+    """
 
     taken: list[str] = field(default_factory=list)
     resized: list[str] = field(default_factory=list)
@@ -119,14 +132,17 @@ def adopt(
     """Load the weights of a model of the same width and depth into ``network``, and log the outcome.
 
     Args:
-        network: changed in place.
-        source: weights and options of the other.
-        path: for messages.
-        heads: prefixes of names that start from new values where their size differs (classes, vocabulary).
+        network: model to load the weights into, changed in place.
+        source: weights and options of the pretrained model.
+        path: path of the weights for messages.
+        heads: prefixes of names that keep new initial values if their size differs (classes, vocabulary).
         positions: names of learned positions ``[1, side * side, dim]`` of a square grid.
 
+    Returns:
+        Names of the tensors by outcome.
+
     Raises:
-        ValueError: for weights of another width or depth.
+        ValueError: if the weights are those of a model of a different width or depth.
     """
     own, fitted, report = network.state_dict(), {}, Report()
     mixing = {name: module for name, module in network.named_modules() if isinstance(module, MixingCoefficients)}
@@ -175,7 +191,14 @@ def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None
 
 
 def resize_positions(position: Tensor, tokens: int) -> Tensor:
-    """Interpolate learned positions ``[1, N, dim]`` of a square grid to a square grid of ``tokens`` tokens (bicubic).
+    """Interpolate learned positions from one square grid to another (bicubic).
+
+    Args:
+        position: positions ``[1, N, dim]``, where N is a square.
+        tokens: number of tokens of the new grid, a square.
+
+    Returns:
+        Positions ``[1, tokens, dim]``.
 
     Raises:
         ValueError: if either grid is not square.

@@ -1,7 +1,7 @@
-"""Run folders: their checkpoints, and a lock against a second process.
+"""Run folders: recognition, a lock against a second process, and cleanup after a killed one.
 
-The file ``lock``, which every start writes, marks a folder as that of a run. In it, only what a killed process of the suite
-had begun to write is removed, which its name tells (:data:`lightning_mhla.system.files.UNFINISHED`).
+The file ``lock``, which every start writes, marks a folder as the folder of a run. Cleanup removes only files that a killed
+process had begun to write, which their names show (:data:`lightning_mhla.system.files.UNFINISHED`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from lightning_mhla.system.processes import process_ranks
 log = logging.getLogger(__name__)
 
 LOCK, CONFIG = "lock", "config.yaml"
-"""Files in the folder of a run: the lock, which also marks the folder, and the configuration of the first start."""
+"""Names of files in a run folder: the lock, which also marks the folder, and the configuration of the first start."""
 
 WRITTEN_BY_LIGHTNING = "# lightning"
-"""First line of a configuration that a start wrote."""
+"""Prefix of the first line of a configuration that Lightning's command line wrote."""
 
 LOGS = re.compile(r"config\.yaml|hparams\.yaml|metrics\.csv|events\.out\.tfevents\..+")
 """Names of files that Lightning and its loggers write before the first step."""
@@ -61,13 +61,13 @@ WAIT_AFTER_REQUEUE = 120.0
 
 
 class RunFolder:
-    """Run folder, locked by this process.
+    """Run folder, locked by the first process of the run.
 
     Args:
-        path: path of the folder; made if it is not there.
+        path: path of the folder; created if it does not exist.
 
     Raises:
-        ValueError: if another process trains there, or it holds something else than a run.
+        ValueError: if another process trains in the folder, or the folder holds files that do not belong to a run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,11 +89,12 @@ class RunFolder:
 
     def _take(self, patience: float) -> None:
         is_new = not _is_marked(self.path)
-        stream = (self.path / LOCK).open("a+")
+        stream = (self.path / LOCK).open("a+")  # not "w": that would erase the name of the owner
         until = time.monotonic() + patience
         while True:
             try:
-                fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: workers do not inherit it
+                # Workers do not inherit this kind of lock, so one that survives a killed process does not keep it.
+                fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
                 if time.monotonic() < until:
@@ -110,13 +111,13 @@ class RunFolder:
         owner = {"host": platform.node(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}
         stream.write(json.dumps(owner))
         stream.flush()
-        self._lock = stream  # held until the process ends, or closes the file under any other descriptor
+        self._lock = stream  # locked until the process ends, or closes any other descriptor of the file
         if is_new:
             self._keep_configuration()
         self._tidy()
 
     def _keep_configuration(self) -> None:
-        """Copy the user's configuration, because the configuration with all options will get its name."""
+        """Copy the user's configuration to a free name, because the configuration with all options gets its name."""
         config = self.path / CONFIG
         if config.is_file() and not _head(config).startswith(WRITTEN_BY_LIGHTNING):
             _numbered(config).write_bytes(config.read_bytes())
@@ -149,7 +150,7 @@ def _is_unit(folder: Path) -> bool:
 
 
 def _is_lost(old: Path) -> bool:
-    """Check whether an earlier version was killed while it replaced a checkpoint."""
+    """Check whether ``old`` is the only copy of a checkpoint that an earlier version was replacing when it was killed."""
     return is_sharded(old) and (old / MANIFEST).is_file() and not os.path.lexists(old.with_suffix(""))
 
 
@@ -157,7 +158,7 @@ def check_folder(path: Path) -> None:
     """Check that a folder is a run folder, or contains only files that may exist before a run starts.
 
     Raises:
-        ValueError: naming something else in it.
+        ValueError: if it contains anything else; the message names one such path.
     """
     foreign = None if is_run(path) else next(_foreign(path), None)
     if foreign is not None:
@@ -168,7 +169,7 @@ def check_folder(path: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Check whether a folder is a run folder: it is marked, or has the checkpoints of an earlier version."""
+    """Check whether a folder is a run folder: it is marked, or has checkpoints of an earlier version of this package."""
     if _is_marked(path):
         return True
     if os.path.lexists(path / LOCK) and not _is_blank(path / LOCK):
@@ -263,7 +264,7 @@ def _numbered(file: Path) -> Path:
 def remove_log_folder(folder: Path) -> None:
     """Remove the log folder of a failed start if it contains only files of this process's loggers.
 
-    A folder that was there before, whose version the user named, holds older files, and stays.
+    A folder of an earlier start, whose version the user named, holds older files and stays.
     """
     files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()] if folder.is_dir() else []
     if all(LOGS.fullmatch(path.name) and path.lstat().st_ctime >= STARTED for path in files):
@@ -286,7 +287,7 @@ def in_use(path: Path) -> bool:
 
 
 def is_first_process() -> bool:
-    """Check whether this is the first process of a run, before there is a process group."""
+    """Check whether this is the first process of a run. It works before there is a process group."""
     return process_ranks()[0] == 0 and not int(os.environ.get("LOCAL_RANK", "0")) + int(
         os.environ.get("NODE_RANK", "0")
     )

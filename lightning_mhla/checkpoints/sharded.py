@@ -1,8 +1,8 @@
 """Sharded checkpoints: folders to which every process writes its shards, atomic and read without running code.
 
-The tensors are in the format of ``torch.distributed.checkpoint``, see :mod:`lightning_mhla.checkpoints.sharded_tensors`;
-``meta.pt`` holds the rest, as Lightning lays it out. ``manifest.json``, written last, lists every file with its size and
-CRC-32: a folder without it is not whole.
+The tensors are in the format of ``torch.distributed.checkpoint``; see :mod:`lightning_mhla.checkpoints.sharded_tensors`.
+``meta.pt`` holds the other entries of Lightning's checkpoint. ``manifest.json``, written last, lists every file with its size
+and CRC-32; a folder without it is incomplete.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import torch
 from lightning_mhla.system.untrusted import BROKEN, reason
 
 MANIFEST, LAYOUT, REST = "manifest.json", "layout.json", "meta.pt"
+"""Names of files in a sharded checkpoint: the list of files, the layout of the tensors, and all other entries."""
 
 
 def check_sharded(path: Path) -> None:
     """Compare every file of a sharded checkpoint with its manifest.
 
     Raises:
-        ValueError: naming what is missing or differs.
+        ValueError: if a file is missing or differs; the message names it.
     """
     try:
         listed = json.loads((path / MANIFEST).read_text())
@@ -56,7 +57,11 @@ def is_sharded(path: Path) -> bool:
 
 
 def load_rest(path: Path) -> dict[str, Any]:
-    """Read the entries that were saved beside the tensors."""
+    """Read the entries of a sharded checkpoint that are not tensors.
+
+    Raises:
+        ValueError: if they cannot be read without running code.
+    """
     try:
         rest = torch.load(path / REST, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, OSError, *BROKEN) as error:

@@ -23,9 +23,9 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
     """Convert torch's metadata to plain values.
 
     Returns:
-        ``entries``: dtype, size and chunks (offsets, sizes) of every tensor, or null for a value that is none;
-        ``paths``: keys that lead to the entry in nested dicts and lists;
-        ``places``: name, offsets in the tensor, file, first byte and number of bytes of every piece.
+        Dict of three entries. ``entries``: dtype, size and chunks (offsets, sizes) of every tensor, None for other values.
+        ``paths``: keys that lead to each entry in nested dicts and lists. ``places``: name, offsets in the tensor, file, first
+        byte and number of bytes of every piece.
     """
     entries = {
         name: {
@@ -49,12 +49,12 @@ def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
     """Convert untrusted values of :func:`pack_layout` to torch's metadata.
 
     Args:
-        listed: the values.
-        files: bytes of each file in the folder.
+        listed: values of :func:`pack_layout` from a file.
+        files: size in bytes of each file in the folder, by name.
 
     Raises:
-        ValueError: if an entry is not what belongs there, is larger than all files together, or lies elsewhere; other
-            errors of :data:`lightning_mhla.system.untrusted.BROKEN` for values of other types.
+        ValueError: if an entry is invalid, is larger than all files together, or names a file outside the folder. Values of
+            wrong types raise other errors of :data:`lightning_mhla.system.untrusted.BROKEN`.
     """
     room = sum(files.values())
     entries = {name: _entry(name, entry, room) for name, entry in listed["entries"].items()}
@@ -80,6 +80,7 @@ def _entry(name: str, entry: dict[str, Any] | None, room: int) -> TensorStorageM
         raise ValueError(f"{name[:80]!r} is of no dtype: {str(entry['dtype'])[:80]}")
     size = _shape(entry["size"])
     chunks = [ChunkStorageMetadata(_shape(offsets), _shape(sizes)) for offsets, sizes in entry["chunks"]]
+    # Checked before memory is allocated: a hostile file may claim any size.
     if math.prod(size) * dtype.itemsize > room:
         raise ValueError(f"{name[:80]!r} is {list(size)} {dtype}, more than all {room} bytes of the checkpoint")
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)

@@ -42,14 +42,15 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
     """Write a sharded checkpoint. Every process calls this function with its shards of the tensors.
 
     Args:
-        path: path of the folder; one that is there already is replaced once the new one is whole.
+        path: path of the folder. An existing checkpoint is replaced once the new one is complete.
         tensors: nested dicts of DTensors, tensors and plain values.
-        rest: plain values, the same on every process; the first one's are written.
+        rest: plain values, the same on every process; those of the first process are written.
 
     Raises:
-        OSError: if it cannot be written, on every process; what was there before stays.
+        OSError: if any process cannot write its part. It is raised on every process, and an existing checkpoint stays.
     """
     rank = dist.get_rank()
+    # All processes write into one temporary folder, whose random name the first process chooses.
     name = [beside(path).name]
     dist.broadcast_object_list(name, src=0)
     aside = path.with_name(name[0])
@@ -69,6 +70,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
         files = {file.name: {"bytes": file.stat().st_size, "crc32": checksum(file)} for file in mine}
     except (OSError, RuntimeError, CheckpointException) as error:
         failure, files = f"{type(error).__name__}: {error}", {}
+    # Failures are exchanged instead of raised above, so that no process waits for one that has failed.
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (failure, files))
     failures = [what for what, _ in parts if what]
@@ -144,10 +146,10 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
 
     Args:
         path: path of the folder, written by any number of processes.
-        into: as given to :func:`save_sharded`, or a part of that.
+        into: nested dicts like those given to :func:`save_sharded`, or a part of them.
 
     Raises:
-        ValueError: if it cannot be read safely, or holds other tensors.
+        ValueError: if the checkpoint cannot be read safely, or does not hold these tensors.
     """
     with _explained(path):
         load(into, storage_reader=_Reader(path), planner=_Planner())
@@ -157,11 +159,11 @@ def load_whole(path: Path) -> dict[str, Any]:
     """Load a complete sharded checkpoint as the dict that training in one process writes.
 
     Raises:
-        ValueError: if it is damaged or cannot be read safely.
+        ValueError: if the checkpoint is damaged or cannot be read safely.
     """
     check_sharded(path)
     tensors: dict[str, Any] = {}
-    saved_names(path)  # says what is wrong with the layout
+    saved_names(path)  # raises a clear error if the layout is invalid
     with _explained(path):
         load_state_dict(tensors, storage_reader=_Reader(path), planner=_WholePlanner(), no_dist=True)
         optimizers = sorted(name for name in tensors if name.startswith("optimizer_"))

@@ -1,4 +1,4 @@
-"""Weights of a module, replicated on every process or sharded."""
+"""Loading of weights into a module that is replicated on every process or sharded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from lightning_mhla.system.sharding import is_shard
 
 LIVE = "current_model_state"
-"""Entry of a checkpoint with the trained weights, if ``state_dict`` is their moving average."""
+"""Name of the entry of a checkpoint with the trained weights, if ``state_dict`` is their moving average."""
 
 
 def shards_weights(trainer: Trainer) -> bool:
@@ -24,9 +24,9 @@ def load_weights(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     """Copy weights into a module, which may be sharded. Every process calls this function.
 
     Args:
-        module: sharded or not.
-        state: in shards like the module's, or whole on every process.
-        strict: whether the names have to be the same.
+        module: module to load the weights into, sharded or not.
+        state: weights by name, in shards like the module's, or complete on every process.
+        strict: whether the names must be the same as the module's.
     """
     sharded = any(is_shard(parameter) for parameter in module.parameters())
     if sharded and not any(is_shard(value) for value in state.values()):

@@ -150,11 +150,8 @@ class ClipCodec(FrozenVAE):
                 f"clips of {frames} frames of {height} x {width}: the VAE wants 1 frame more than a multiple of {time}, and "
                 f"sides that are multiples of {space}"
             )
-        return (
-            (frames - 1) // time + 1,
-            height // space,
-            width // space,
-        )  # the first frame has a latent frame of its own
+        # The first frame has a latent frame of its own.
+        return (frames - 1) // time + 1, height // space, width // space
 
 
 def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Data of captioned images and clips: the prompts that predict draws, and shards of latents with encoded captions."""
+"""Data modules of captioned images and clips: prompts that predict draws, and shards of latents with encoded captions."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from mhla_tasks.captioned.requests import PromptRequest, RequestedSamples
 
 
 class CaptionedData(ResumableDataModule):
-    """Captioned samples or their latents; a kind of data implements :meth:`samples` for training and validation.
+    """Base class of data modules with captioned samples or latents. A subclass implements :meth:`samples`.
 
     Args:
         prompts: prompts that predict draws.
-        options: as for :class:`ResumableDataModule`.
+        options: further options of :class:`ResumableDataModule`.
     """
 
     extension: ClassVar[str]
     """Extension of the files that predict writes."""
     known_prompts: Sequence[str] = ()
-    """Prompts that predict draws where none are named."""
+    """Prompts that predict draws if none are given."""
 
     def __init__(self, prompts: PromptRequest, **options: Any) -> None:
         super().__init__(**options)
         self.prompts = as_dataclass(PromptRequest, prompts)
 
     def empty_caption(self) -> Tensor | None:
-        """Embeddings ``[l, D]`` of the empty caption's tokens, where captions come encoded; None where they are text."""
+        """Return the embeddings ``[l, D]`` of the empty caption's tokens if captions are encoded; None if they are text."""
         return None
 
     def samples(self, stage: str) -> SampleSource:
-        """The samples of ``"train"``, ``"validate"`` or ``"test"``."""
+        """Return the samples of a stage, ``"train"``, ``"validate"`` or ``"test"``."""
         raise NotImplementedError
 
     @override
@@ -48,23 +48,23 @@ class CaptionedData(ResumableDataModule):
 
 
 class EncodedShards(CaptionedData):
-    """Latents and encoded captions in shards, as a command of ``lightning prepare`` writes them.
+    """Base class of data modules with latents and encoded captions in shards that ``lightning prepare`` wrote.
 
     Args:
         train: shards to train on: a folder, DIR/train-{00000..01023}.tar, a glob, URLs, or a list of these.
-        val: shards to validate on, in the same forms.
-        text_length: tokens of a caption; shorter ones are filled up with zeros, longer ones cut. None takes the length that
-            the shards were encoded with (their manifest says it).
+        val: shards for validation, in the same forms.
+        text_length: number of tokens of a caption; shorter captions are padded with zeros, longer ones cut. None for the length
+            with which the shards were encoded, according to their manifest.
         prompts: prompts that predict draws.
-        options: as for :class:`ResumableDataModule`.
+        options: further options of :class:`ResumableDataModule`.
     """
 
     command: ClassVar[str]
-    """Command that writes such shards."""
+    """Command that writes these shards, for messages."""
     axes: ClassVar[int]
-    """Axes of a latent, channels included."""
+    """Number of axes of a latent, including channels."""
     default_length: ClassVar[int]
-    """Tokens of a caption where neither an option nor the manifest says it."""
+    """Number of tokens of a caption if neither an option nor the manifest gives it."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class EncodedShards(CaptionedData):
 
     @property
     def text_length(self) -> int:
-        """Tokens of a caption: as given, as the shards' manifest says, or the default of the model."""
+        """Number of tokens of a caption: from the option, else from the shards' manifest, else the default of the model."""
         if self._text_length is None:
             self._text_length = encoded_length(self.shards, self.default_length)
         return self._text_length

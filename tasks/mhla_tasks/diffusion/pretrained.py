@@ -22,6 +22,7 @@ from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.diffusion.model import DiT
 
 BLOCKS = r"^(?:transformer_)?blocks\.(\d+)\."
+"""Pattern of the prefix of names in a block, in both published layouts."""
 
 RENAMED = {
     "pos_embed.proj.": "patches.proj.",
@@ -34,6 +35,7 @@ RENAMED = {
     "proj_out_2.": "head.",
     "final_layer.linear.": "head.",
 }
+"""Prefixes of names outside the blocks, in both published layouts, and our names for them."""
 RENAMED_IN_BLOCKS = {
     "norm1.linear.": "modulation.1.",
     "adaLN_modulation.1.": "modulation.1.",
@@ -45,6 +47,7 @@ RENAMED_IN_BLOCKS = {
     "mlp.fc1.": "mlp.fc1.",
     "mlp.fc2.": "mlp.fc2.",
 }
+"""Prefixes of names in a block, in both published layouts, and our names for them."""
 EMBEDDINGS = {
     "norm1.emb.timestep_embedder.": "time.",
     "norm1.emb.class_embedder.embedding_table.": "label.",

@@ -1,4 +1,4 @@
-"""Clips out of video files and into them, by PyAV."""
+"""Reading of clips from video files, and writing of clips to video files, with PyAV."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from lightning_mhla.system.files import written_whole
 from mhla_tasks.video.decode import Video, open_video
 
 EARLY = 0.25
-"""Share of a frame's duration by which it may be shown before its time."""
+"""Tolerance of frame times, as a share of the frame's duration: a frame counts as shown this much before its time."""
 
 
 def read_clip(
     data: bytes, name: str, frames: int, fps: float | None, position: float, size: tuple[int, int] | None = None
 ) -> Tensor:
-    """Consecutive frames of a video, as :mod:`mhla_tasks.video.decode` shows them.
+    """Read a clip of frames from a video, decoded as described in :mod:`mhla_tasks.video.decode`.
 
     Args:
-        data: the mp4 file.
-        name: for messages.
+        data: content of the MP4 file.
+        name: name of the file for messages.
         frames: number of frames.
-        fps: frames a second; None for every frame as it comes.
-        position: start of the clip within the video, 0 (earliest) to 1 (latest); the beginning is taken
-            where fewer frames are left than the file's duration and rate promise.
-        size: height and width that each frame is made to cover, its middle cut out; None for the video's own.
+        fps: number of frames per second; None for consecutive frames of the video.
+        position: start of the clip within the video, from 0 (earliest) to 1 (latest). The clip starts at the beginning if fewer
+            frames are left than the file's duration and rate promise.
+        size: height and width to which each frame is scaled and center-cropped; None to keep the size of the video.
 
     Returns:
-        ``[frames, 3, H, W]`` uint8.
+        Frames ``[frames, 3, H, W]`` uint8.
 
     Raises:
         BrokenSampleError: if the file cannot be read, or is shorter than the clip.
@@ -51,7 +51,7 @@ def read_clip(
         shown = _consecutive(video, start, frames) if fps is None else _frames_at(video, start, step, frames)
         chosen = [_fitted(video.pixels(frame), size) for frame in shown]
         if len(chosen) < frames and start > 0:
-            # trimmed by an edit list, or its last frame stays: the file says too much
+            # The file promised more: an edit list trims it, or its last frame stays on screen. Retry from the beginning.
             return read_clip(data, name, frames, fps, 0.0, size)
         if len(chosen) < frames:
             raise BrokenSampleError(f"{name}: the video ends after {len(chosen)} of the {frames} frames asked")
@@ -61,11 +61,11 @@ def read_clip(
 
 
 def check_video(data: bytes, name: str) -> None:
-    """Find truncated and damaged videos without decoding all of them: the first frame, and those after the last key frame.
+    """Detect a truncated or damaged video by decoding only its first frame and the frames after its last key frame.
 
     Args:
-        data: the mp4 file.
-        name: for messages.
+        data: content of the MP4 file.
+        name: name of the file for messages.
 
     Raises:
         BrokenSampleError: if the file is cut off or cannot be decoded.
@@ -75,7 +75,7 @@ def check_video(data: bytes, name: str) -> None:
         if first is None:
             raise BrokenSampleError(f"{name}: the video has no frames")
         video.pixels(first[2])
-        decodable = False  # frames shown before the key frame may need others before it
+        decodable = False  # frames shown before the key frame may depend on frames that were not decoded
         for frame in video.last_frames():
             decodable = decodable or frame.key_frame
             if decodable:
@@ -83,14 +83,14 @@ def check_video(data: bytes, name: str) -> None:
 
 
 def _too_short(video: Video, frames: int, fps: float | None, span: float) -> bool:
-    """Whether the file itself says that it has fewer frames, or ends before the last one that is asked for."""
+    """Check whether, according to the file, a video has too few frames or ends before the last frame of a clip."""
     if fps is None and video.count:
         return frames > video.count
     return video.last is not None and span > video.last + 1 / video.rate + 0.5 / (fps or video.rate)
 
 
 def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
-    """``count`` frames one after another, from about ``start`` on; half a frame earlier, so that they do not run out."""
+    """Yield ``count`` consecutive frames from about half a frame before ``start``, so that the latest clip has enough frames."""
     start -= 0.5 / video.rate
     taken = 0
     for at, _, frame in video.frames(start):
@@ -102,10 +102,11 @@ def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
 
 
 def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[Any]:
-    """The frames that are on screen at ``start`` and each ``step`` after it: each until the next, the last for its duration.
+    """Yield the frames that are on screen at ``start`` and every ``step`` seconds after it.
 
-    Times of frames are rounded to the file's time base, and cameras are not exact: a frame counts from a little before its
-    time, a quarter of itself, of the one before it or of a step, whichever is shortest.
+    A frame is on screen until the next one, the last frame for its duration. Times of frames are rounded to the file's time
+    base, and cameras are not exact, so a frame counts from slightly before its time: by a quarter of its own duration, of the
+    previous frame's or of a step, whichever is shortest.
     """
     taken, shown, at, end = 0, None, 0.0, 0.0
     for time, duration, frame in video.frames(start):
@@ -122,13 +123,13 @@ def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[
 
 
 def _fitted(image: np.ndarray, size: tuple[int, int] | None) -> Tensor:
-    """A frame ``[H, W, 3]`` as ``[3, H, W]``, made to cover ``size``."""
+    """Convert a frame ``[H, W, 3]`` to ``[3, H, W]``, scaled and center-cropped to ``size`` if given."""
     pixels = torch.from_numpy(image).permute(2, 0, 1)
     return pixels if size is None else cover(pixels, *size)
 
 
 def cover(image: Tensor, height: int, width: int) -> Tensor:
-    """Image ``[3, H, W]`` uint8 scaled until it just covers ``height x width``, the middle cut out."""
+    """Scale an image ``[3, H, W]`` uint8 until it just covers ``height x width``, and crop it to the center."""
     scale = max(height / image.shape[-2], width / image.shape[-1])
     size = [max(height, round(image.shape[-2] * scale)), max(width, round(image.shape[-1] * scale))]
     if size != list(image.shape[-2:]):
@@ -137,26 +138,26 @@ def cover(image: Tensor, height: int, width: int) -> Tensor:
 
 
 def to_signed(clip: Tensor) -> Tensor:
-    """Frames ``[F, 3, H, W]`` uint8 as a clip ``[3, F, H, W]`` float32 in -1 .. 1."""
+    """Convert frames ``[F, 3, H, W]`` uint8 to a clip ``[3, F, H, W]`` float32 in -1 .. 1."""
     return (clip.float() / 127.5 - 1).transpose(0, 1)
 
 
 def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
-    """Write frames ``[F, 3 or 1, H, W]`` uint8 as an H.264 mp4 file, atomically; odd sides are cut by one pixel.
+    """Write frames to an H.264 MP4 file atomically. Odd sides are cropped by one pixel.
 
-    Only with ``crf=0`` do equal frames always give equal files: x264 (core 165) reads uninitialised memory where it chooses
-    how to lose detail, and a level of difference in one pixel becomes ten after it.
+    Equal frames always give equal files only with ``crf=0``. At other values x264 (core 165) reads uninitialized memory when it
+    chooses which detail to drop: a difference of one level in one pixel grows to ten in later frames.
 
     Args:
-        path: the file.
-        clip: the frames.
-        fps: frames a second.
-        crf: x264's constant rate factor: 0 loses nothing but colour resolution, 15 hardly anything that is visible, 51 most.
+        path: path of the file.
+        clip: frames ``[F, 3 or 1, H, W]`` uint8.
+        fps: number of frames per second.
+        crf: constant rate factor of x264: 0 loses color resolution only, 15 hardly anything visible, 51 the most.
     """
     import av
 
     pixels = clip.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).contiguous().cpu().numpy()
-    # ffmpeg gets an open file, never its name, in which it would read 2026-11-25T10:30/a.mp4 as a protocol
+    # ffmpeg gets an open file instead of a path, because it would take the part of a path before a colon for a protocol.
     with (
         written_whole(path) as aside,
         aside.open("wb") as file,
@@ -174,5 +175,5 @@ def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
 
 
 def to_frames(clips: Tensor) -> Tensor:
-    """Clips ``[B, C, F, H, W]`` in -1 .. 1 as frames ``[B, F, C, H, W]`` uint8."""
+    """Convert clips ``[B, C, F, H, W]`` in -1 .. 1 to frames ``[B, F, C, H, W]`` uint8."""
     return ((clips.float().transpose(1, 2) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)

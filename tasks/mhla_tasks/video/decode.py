@@ -1,8 +1,8 @@
-"""Video files as ffmpeg shows them: whatever decodes a video here does it through :func:`open_video`.
+"""Decoding of video files as ffmpeg shows them, always through :func:`open_video`.
 
-Upright and mirrored as the display matrix says, with square pixels, in RGB of 8 bits. libavfilter does it, with the filters
-and in the order of the ``ffmpeg`` command. Like that command, it weaves the fields of interlaced frames, drops transparency,
-and does not map high dynamic range. Damaged frames, which ffmpeg patches up, are errors here.
+Frames are rotated and mirrored as the display matrix says, with square pixels, in 8-bit RGB. libavfilter converts them with the
+same filters in the same order as the ``ffmpeg`` command. Like that command, it interleaves the fields of interlaced frames,
+drops transparency, and does not map high dynamic range. Damaged frames, which ffmpeg conceals, are errors here.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.system.untrusted import reason
 
 LARGEST_FRAME, NARROWEST = 8192 * 4320, 16
-"""Pixels of a frame, and the ratio of its sides, beyond which a file is taken for a broken or a hostile one."""
+"""Maximum number of pixels of a frame and maximum ratio of its sides. A file beyond them is treated as broken or hostile."""
 
 BOXES = (b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"free", b"skip", b"wide", b"pnot")
-"""Boxes that an MP4 or QuickTime file begins with (ISO 14496-12)."""
+"""Types of the boxes that an MP4 or QuickTime file can begin with (ISO 14496-12)."""
 
 NEEDED = (b"moov", b"moof", b"mdat")
-"""Boxes without whose end frames are missing. Anything else behind them may be cut off, or not be a box at all."""
+"""Types of the boxes that must be complete, else frames are missing. Other data after them may be cut off or not be boxes."""
 
 OTHER_FORMATS = {
     b"GIF8": "GIF",
@@ -39,33 +39,33 @@ OTHER_FORMATS = {
     b"\x89PNG": "PNG",
     b"\xff\xd8\xff\xe0": "JPEG",
 }
-"""Files that people rename to .mp4, by their first four bytes, or those after ``RIFF`` and a size."""
+"""Formats of files that are often renamed to .mp4, by their first four bytes, or the four after ``RIFF`` and a size."""
 
 COVER = 0x0400
-"""FFmpeg's ``AV_DISPOSITION_ATTACHED_PIC``: a stream that is the cover picture of a song or film."""
+"""FFmpeg's ``AV_DISPOSITION_ATTACHED_PIC``, which marks a stream as the cover picture of a song or film."""
 
 DEFAULT, DEFAULT_BONUS = 0x0001, 5_000_000
-"""FFmpeg's ``AV_DISPOSITION_DEFAULT``, and the pixels that it is worth where ffmpeg chooses among streams."""
+"""FFmpeg's ``AV_DISPOSITION_DEFAULT``, and the number of pixels that it counts for when ffmpeg chooses among streams."""
 
 TOLERANCE = math.tan(math.radians(1))
-"""Slope up to which an axis of a display matrix counts as straight; ffmpeg rounds rotations by a degree too."""
+"""Maximum slope of an axis of a display matrix that counts as straight; ffmpeg rounds rotations by one degree too."""
 
 ASSUMED_RATE = 25
-"""Frames a second of a video of one frame that does not say how long it is shown: ffmpeg's value."""
+"""Frame rate in frames per second that ffmpeg assumes for a video of one frame without a duration."""
 
 
 class Video:
-    """An open video file.
+    """Open video file.
 
     Args:
-        container: PyAV's container.
-        stream: its video stream.
-        name: for messages.
+        container: container of PyAV.
+        stream: video stream of the container.
+        name: name of the file for messages.
 
     Attributes:
-        rate: frames a second, on average.
-        count: frames that the file says it has; 0 where it does not say.
-        last: time of the last frame in seconds, as far as the file says it; None where it does not.
+        rate: average number of frames per second.
+        count: number of frames according to the file; 0 if unknown.
+        last: time of the last frame in seconds according to the file; None if unknown.
     """
 
     def __init__(self, container: Any, stream: Any, name: str) -> None:
@@ -82,10 +82,10 @@ class Video:
         self._graph_of: tuple[Any, ...] = ()
 
     def frames(self, start: float = 0.0) -> Iterator[tuple[float, float, Any]]:
-        """The frames in the order in which they are shown: time and duration in seconds, and PyAV's frame.
+        """Yield the frames in display order: time and duration in seconds, and PyAV's frame.
 
         Args:
-            start: seconds after the first frame; what is decoded begins at or before it.
+            start: time in seconds after the first frame. The first frame that is yielded is shown at or before it.
         """
         if start > 0:
             self._seek(int((start + self._origin) / self.stream.time_base))
@@ -100,31 +100,31 @@ class Video:
         yield from self._decoded()
 
     def last_frames(self) -> Iterator[Any]:
-        """PyAV's frames from the last key frame on, where the file says how long it is; all that are left otherwise."""
+        """Yield PyAV's frames from the last key frame on if the file gives its duration, otherwise all remaining frames."""
         if self.stream.duration:
             self._seek((self.stream.start_time or 0) + self.stream.duration - 1)
         for _, _, frame in self._decoded():
             yield frame
 
     def pixels(self, frame: Any) -> np.ndarray:
-        """A frame ``[H, W, 3]`` uint8 as ffmpeg shows it.
+        """Convert one of PyAV's frames to pixels ``[H, W, 3]`` uint8, as ffmpeg shows it.
 
         Raises:
-            BrokenSampleError: for a damaged frame, and one that is shown in a way that is not supported.
+            BrokenSampleError: if the frame is damaged, or its orientation or size is not supported.
         """
         self.check_complete(frame)
         layout = (frame.width, frame.height, frame.format.name, int(frame.colorspace), int(frame.color_range))
         matrix = self._matrix(frame)
-        if self._graph_of != (layout, matrix):  # a stream may change in the middle
+        if self._graph_of != (layout, matrix):  # the layout of frames may change within a stream
             self._graph, self._graph_of = self._build(layout, matrix), (layout, matrix)
         self._graph.push(frame)
         return self._graph.pull().to_ndarray(format="rgb24")
 
     def check_complete(self, frame: Any) -> None:
-        """Reject a frame of which ffmpeg had to make up a part.
+        """Check that a frame is not damaged, which ffmpeg would conceal.
 
         Raises:
-            BrokenSampleError: for a damaged frame.
+            BrokenSampleError: if the frame is damaged.
         """
         if frame.is_corrupt:
             raise BrokenSampleError(f"{self.name}: the video is damaged: a frame cannot be decoded completely")
@@ -142,7 +142,11 @@ class Video:
             yield frame.pts * unit - self._origin, duration or 1 / self.rate, frame
 
     def _last(self) -> float | None:
-        """The earliest of what the file says: an edit list shortens the duration, but not the number of frames."""
+        """Return the time of the last frame in seconds; None if unknown.
+
+        The file's duration and number of frames may disagree, because an edit list shortens the duration only. The earlier
+        time is used.
+        """
         ends = [self.count / self.rate] if self.count else []
         if self.stream.duration:
             ends.append(float(self.stream.duration * self.stream.time_base))
@@ -155,7 +159,7 @@ class Video:
         return () if data is None else tuple(np.frombuffer(bytes(data), np.int32).tolist())
 
     def _build(self, layout: tuple[Any, ...], matrix: tuple[int, ...]) -> Any:
-        """The filters that turn decoded frames of one layout and display matrix into what is shown."""
+        """Build the filter graph that converts decoded frames of one layout and display matrix to pixels."""
         import av.filter
 
         width, height, format_name, colorspace, color_range = layout
@@ -165,7 +169,7 @@ class Video:
         shown = max(1, int(shape[0] * aspect)), shape[1]  # rounded down, as by ffmpeg's scale=iw*sar:ih
         self.check_size(*shown)
         graph = av.filter.Graph()
-        if hasattr(graph, "threads"):  # data workers are processes already
+        if hasattr(graph, "threads"):  # data workers run in parallel already
             graph.threads = 1
         source = graph.add(
             "buffer",
@@ -179,25 +183,32 @@ class Video:
         return graph
 
     def check_size(self, width: int, height: int) -> None:
-        """Reject frames that only a broken or hostile file has, before memory is taken for them."""
+        """Check the size of frames before memory is allocated for them.
+
+        Raises:
+            BrokenSampleError: if they are so large or so narrow that the file must be broken or hostile.
+        """
         if width * height > LARGEST_FRAME or max(width, height) > NARROWEST * min(width, height):
             raise BrokenSampleError(f"{self.name}: frames of {width} x {height} are too large or too narrow")
 
 
 def orientation(matrix: tuple[int, ...], name: str) -> tuple[list[tuple[str, ...]], bool]:
-    """The filters that show a frame as its display matrix says, and whether they swap height and width.
+    """Choose the filters that show a frame as its display matrix says.
 
-    The matrix maps column x and row y of a stored frame to ``a x + c y`` and ``b x + d y``, apart from a translation, which
-    shows the same picture, and a scale, which is part of the pixels' aspect ratio.
+    The matrix maps column x and row y of a stored frame to ``a x + c y`` and ``b x + d y``. Its translation is ignored, since
+    it does not change the picture, and so is its scale, which is part of the pixels' aspect ratio.
 
     Args:
-        matrix: nine numbers, row by row, as libavutil has them; empty for none.
-        name: for messages.
+        matrix: nine numbers of the display matrix, row by row, as libavutil stores them; empty for none.
+        name: name of the file for messages.
+
+    Returns:
+        Names and arguments of the filters, and whether they swap height and width.
 
     Raises:
-        BrokenSampleError: if it does anything else than rotate by a multiple of 90 degrees and mirror.
+        BrokenSampleError: if the matrix does anything but rotate by multiples of 90 degrees and mirror.
     """
-    if not any(matrix):  # without one, or with one that nobody filled in: as stored
+    if not any(matrix):  # without a matrix, or with zeros only, frames are shown as stored
         return [], False
     a, b, _, c, d = matrix[:5]
     if max(abs(b), abs(c)) <= TOLERANCE * min(abs(a), abs(d)):
@@ -214,17 +225,18 @@ def orientation(matrix: tuple[int, ...], name: str) -> tuple[list[tuple[str, ...
 
 @contextmanager
 def open_video(data: bytes, name: str) -> Iterator[Video]:
-    """Open an MP4 file.
+    """Open an MP4 file in a context.
 
     Args:
-        data: the file.
-        name: for messages.
+        data: content of the file.
+        name: name of the file for messages.
 
     Yields:
-        The video: of several streams the one that ffmpeg takes. Cover pictures are not videos.
+        Video of the stream that ffmpeg chooses if there are several. Cover pictures are not videos.
 
     Raises:
-        BrokenSampleError: naming the file and the reason, when it cannot be decoded, here or later inside the ``with``.
+        BrokenSampleError: if the file cannot be decoded, here or later inside the ``with`` block; the message names the file
+            and the reason.
     """
     import av
 
@@ -234,8 +246,8 @@ def open_video(data: bytes, name: str) -> Iterator[Video]:
     try:
         with av.open(io.BytesIO(data), format="mp4", metadata_errors="ignore") as container:
             stream = _chosen_stream(container, name)
-            # Frame threads would give a damaged frame before it is marked as such, so that a part of them would pass. Data are
-            # read by several processes anyway.
+            # Frame threads return a damaged frame before it is marked as damaged, so that some would pass unnoticed. Data
+            # workers run in parallel anyway.
             stream.codec_context.thread_type, stream.codec_context.thread_count = "NONE", 1
             video = Video(container, stream, name)
             video.check_size(stream.width, stream.height)
@@ -249,10 +261,14 @@ def open_video(data: bytes, name: str) -> Iterator[Video]:
 
 
 def check_format(data: bytes, name: str) -> None:
-    """Reject empty files and those of other formats.
+    """Check that a file is not empty and not of a different format.
+
+    Args:
+        data: content of the file.
+        name: name of the file for messages.
 
     Raises:
-        BrokenSampleError: saying what the file is.
+        BrokenSampleError: if it is; the message names the format.
     """
     if not data:
         raise BrokenSampleError(f"{name}: the video cannot be decoded (the file is empty)")
@@ -264,13 +280,15 @@ def check_format(data: bytes, name: str) -> None:
 
 
 def missing_bytes(data: bytes) -> int:
-    """Bytes by which the file ends before the end of a box that frames need; 0 for a complete file, whatever follows it."""
-    position = 0  # of a box: a size of 4 bytes and a name, or a size of 8 bytes after that (ISO 14496-12)
+    """Return the number of bytes missing from a box that frames need; 0 if the boxes are complete, whatever follows them."""
+    # A box begins with a size of 4 bytes and its type; size 1 means that a size of 8 bytes follows (ISO 14496-12).
+    position = 0
     while data[4:8] in BOXES and position + 8 <= len(data):
         size, kind = int.from_bytes(data[position : position + 4], "big"), data[position + 4 : position + 8]
         if size == 1:
             size = int.from_bytes(data[position + 8 : position + 16], "big")
-        if size < 8 or (kind == b"ftyp" and position):  # up to the end; or not a box, or another file behind this one
+        # Size 0 means up to the end of the file. Other small sizes are not boxes, and a second ftyp begins another file.
+        if size < 8 or (kind == b"ftyp" and position):
             return 0
         if position + size > len(data):
             return position + size - len(data) if kind in NEEDED else 0
@@ -279,7 +297,7 @@ def missing_bytes(data: bytes) -> int:
 
 
 def _chosen_stream(container: Any, name: str) -> Any:
-    """The video stream that ffmpeg takes by default: the largest, those marked as default first."""
+    """Choose the video stream that ffmpeg chooses by default: the largest one, with a bonus for streams marked as default."""
     streams = [stream for stream in container.streams.video if not _disposition(stream) & COVER]
     if not streams:
         only = ", only a cover picture" if container.streams.video else ""
