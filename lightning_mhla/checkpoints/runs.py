@@ -275,7 +275,8 @@ def remove_log_folder(folder: Path) -> None:
 
 
 def in_use(path: Path) -> bool:
-    """Check whether a process trains in a run folder."""
+    """Check whether another process trains in a run folder."""
+    # Not for a folder that this process has locked: closing the file would release the lock.
     try:
         with (path / LOCK).open("r+") as stream:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -126,7 +126,7 @@ class _WholePlanner(_PlainValues, EmptyStateDictLoadPlanner):
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Convert every exception of torch about a broken folder into a ValueError that names the folder."""
+    """Return a context that converts every exception of torch about a broken folder into a ValueError that names it."""
     try:
         yield
     except CheckpointException as error:

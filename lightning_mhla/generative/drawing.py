@@ -1,4 +1,4 @@
-"""Sample images during training, from any module that draws images of numbered conditions."""
+"""Callback that draws sample images during training, for any module that draws images of numbered conditions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ImageGenerator(Protocol):
 
 
 class SampleGrid(PeriodicEvaluation):
-    """Draw a grid of samples, balanced over the conditions, with the weights that validation uses.
+    """Callback that draws a grid of samples, balanced over the conditions, with the weights that validation uses.
 
     The grid goes to ``pictures/`` in the log folder and to TensorBoard. Sample i has condition i modulo the number of
     conditions (classes, for example) and its own noise, so any number of processes draws the same samples.

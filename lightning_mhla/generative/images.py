@@ -98,7 +98,7 @@ class SampleWriter(Callback):
         return self._folder / "samples" / "images.npy.mhla-part", self._folder / "samples" / "labels.npy.mhla-part"
 
     def _make(self, trainer: Trainer, side: int) -> None:
-        """Create the files that all processes fill, on the first process."""
+        """Create the files that all processes fill, on the first process; all wait until they exist."""
         shapes = ((self._count, side, side, 3), np.uint8), ((self._count,), np.int64)
         if trainer.is_global_zero:
             for path, (shape, dtype) in zip(self._arrays(), shapes, strict=True):

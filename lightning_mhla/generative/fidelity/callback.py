@@ -38,7 +38,7 @@ class HasRealImages(Protocol):
 
 
 class GenerationMetrics(SampleGrid):
-    """Draw samples, balanced over the conditions, with the weights that validation uses, and score them.
+    """Callback that draws samples, balanced over the conditions, with the weights that validation uses, and scores them.
 
     The callback logs ``NAME/fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as features and
     reference allow, and ``NAME/label_accuracy`` if the feature network classifies by the data's classes. ``NAME.jsonl`` in the

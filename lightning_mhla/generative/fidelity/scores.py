@@ -25,7 +25,7 @@ from lightning_mhla.system.listing import shown
 from lightning_mhla.system.untrusted import read_arrays
 
 PUBLISHED_COUNT = 50_000
-"""Number of samples behind a published FID."""
+"""Usual number of samples for a published FID."""
 
 KID_SUBSET = 1000
 """Maximum number of samples in a subset for KID (torch-fidelity)."""

@@ -33,15 +33,15 @@ class ImageClassifier(Classifier):
         size: DeiT's tiny, small or base; null to give dim, depth and heads.
         dim: width of the tokens.
         depth: number of blocks.
-        heads: attention heads.
+        heads: number of attention heads.
         patch_size: side of a patch, in pixels.
         channels: number of channels of the image.
         stem: patch (one convolution of the patch's size) or conv (two small ones).
         pad_to: side in pixels to which the image is padded with zeros; null for no padding.
         mlp_ratio: inner width of the MLP divided by the width of the tokens.
         drop_path: stochastic depth rate of the last block.
-        checkpointing: recompute blocks in the backward pass, to save memory.
-        compile: compile the network, block by block (:func:`torch.compile`).
+        checkpointing: whether to recompute blocks in the backward pass, to save memory.
+        compile: whether to compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.

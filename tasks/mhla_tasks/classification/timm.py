@@ -47,8 +47,8 @@ class TimmClassifier(Classifier):
             (only the parameters that the replacement added); lora (those and adapters of the projections).
         lora: rank and alpha of the adapters.
         distillation: options of the two training stages; see TransferOptions.
-        checkpointing: recompute blocks in the backward pass, to save memory.
-        compile: compile the network, block by block (:func:`torch.compile`).
+        checkpointing: whether to recompute blocks in the backward pass, to save memory.
+        compile: whether to compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         label_smoothing: share of the label that is spread over all classes.
         mixup: mixing of images and labels.

@@ -14,7 +14,7 @@ from mhla_tasks.diffusion.sampling import SamplingConfig
 
 
 class ClassSampleGrid(drawing.SampleGrid):
-    """Draw a grid of samples, balanced over the classes, with the weights that validation uses. It needs no feature network.
+    """Callback that draws a grid of samples, balanced over the classes, with the weights that validation uses.
 
     Args:
         samples: number of samples, of which a grid shows 100 at most; at most 10 of each class if there are at most 10 classes.
@@ -46,7 +46,7 @@ class ClassSampleGrid(drawing.SampleGrid):
 
 
 class ClassGenerationMetrics(fidelity.GenerationMetrics):
-    """Draw samples, balanced over the classes, with the weights that validation uses, and score them.
+    """Callback that draws samples, balanced over the classes, with the weights that validation uses, and scores them.
 
     Args:
         samples: number of samples; published results use 50,000.

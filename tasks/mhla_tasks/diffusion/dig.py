@@ -16,7 +16,7 @@ from lightning_mhla.model.block import make_norm
 from lightning_mhla.model.sizes import Shape
 
 SIZES: dict[str, Shape] = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 18)}
-"""Width, depth and heads (DiG, table 1; its code has 18 heads in XL)."""
+"""Width, depth and number of heads of each size (DiG, table 1; its code has 18 heads in XL)."""
 
 PROJECTION_GAIN = 2.0**-2.5
 """Gain of the Xavier initialization of the mixer's projections, from flash-linear-attention's GLA, which DiG uses."""
@@ -145,7 +145,7 @@ class TurningBackbone(nn.Module):
 
     @property
     def layers(self) -> list[DiGBlock]:
-        """The blocks, first to last."""
+        """Blocks, first to last."""
         return cast(list[DiGBlock], list(self.blocks))
 
     def transposed(self, layer: int) -> bool:

@@ -22,7 +22,7 @@ from mhla_tasks.diffusion.dig import DiGConfig, TurningBackbone
 Size = Literal["S", "B", "L", "XL"]
 
 SIZES: dict[str, Shape] = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}
-"""Width, depth and heads (DiT, table 1)."""
+"""Width, depth and number of heads of each size (DiT, table 1)."""
 
 FREQUENCIES = 256
 """Width of the sinusoidal embedding of a timestep (DiT's code)."""

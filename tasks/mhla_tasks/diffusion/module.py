@@ -44,8 +44,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
         mlp_ratio: inner width of the MLP divided by the width of the tokens.
         frequency_shift: shift of the timestep's frequencies: 0 as DiT was trained, 1 as diffusers computes them.
         mlp_norm_eps: epsilon of the norm before the MLP: 1e-6 as DiT was trained, 1e-5 in diffusers.
-        checkpointing: recompute blocks in the backward pass, to save memory.
-        compile: compile the network, block by block (:func:`torch.compile`).
+        checkpointing: whether to recompute blocks in the backward pass, to save memory.
+        compile: whether to compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         process: objective and noise schedule.
         sampling: default sampler options of predict and callbacks.

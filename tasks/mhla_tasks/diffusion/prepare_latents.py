@@ -91,6 +91,7 @@ def encode_images(
         def encoded(here: range) -> Iterator[dict[str, Any]]:
             for few in grouped(readable(source.samples, order, here, call.skipped), batch_size):
                 images = torch.stack([sample["image"] for _, sample in few]).to(device)
+                # The latent of a mirror image is not the mirrored latent, so both images are encoded.
                 both = [vae.moments(pictures).half().cpu() for pictures in (images, images.flip(-1))]
                 for (number, sample), latent, flipped in zip(few, *both, strict=True):
                     members = {LATENT: array_bytes(latent), FLIPPED: array_bytes(flipped)}

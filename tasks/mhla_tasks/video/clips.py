@@ -90,7 +90,7 @@ def _too_short(video: Video, frames: int, fps: float | None, span: float) -> boo
 
 
 def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
-    """Yield ``count`` consecutive frames from about half a frame before ``start``, so that the latest clip has enough frames."""
+    """Yield ``count`` consecutive frames from about half a frame before ``start``, so that the latest clip is complete."""
     start -= 0.5 / video.rate
     taken = 0
     for at, _, frame in video.frames(start):
@@ -110,6 +110,7 @@ def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[
     """
     taken, shown, at, end = 0, None, 0.0, 0.0
     for time, duration, frame in video.frames(start):
+        # The frame in ``shown`` is on screen until now: it is yielded once for each requested time before this frame's.
         early = EARLY * max(0.0, min(time - at, duration, step))
         while shown is not None and taken < count and start + taken * step < time - early:
             yield shown

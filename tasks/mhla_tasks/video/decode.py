@@ -94,9 +94,8 @@ class Video:
                 yield first
                 yield from decoded
                 return
-            self._seek(
-                min(0, self.stream.start_time or 0)
-            )  # frames may need others before the key frame that was found
+            # Nothing at or before the start was decoded: frames may depend on frames before the key frame that was found.
+            self._seek(min(0, self.stream.start_time or 0))
         yield from self._decoded()
 
     def last_frames(self) -> Iterator[Any]:
