@@ -87,10 +87,10 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """
         if "://" in str(path):
             with _told(path):
-                return super().load_checkpoint(path, map_location, weights_only=True)  # whatever was asked for
+                return super().load_checkpoint(path, map_location, weights_only=True)  # whatever the caller asked for
         found = resolve_checkpoint(Path(path))
         if found.is_dir():
-            from lightning_mhla.checkpoints.sharded_tensors import load_whole  # takes long to import
+            from lightning_mhla.checkpoints.sharded_tensors import load_whole  # slow to import
 
             content = load_whole(found)
             check_entries(found, content)
@@ -114,7 +114,7 @@ def replace_checkpoint_io(strategy: Strategy) -> None:
     plugin = type(strategy.checkpoint_io)
     if plugin is TorchCheckpointIO:
         strategy.checkpoint_io = WholeCheckpointIO()
-    elif plugin.__module__.startswith("lightning."):  # one that wraps another gets Lightning's own at each access
+    elif plugin.__module__.startswith("lightning."):  # the strategy puts Lightning's own into a wrapper at each access
         raise ValueError(f"{plugin.__name__} reads checkpoints in a way that can run code from them; leave it out")
 
 

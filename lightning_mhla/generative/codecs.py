@@ -28,7 +28,7 @@ class FrozenVAE:
         self._model = model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # the weight average copies the module
+        return self  # copies of the module, such as the weight average, share it
 
     def rest(self) -> None:
         """Move the VAE off the GPU."""

@@ -124,7 +124,7 @@ class InceptionFeatures(FeatureNetwork):
             pooled, logits = network(images.expand(-1, 3, -1, -1))
         finally:
             hook.remove()
-        spatial = kept[0].permute(0, 2, 3, 1).flatten(1)  # as TensorFlow lays it out
+        spatial = kept[0].permute(0, 2, 3, 1).flatten(1)  # channels last, as in TensorFlow
         return Features(pooled, spatial, logits)
 
 

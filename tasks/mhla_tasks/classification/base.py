@@ -84,7 +84,7 @@ class Classifier(NamesClasses):
         self.preprocessing: Preprocessing | None = None
         self.mixup: Any = None
         if mixup.mixup or mixup.cutmix:
-            from timm import data as timm_data  # brings all of timm's models
+            from timm import data as timm_data  # imports all of timm's models
 
             self.mixup = timm_data.Mixup(
                 mixup_alpha=mixup.mixup,

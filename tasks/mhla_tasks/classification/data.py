@@ -173,7 +173,7 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         return transform if self.channels == 3 else v2.Compose([transform, _to_grey])
 
     def _augmented(self) -> Any:
-        from timm import data as timm_data  # brings all of timm's models
+        from timm import data as timm_data  # imports all of timm's models
 
         create_transform = timm_data.create_transform
         transform = create_transform(

@@ -75,7 +75,7 @@ def write(module: Classifier, folder: Path) -> None:
         merge_adapters(module.network)
         save_swapped(module.network, folder, label_names=module.class_names, data_config=_data_config(preprocessing))
     else:
-        from timm.models import save_for_hf  # brings all of timm's models
+        from timm.models import save_for_hf  # imports all of timm's models
 
         names = {"label_names": module.class_names}
         save_for_hf(

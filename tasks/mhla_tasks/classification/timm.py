@@ -126,7 +126,7 @@ class TimmClassifier(Classifier):
         Raises:
             ValueError: if timm has no model of this name, or the model does not take the options.
         """
-        import timm  # brings all of its models
+        import timm  # imports all of its models
 
         given = self.hparams
         options = {"img_size": given["image_size"], "in_chans": given["channels"], **(given["model_args"] or {})}

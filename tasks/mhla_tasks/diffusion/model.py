@@ -84,7 +84,7 @@ class DiT(ModelMixin, ConfigMixin):
         dig = None if dig is None else as_dataclass(DiGConfig, dig)
         self.register_to_config(
             attention=asdict(attention), dig=dig and asdict(dig)
-        )  # JSON, where the decorator kept objects
+        )  # JSON values; the decorator has stored objects
         width, layers, number = model_shape(SIZES if dig is None else DIG_SIZES, size, dim, depth, heads)
         sides = both_sides("sample_size", sample_size)
         if any(side % patch_size for side in sides):
@@ -116,7 +116,7 @@ class DiT(ModelMixin, ConfigMixin):
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
         self.head = nn.Linear(width, patch_size**2 * self.out_channels)
         rows, columns = (torch.arange(length, dtype=torch.float32) for length in self.grid)
-        places = torch.stack(torch.meshgrid(columns, rows, indexing="xy"))[:, None]  # as DiT's code, columns first
+        places = torch.stack(torch.meshgrid(columns, rows, indexing="xy"))[:, None]  # columns first, as in DiT's code
         position = get_2d_sincos_pos_embed_from_grid(width, places, output_type="pt")
         self.register_buffer("position", position.float()[None], persistent=False)
         self._initialize()

@@ -115,7 +115,7 @@ def read_state(path: str) -> dict[str, Tensor]:
 
     local = Path(path)
     with read_safely(path):
-        if local.is_file():  # DiT's train.py keeps its options as a Namespace
+        if local.is_file():  # DiT's train.py saves its options as a Namespace
             return read_weights_file(local, ("ema",), (argparse.Namespace,))
         for folder in (local, local / "transformer"):
             config = folder / "config.json"

@@ -137,7 +137,7 @@ class Video:
             if frame.pts is None or frame.pts < previous:
                 raise BrokenSampleError(f"{self.name}: the video does not say when its frames are shown")
             previous = frame.pts
-            duration = (getattr(frame, "duration", 0) or 0) * unit  # PyAV 14 does not have it
+            duration = (getattr(frame, "duration", 0) or 0) * unit  # not in PyAV 14
             yield frame.pts * unit - self._origin, duration or 1 / self.rate, frame
 
     def _last(self) -> float | None:
@@ -314,4 +314,4 @@ def _score(stream: Any) -> int:
 
 
 def _disposition(stream: Any) -> int:
-    return int(getattr(stream, "disposition", 0))  # PyAV 14 does not have it
+    return int(getattr(stream, "disposition", 0))  # not in PyAV 14
