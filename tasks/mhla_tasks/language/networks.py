@@ -36,7 +36,7 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
     module, _, name = path.rpartition(".")
     kind = getattr(transformers, name, None) if module.split(".")[0] in ("", "transformers") else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedConfig)):
-        raise ValueError(f"network: {path} is no configuration of transformers, such as transformers.LlamaConfig")
+        raise ValueError(f"network: {path} is not a configuration of transformers, such as transformers.LlamaConfig")
     options = dict(network.get("init_args") or {})
     if options.setdefault("vocab_size", vocab_size) != vocab_size:
         raise ValueError(f"network: vocab_size={options['vocab_size']} and the model's vocab_size={vocab_size} differ")
