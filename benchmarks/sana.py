@@ -14,8 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from mhla_tasks.captioned.host import build_transformer
 from mhla_tasks.text_to_image import TextToImage
-from mhla_tasks.text_to_image.model import TransformerConfig, build_transformer
+from mhla_tasks.text_to_image.model import TransformerConfig
+from mhla_tasks.text_to_image.pretrained import SANA
 
 from benchmarks.full_size import FullSize, run
 from lightning_mhla import AttentionConfig
@@ -42,7 +44,7 @@ def case(size: str, pixels: int, layers: int | None = None) -> FullSize:
     return FullSize(
         VARIANTS,
         layers or shape.num_layers,
-        lambda kinds, depth: build_transformer(replace(shape, num_layers=depth), ATTENTION, kinds),
+        lambda kinds, depth: build_transformer(SANA, replace(shape, num_layers=depth), ATTENTION, kinds),
         lambda device: (
             torch.zeros(1, shape.in_channels, side, side, device=device),
             torch.full((1,), 500.0, device=device),

@@ -13,7 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from mhla_tasks.video.model import TransformerConfig, build_transformer
+from mhla_tasks.captioned.host import build_transformer
+from mhla_tasks.video.model import TransformerConfig
+from mhla_tasks.video.pretrained import WAN
 
 from benchmarks.full_size import FullSize, run
 from lightning_mhla import AttentionConfig
@@ -36,7 +38,7 @@ def case(layers: int, latent: tuple[int, ...]) -> FullSize:
     return FullSize(
         VARIANTS,
         layers,
-        lambda kinds, depth: build_transformer(replace(shape, num_layers=depth), ATTENTION, kinds),
+        lambda kinds, depth: build_transformer(WAN, replace(shape, num_layers=depth), ATTENTION, kinds),
         lambda device: (
             torch.zeros(1, *latent, device=device),
             torch.full((1,), 500.0, device=device),

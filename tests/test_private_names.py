@@ -1,18 +1,26 @@
-"""Private names of torch and Lightning: imported in one module each, and still there; what breaks when one goes."""
+"""Private names of other libraries: listed, and still there; what breaks when one goes.
+
+Those of torch and Lightning are imported in one module each. Those of transformers, diffusers and argparse are attributes of
+classes that the suite derives from or wraps, and stand where they are used.
+"""
 
 from __future__ import annotations
 
 import ast
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 import mhla_kernels.torch_private
 import pytest
 import torch
+from diffusers import DiffusionPipeline, ModelMixin
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from mhla_tasks.language.model import MHLAForCausalLM, MHLAModel
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModel, GenerationMixin, PreTrainedModel
 
 import lightning_mhla.system.checkpoint_private
 import lightning_mhla.system.torch_private
@@ -115,13 +123,44 @@ LIGHTNING: dict[tuple[Any, str], str] = {
         "_save_distributed_checkpoint",
     ): "FSDP2 ignores the choice",
 }
+HOSTS: dict[tuple[Any, str], str] = {
+    (
+        PreTrainedModel,
+        "_is_stateful",
+    ): "decoding that takes tokens back is not rejected, and states hold tokens too many",
+    (PreTrainedModel, "_can_compile_fullgraph"): "static caches are not rejected",
+    (PreTrainedModel, "_keep_in_fp32_modules_strict"): "mixing coefficients are loaded in half precision",
+    (PreTrainedModel, "_no_split_modules"): "device_map=auto cuts blocks in two",
+    (PreTrainedModel, "_tied_weights_keys"): "the head is saved twice, and loaded as a matrix of its own",
+    (PreTrainedModel, "_keys_to_ignore_on_load_unexpected"): "a model without a head warns of the head's weights",
+    (PreTrainedModel, "_init_weights"): "new weights are not drawn by the configuration's initializer_range",
+    (GenerationMixin, "_supports_default_dynamic_cache"): "generate puts in a cache of keys and values",
+    (GenerationMixin, "_prepare_cache_for_generation"): "generate reads the whole text again for every token",
+    (AutoModel, "_model_mapping"): "saved models do not name their classes, and open as softmax",
+    (ModelMixin, "_keep_in_fp32_modules"): "mixing coefficients are loaded in half precision",
+    (DiffusionPipeline, "_execution_device"): "the DiT pipeline does not find its device",
+    (ArgumentParser(), "_actions"): "the shell does not complete the options of tools",
+}
+"""Names of transformers, diffusers and argparse."""
+
+ATTRIBUTES: dict[tuple[Any, str], str] = {
+    (torch.ones(1), "_version"): "positions that were written to are taken for those of the call before",
+    (torch.nn.Module(), "_buffers"): "tables of a layout do not follow a model to its device",
+    (LightningModule(), "_trainer"): "a module that is not attached to a trainer cannot be asked for its callbacks",
+}
+"""Attributes of torch and Lightning that are read where they are used."""
+
+PYTHON = {"_replace", "_fields", "_current_frames"}
+"""Names with an underscore that Python documents."""
 
 
 @pytest.mark.parametrize(
-    ("where", "name"), [*TORCH, *LIGHTNING], ids=lambda value: value if isinstance(value, str) else ""
+    ("where", "name"),
+    [*TORCH, *LIGHTNING, *HOSTS, *ATTRIBUTES],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_name_is_still_there(where: Any, name: str) -> None:
-    assert hasattr(where, name), f"{name} is gone: {({**TORCH, **LIGHTNING})[where, name]}"
+    assert hasattr(where, name), f"{name} is gone: {({**TORCH, **LIGHTNING, **HOSTS, **ATTRIBUTES})[where, name]}"
 
 
 def test_what_the_compiler_is_asked_for_is_there() -> None:
@@ -162,3 +201,38 @@ def test_no_other_module_imports_private_names() -> None:
                     continue
                 private = [word for word in words if word.startswith("_") and not word.startswith("__")]
                 assert not private, f"{path}: {private}"
+
+
+def test_private_attributes_of_others_are_listed() -> None:
+    """Attributes with an underscore that nothing here defines, and those that classes of transformers' give again."""
+    trees = {
+        path: ast.parse(path.read_text())
+        for folder in ("kernels", "lightning_mhla", "tasks")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    defined = {name for tree in trees.values() for name in _defined_in(tree)}
+    listed = {name for _, name in (*LIGHTNING, *HOSTS, *ATTRIBUTES)} | PYTHON
+    for path, tree in trees.items():
+        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        private = {name for name in used if name.startswith("_") and not name.startswith("__")}
+        if str(path.relative_to(ROOT)) not in OWN:
+            assert private - defined <= listed, f"{path}: {private - defined - listed}"
+
+
+@pytest.mark.parametrize("kind", [MHLAModel, MHLAForCausalLM])
+def test_private_names_that_models_give_again_are_listed(kind: type) -> None:
+    theirs = {name for base in kind.__mro__ if base.__module__.startswith("transformers") for name in vars(base)}
+    ours = {name for base in kind.__mro__ if base.__module__.startswith("mhla_tasks") for name in vars(base)}
+    again = {name for name in ours & theirs if name.startswith("_") and not name.startswith("__")}
+    assert again, "the models override none of them"
+    assert again <= {name for _, name in HOSTS}
+
+
+def _defined_in(tree: ast.Module) -> set[str]:
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    return names | {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from mhla_tasks.language import LanguageModel, PythonSource
+from mhla_tasks.language import PythonSource
+from mhla_tasks.language.causal import CausalLanguageModel
 from mhla_tasks.language.export import load_checkpoint
 from torch import Tensor
 
@@ -43,7 +44,7 @@ GENERATION = ROOT / "benchmarks/results/generation-cpu.json"
 
 
 @torch.no_grad()
-def losses_by_position(model: LanguageModel, windows: list[Tensor]) -> Tensor:
+def losses_by_position(model: CausalLanguageModel, windows: list[Tensor]) -> Tensor:
     """Mean loss in nats at each position, ``[N]``, of windows ``[N + 1]``."""
     network = model.network
     network.extend(len(windows[0]) - 1)

@@ -1,6 +1,7 @@
-"""MHLA, linear-cost attention with learned mixing of block summaries, as pure functions of tensors.
+"""The MHLA operator: linear-cost attention with learned mixing of block summaries, as pure functions of tensors.
 
-Paper: arXiv 2601.07832. Needs torch only, and triton for the fused kernels; nothing of the suite around it.
+Paper: arXiv 2601.07832. The package depends on torch, and on triton for the fused kernels. It does not use the rest of the
+suite.
 """
 
 from mhla_kernels.attention import attention_matrix, mhla_attention

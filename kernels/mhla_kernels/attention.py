@@ -1,4 +1,6 @@
-"""The public functions: arguments are checked here, once; the forms behind them assume that all is well.
+"""Public functions of the operator for complete sequences.
+
+The arguments are checked once, here. The forms behind these functions assume that the arguments are valid.
 
 Shape letters: B batch, N tokens, H heads, Dk and Dv widths of a key and of a value, M blocks, S packed sequences.
 """
@@ -40,56 +42,58 @@ def mhla_attention(
     form: Form = "auto",
     backend: Backend = "auto",
 ) -> Tensor:
-    r"""Linear attention whose query blocks mix the key-value summaries of all blocks (arXiv 2601.07832).
+    r"""Compute linear attention whose query blocks mix the key-value summaries of all blocks (arXiv 2601.07832).
 
-    **Features must not be negative while** ``normalize`` **is on, and they come mapped by default.** Pass
-    ``feature_map="relu"``, map q and k yourself (``elu(x) + 1``, say), or pass ``normalize=False``. Negative ones are a
-    ValueError on a CPU, on an accelerator at the first call, and unnoticed in compiled graphs.
+    **Features must be nonnegative while** ``normalize`` **is on. By default, q and k must be mapped already.** Pass
+    ``feature_map="relu"``, map q and k yourself (``elu(x) + 1``, say), or pass ``normalize=False``. Negative features raise a
+    ValueError on a CPU, and on an accelerator at the first call. Compiled graphs do not detect them.
 
-    Attention with the weight ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked; a row is divided by its sum
-    + ``eps`` if ``normalize``, else multiplied by ``scale``. Sums are accumulated in float32 (float64 for float64
-    inputs), also under autocast.
+    The weight of a token pair is ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked. Each row of weights is divided
+    by its sum + ``eps`` if ``normalize`` is on, and is multiplied by ``scale`` otherwise. Sums are accumulated in float32
+    (float64 for float64 inputs), also under autocast.
 
     Args:
-        q: ``[B, N, H, Dk]``; with ``normalize`` nonnegative after the feature map.
-        k: ``[B, N, Hkv, Dk]``; with ``normalize`` nonnegative as q. Hkv divides H: every key and value head serves
-            ``H / Hkv`` neighbouring query heads.
-        v: ``[B, N, Hkv, Dv]``.
-        mixing: coefficients m, ``[M, M]`` for all heads or ``[H, M, M]``; row i says how query block i weighs the
-            blocks. Causal uses the top left corner of a larger m; bidirectional wants exactly M. Or an
-            :class:`ExponentialMixing`, for any number of blocks at a cost that is linear in it (but for bidirectional
-            attention on Triton, which applies its matrix), or another kind of :class:`mhla_kernels.mixing.Mixing`.
-        block_size: tokens in a block; the last block may be short. Exactly one of this and ``block_offsets``.
-        block_offsets: M + 1 integers, first token of each block and N at the end, for blocks of uneven size;
-            bidirectional only. A tensor on an accelerator is read back; best a tuple.
+        q: queries, ``[B, N, H, Dk]``. With ``normalize``, nonnegative after the feature map.
+        k: keys, ``[B, N, Hkv, Dk]``. With ``normalize``, nonnegative after the feature map. Hkv divides H: every key and
+            value head serves ``H / Hkv`` neighboring query heads.
+        v: values, ``[B, N, Hkv, Dv]``.
+        mixing: coefficients m, ``[M, M]`` for all heads or ``[H, M, M]``. Row i holds the weights that query block i gives to
+            the blocks. Causal attention uses the top left corner of a larger m; bidirectional attention needs exactly M. An
+            :class:`ExponentialMixing` covers any number of blocks at a cost that is linear in this number, except for
+            bidirectional attention on Triton, which applies its matrix. Any other kind of :class:`mhla_kernels.mixing.Mixing`
+            is accepted too.
+        block_size: tokens in a block; the last block may be shorter. Give exactly one of this and ``block_offsets``.
+        block_offsets: M + 1 integers, the first token of each block and N at the end, for blocks of uneven size;
+            bidirectional only. Prefer a tuple: reading a tensor on an accelerator waits for the device.
         causal: whether token t attends to tokens ``j <= t`` only.
         normalize: whether each row of weights is divided by its sum.
-        scale: factor on the output, only without ``normalize``; None stands for ``Dk ** -0.5``.
-        eps: added to the normaliser; positive.
-        feature_map: ``"identity"`` (q and k come mapped) or ``"relu"``: ``relu(x) + 1e-6``.
-        key_mask: ``[B, N]`` bool; False tokens are not attended to, keep their position and block, give zeros as
-            queries and pass no gradient. A row that sees no key gives zeros.
-        cu_seqlens: ``[S + 1]``, first token of each packed sequence and N at the end, with B = 1; blocks count from
-            each sequence's first token. Causal, or bidirectional when every non-empty sequence has exactly M blocks, or
-            with an :class:`ExponentialMixing` without a grid.
-            Its values are checked at once on the CPU and on the device itself on an accelerator, without waiting for it.
+        scale: factor on the output, only without ``normalize``; None means ``Dk ** -0.5``.
+        eps: positive number that is added to the normalizer.
+        feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
+        key_mask: ``[B, N]`` bool. No token attends to a False token. False tokens keep their position and block, give zeros
+            as queries and pass no gradient. A row that sees no key gives zeros.
+        cu_seqlens: ``[S + 1]`` integers, the first token of each packed sequence and N at the end, with B = 1. Blocks are
+            counted from the first token of each sequence. Packed sequences need causal attention, exactly M blocks in every
+            non-empty sequence, or an :class:`ExponentialMixing` without a grid. Values on a CPU are checked at once; values
+            on an accelerator are checked by the device itself, without waiting for it.
         form: ``"parallel"`` (all pairs), ``"chunked"`` (block summaries), ``"spanning"`` (chunks of several blocks, for an
             :class:`ExponentialMixing` without a grid and blocks of equal size), ``"reference"`` (the definition, N x N), or
-            ``"auto"``: the cheapest of the first three; block summaries where ``torch.export`` leaves N open (exponential
-            mixing is then applied as its matrix).
-        backend: ``"torch"``, ``"triton"`` (fused kernels, for float32 and bfloat16 on a GPU, widths up to 256; on a CPU
-            in Triton's interpreter, with ``TRITON_INTERPRET=1``), or ``"auto"``: Triton wherever it can run on a GPU.
+            ``"auto"``: the cheapest of the first three. Where ``torch.export`` leaves N open, ``"auto"`` takes block
+            summaries and applies exponential mixing as its matrix.
+        backend: ``"torch"``, ``"triton"`` (fused kernels, for float32 and bfloat16 on a GPU, widths up to 256; on a CPU in
+            Triton's interpreter, with ``TRITON_INTERPRET=1``), or ``"auto"``: Triton wherever it can run on a GPU.
 
     Returns:
-        ``[B, N, H, Dv]`` in the dtype of ``v``, contiguous. Zeros where q and k have no features.
+        Outputs, ``[B, N, H, Dv]`` in the dtype of ``v``, contiguous. Zeros if q and k have no features (Dk = 0).
 
-        Causal: no finite query, key or value at a later token changes the outputs up to this one by a bit, in any form,
-        nor their gradients while the later outputs are finite too. A key or value that is infinite or NaN makes the rows of
-        its block from its own on non-finite; rows of later blocks then mean nothing (in ``"parallel"`` they are non-finite).
+        With ``causal``, a finite query, key or value at a later token does not change an earlier output by one bit, in any
+        form. The same holds for the gradients of the earlier outputs while the later outputs are finite too. A key or value
+        that is infinite or NaN makes the rows of its block non-finite, from its own row on. Rows of later blocks are then
+        meaningless (with ``"parallel"`` they are non-finite).
 
     Raises:
         ValueError: for shapes, sizes and options that do not fit together, and for negative features or coefficients with
-            ``normalize``; the message names the value and the way out.
+            ``normalize``. The message names the value and the remedy.
         TypeError: for a dtype that is not float32, bfloat16 or float64 (float16 sums overflow).
     """
     check_form_and_backend(form, backend)
@@ -124,7 +128,7 @@ def mhla_attention(
                 chosen,
                 backend == "auto",
             )
-            if out is not None:
+            if out is not None:  # None: "auto", and these kernels may not be used here
                 return out.contiguous()
         if form == "auto":
             form = _choose_form(problem, q, v, mixing, causal, False)
@@ -146,9 +150,16 @@ def mhla_attention(
 
 
 def nothing(shape: Sequence[int], dtype: torch.dtype, *arguments: Tensor) -> Tensor:
-    """Zeros where there is nothing to attend with: no row, token, head or feature. All arguments get zeros as gradients."""
+    """Return zeros for a call that has no rows, tokens, heads or features.
+
+    Args:
+        shape: shape of the output.
+        dtype: dtype of the output.
+        arguments: tensors of the call; all of them get zeros as gradients.
+    """
     out = arguments[0].new_zeros(shape, dtype=dtype)
     for x in arguments:
+        # the empty sum ties x to the output: DDP waits for a gradient of every parameter
         out = out + x.flatten()[:0].sum().to(dtype)
     return out
 
@@ -168,9 +179,10 @@ def attention_matrix(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """The weights ``[B, H, N, N]`` that :func:`mhla_attention` applies to ``v``, in float32 (float64 for float64 inputs).
+    """Compute the weights ``[B, H, N, N]`` that :func:`mhla_attention` applies to ``v``.
 
-    For analysis and tests: memory grows with N squared. Arguments and errors are those of :func:`mhla_attention`.
+    The weights are float32 (float64 for float64 inputs). Memory grows with N squared, so this function is for analysis and
+    tests. Arguments and errors are those of :func:`mhla_attention`.
     """
     mixing = as_mixing(mixing)
     block_size = None if block_size is None else check_block_size(block_size)
@@ -187,9 +199,9 @@ def attention_matrix(
 
 
 def _choose_form(problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal: bool, fused: bool) -> ChosenForm:
-    """The cheapest form; summaries where N is left open by ``torch.export``.
+    """Return the cheapest form, or block summaries where ``torch.export`` leaves N open.
 
-    Triton's kernels stay inside each packed sequence.
+    The Triton kernels stay inside each packed sequence, so their cost is that of sequences of average length.
     """
     tokens, blocks, rows = problem.tokens, problem.blocks, q.shape[0] * q.shape[2]
     if is_dynamic(tokens):
@@ -206,7 +218,7 @@ def _choose_form(problem: Problem, q: Tensor, v: Tensor, mixing: Mixing, causal:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Sums stay in the dtype that they are asked for."""
+    """Return a context in which autocast is off for a type of device, so that sums keep the dtype of their inputs."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
@@ -221,6 +233,6 @@ def _prepare(
     feature_map: FeatureMap,
     key_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Mixing]:
-    """Inputs in the accumulation dtype, mapped, with masked tokens set to zero."""
+    """Convert the inputs to the accumulation dtype, map the features and set masked tokens to zero."""
     q, k, v = (x if x.dtype == problem.accumulate else x.to(problem.accumulate) for x in (q, k, v))
     return *map_features(q, k, v, feature_map, key_mask), mixing.to(problem.accumulate)

@@ -1,4 +1,4 @@
-"""Which implementation runs a call: the PyTorch forms or the Triton kernels."""
+"""Choice between the PyTorch forms and the Triton kernels for a call."""
 
 from __future__ import annotations
 
@@ -14,40 +14,45 @@ from torch import Tensor
 
 Form = Literal["auto", "parallel", "chunked", "spanning", "reference"]
 ChosenForm = Literal["parallel", "chunked", "spanning"]
-"""The forms that ``"auto"`` chooses from."""
+"""Forms that ``"auto"`` chooses from."""
 Backend = Literal["auto", "torch", "triton"]
 FORMS, BACKENDS = get_args(Form), get_args(Backend)
 
 INSTALLED = find_spec("triton") is not None
-"""Triton itself is imported by the first call that needs it."""
+"""Whether triton is installed. It is imported by the first call that needs it."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether the kernels run in Triton's interpreter, on the CPU: for tests."""
+"""Whether the kernels run in Triton's interpreter, on the CPU; for tests."""
 
 WIDEST = 256
-"""Widest key or value that the Triton kernels take."""
+"""Largest width of keys and values that the Triton kernels support."""
 
 LEAST_CAPABILITY = (8, 0)
-"""Compute capability that the kernels are built for: the first one with bfloat16 matrix units."""
+"""Compute capability that the kernels are built for: the first with bfloat16 matrix units."""
 
 LEAST_TRITON = {9: (3, 9), 10: (3, 9)}
-"""Triton that ``"auto"`` trusts, by the first number of the compute capability. Before it, the compiler can overlap two
-products that share an accumulator on datacenter Blackwell (triton-lang/triton #10821, mended by #10988), and read shared
-memory or registers of Hopper's matrix products out of turn (#9433, #11366)."""
+"""Oldest version of Triton that ``"auto"`` trusts, by the first number of the compute capability.
+
+Before it, the compiler can overlap two products that share an accumulator on datacenter Blackwell (triton-lang/triton #10821,
+fixed by #10988), and read shared memory or registers of Hopper's matrix products out of order (#9433, #11366)."""
 
 
 def check_form_and_backend(form: str, backend: str) -> None:
-    """Raise ValueError for unknown names."""
-    for option, value, known in (("form", form, FORMS), ("backend", backend, BACKENDS)):
-        if value not in known:
-            raise ValueError(f"{option}={value!r} is not one of {', '.join(map(repr, known))}")
+    """Check the names of a form and a backend.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    for option, value, choices in (("form", form, FORMS), ("backend", backend, BACKENDS)):
+        if value not in choices:
+            raise ValueError(f"{option}={value!r} is not one of {', '.join(map(repr, choices))}")
 
 
 def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> Literal["torch", "triton"]:
-    """The backend for checked tensors.
+    """Return the backend for checked tensors.
 
     Raises:
-        ValueError: for Triton asked for where it cannot run.
+        ValueError: if Triton is requested and cannot run the call.
     """
     if backend == "torch" or (backend == "auto" and not is_native(q)):
         return "torch"
@@ -60,12 +65,12 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
 
 
 def is_native(q: Tensor) -> bool:
-    """Whether kernels would be compiled for the device of ``q``, not interpreted."""
+    """Whether kernels for ``q`` would be compiled for its device, not interpreted."""
     return q.is_cuda
 
 
 def _doubt(q: Tensor) -> str | None:
-    """The reason not to choose kernels by default, or None; one warning."""
+    """Return the reason not to choose kernels by default, or None; warn of it once."""
     if not q.is_cuda:
         return None
     return _distrust(_capability(q.device.index or 0)[0], _triton_version())
@@ -92,7 +97,7 @@ def _distrust(major: int, found: str) -> str | None:
 
 
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, form: str) -> str | None:
-    """Why Triton cannot run a call, or None."""
+    """Return the reason why Triton cannot run a call, or None."""
     if form == "reference":
         return "the reference form is PyTorch only"
     if torch.float64 in (q.dtype, k.dtype, v.dtype):

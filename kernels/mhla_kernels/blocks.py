@@ -1,4 +1,6 @@
-"""How tokens fall into blocks: the one module that knows about ragged tails, uneven blocks and packed sequences.
+"""Assignment of tokens to blocks: short last blocks, uneven blocks and packed sequences.
+
+Only this module deals with these cases.
 
 Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots of a block, S packed sequences.
 """
@@ -21,30 +23,35 @@ Table = TypeVar("Table")
 
 
 def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """Integers of the CPU as an int64 tensor on ``device``, without waiting for what the device is doing."""
+    """Copy integers from the CPU to ``device`` as an int64 tensor, without waiting for pending work of the device."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
     if host.device.type == "cpu" and device.type == "cuda" and is_real(host.device):
-        host = host.pin_memory()
+        host = host.pin_memory()  # only copies from pinned memory are asynchronous
     return host.to(device=device, dtype=torch.int64, non_blocking=True)
 
 
 def is_real(device: torch.device) -> bool:
-    """Whether tensors made now are real: not while torch traces with fake ones."""
+    """Whether new tensors on ``device`` hold data; they do not while torch traces with fake tensors."""
     return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
 
 
 MOST = 64
-"""Tables that are kept; those that a CUDA graph reads do not count."""
+"""Largest number of cached tables; tables that a CUDA graph reads do not count."""
 _kept: OrderedDict[tuple[Any, ...], dict[int, Any]] = OrderedDict()
 _of_graphs: dict[tuple[Any, ...], Any] = {}
 
 
 def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table:
-    """``make(device, *sizes)``, a table that depends on sizes alone: every layer asks for the same one at each step.
+    """Return ``make(device, *sizes)`` from a cache, since every layer needs the same table at every step.
 
-    Kept for each stream, so that it was written before whatever reads it. While a CUDA graph is captured, which starts when the
-    device has done all before, the table of any stream is taken, and stays as long as the process, since the graph reads its
-    memory. While torch traces, it is rebuilt.
+    Tables are cached for each stream, so that a table is written before the same stream reads it. While a CUDA graph is
+    captured, the table of any stream is used: capture starts when the device has finished all earlier work. The table is then
+    cached for the life of the process, since the graph reads its memory. While torch traces, the table is always made again.
+
+    Args:
+        make: function that makes a table which depends only on its arguments.
+        device: device of the table.
+        sizes: hashable arguments of ``make``.
     """
     if not is_real(device):
         return make(device, *sizes)
@@ -58,7 +65,8 @@ def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table
     by_stream = _kept.setdefault(key, {})
     _kept.move_to_end(key)
     if stream not in by_stream:
-        with torch.inference_mode(False):  # training may use what a validation asked for first
+        # a table made during validation is used in training too, where inference tensors are not allowed
+        with torch.inference_mode(False):
             by_stream[stream] = make(device, *sizes)
         if len(_kept) > MOST:
             _kept.popitem(last=False)
@@ -67,53 +75,63 @@ def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table
 
 
 PRIMES = (7, 11, 13)
-"""Divisors that tell open sizes from numbers: one that is a multiple of all three, 1001 blocks say, looks like a number."""
+"""Divisors that distinguish open sizes from numbers. An open multiple of all three (1001 blocks, say) looks like a number."""
 
 
 def is_dynamic(size: int) -> bool:
-    """Whether a size is left open by ``torch.export`` or ``torch.compile``, so that no branch may depend on it."""
+    """Whether ``torch.export`` or ``torch.compile`` leaves a size open, so that no branch may depend on it."""
     if isinstance(size, torch.SymInt):
         return True
-    # Dynamo shows open sizes as plain integers. The remainders of a number are known for every divisor; those of an open size
-    # only where it is known to be a multiple (11 blocks of open size by 11), so one divisor would not do.
+    # Dynamo shows open sizes as plain integers. All remainders are known only for a plain number. The remainder of an open size
+    # is known if the size is known to be a multiple of the divisor (11 blocks of open size), so one divisor is not enough.
     return torch.compiler.is_compiling() and any(
         not any(surely_equal(size % prime, rest) for rest in range(prime)) for prime in PRIMES
     )
 
 
 def divide_up(number: int, size: int) -> int:
-    """``number / size``, rounded up. Graphs with an open ``-(-number // size)`` fail their own guards (torch 2.15)."""
+    """Return ``number / size``, rounded up.
+
+    Graphs that compute an open size as ``-(-number // size)`` fail their own guards (torch 2.15).
+    """
     return (number + size - 1) // size
 
 
 def at_most(number: int, most: int) -> int:
-    """The smaller one. A branch, since graphs with an open number in ``min`` fail their own guards (torch 2.15)."""
+    """Return the smaller of ``number`` and ``most``.
+
+    This is a branch because graphs with an open number in ``min`` fail their own guards (torch 2.15).
+    """
     return most if number > most else number
 
 
 def surely_equal(one: int, two: int) -> bool:
-    """Whether two sizes are equal; in a compiled graph, whether they are at every size that it is for.
+    """Whether two sizes are equal; in a compiled graph, whether they are equal for every size that the graph is for.
 
-    A plain comparison would tie the graph to sizes that blocks divide, and compile another one for those that they do not.
+    A plain comparison would limit the graph to sizes that the blocks divide, and compile another graph for the remaining
+    sizes.
     """
     if not torch.compiler.is_compiling():
         return one == two
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings torch's compiler
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # here, since it loads torch's compiler
 
     return statically_known_true(one == two)
 
 
 def count_blocks(tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens; up to two more of an open number, since ``torch.export`` makes constants of 0 and 1."""
+    """Return the number of blocks that hold ``tokens`` tokens; for an open number, up to two more.
+
+    ``torch.export`` turns sizes of 0 and 1 into constants, so an open number of blocks must be at least 2.
+    """
     if not is_dynamic(tokens):
         return divide_up(tokens, block_size)
     if not isinstance(tokens, torch.SymInt) and surely_equal(tokens % block_size, 0):
-        return tokens // block_size  # such as the places of an image of open size, whose number of blocks is known
+        return tokens // block_size  # for example an image of open size with a known number of blocks
     return tokens // block_size + 2
 
 
 def most_blocks(tokens: int, block_size: int | None, block_offsets: tuple[int, ...] | None) -> int:
-    """Blocks of the longest sequence that so many tokens can hold."""
+    """Return the largest number of blocks that one sequence in a row of ``tokens`` tokens can have."""
     if block_offsets is not None:
         return len(block_offsets) - 1
     assert block_size is not None
@@ -122,11 +140,11 @@ def most_blocks(tokens: int, block_size: int | None, block_offsets: tuple[int, .
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """For each token, the block that it lies in and the sequence that the block belongs to.
+    """Block of each token, and the sequence that the block belongs to.
 
     Attributes:
-        block: ``[N]`` int64, block index, counted within the token's own sequence.
-        sequence: ``[N]`` int64, index of the packed sequence, or None when the row is one sequence.
+        block: ``[N]`` int64, index of the block within the token's own sequence.
+        sequence: ``[N]`` int64, index of the packed sequence, or None if the row is one sequence.
     """
 
     block: Tensor
@@ -140,7 +158,7 @@ def token_blocks(
     block_offsets: tuple[int, ...] | None,
     cu_seqlens: Tensor | None,
 ) -> TokenBlocks:
-    """Block and sequence of every token, by the definition; nothing here waits for the device."""
+    """Compute the block and the sequence of every token by the definition, without waiting for the device."""
     position = torch.arange(tokens, device=device)
     if block_offsets is not None:
         inner = on_device(block_offsets[1:-1], device)
@@ -154,16 +172,16 @@ def token_blocks(
 
 
 class BlockPartition(NamedTuple):
-    """Tokens of one row as ``blocks`` blocks of ``slots`` slots each; slots that hold no token are zero.
+    """Layout of the tokens of one row in ``blocks`` blocks of ``slots`` slots each; slots without a token are zero.
 
     Attributes:
-        tokens: N.
-        blocks: M, or an upper bound of it for packed sequences.
+        tokens: number of tokens N.
+        blocks: number of blocks M, or an upper bound of it for packed sequences.
         slots: C, the size of the largest block.
-        slot: ``[N]`` int64, the flat slot of each token, or None where token t simply lies in slot t.
+        slot: ``[N]`` int64, the flat slot of each token, or None if token t is in slot t.
         local: ``[M]`` int64, for packed sequences: index of the block within its sequence.
-        owner: ``[M]`` int64, for packed sequences: the block's sequence, S for a block that is not in use.
-        sequences: for packed sequences whose bounds the CPU can read: first block and end of each one that has any.
+        owner: ``[M]`` int64, for packed sequences: the sequence of the block, S for a block that is not in use.
+        sequences: for packed sequences whose bounds the CPU can read: first block and end of each non-empty sequence.
     """
 
     tokens: int
@@ -175,11 +193,11 @@ class BlockPartition(NamedTuple):
     sequences: tuple[tuple[int, int], ...] | None = None
 
     def split(self, x: Tensor) -> Tensor:
-        """``[B, N, H, D]`` to ``[B, H, M, C, D]``."""
+        """Lay out tokens ``[B, N, H, D]`` in blocks ``[B, H, M, C, D]``."""
         batch, tokens, heads, width = x.shape
         if self.is_open:
             slot = torch.arange(self.blocks, device=x.device)[:, None] * self.slots
-            slot = slot + torch.arange(self.slots, device=x.device)  # a reshape is a division that export cannot follow
+            slot = slot + torch.arange(self.slots, device=x.device)  # export cannot prove the division in a reshape
             x = torch.where((slot < tokens)[..., None, None], x[:, slot.clamp(max=tokens - 1)], 0)
             return x.permute(0, 3, 1, 2, 4)
         capacity = self.blocks * self.slots
@@ -190,7 +208,7 @@ class BlockPartition(NamedTuple):
         return x.reshape(batch, self.blocks, self.slots, heads, width).permute(0, 3, 1, 2, 4).contiguous()
 
     def merge(self, x: Tensor) -> Tensor:
-        """``[B, H, M, C, D]`` back to ``[B, N, H, D]``."""
+        """Reverse :meth:`split`: ``[B, H, M, C, D]`` to ``[B, N, H, D]``."""
         batch, heads, blocks, slots, width = x.shape
         if self.is_open:
             token = torch.arange(self.tokens, device=x.device)
@@ -201,27 +219,27 @@ class BlockPartition(NamedTuple):
         return x[:, : self.tokens]
 
     def line_up(self, x: Tensor) -> Tensor:
-        """``[B, N, H, D]`` to ``[B, H, M * C, D]``; a view where every slot holds a token."""
+        """Lay out tokens ``[B, N, H, D]`` in slots ``[B, H, M * C, D]``; a view if every slot holds a token."""
         return x.transpose(1, 2) if self.is_full else self.split(x).flatten(2, 3)
 
     def take_out(self, x: Tensor) -> Tensor:
-        """``[B, H, M * C, D]`` back to ``[B, N, H, D]``."""
+        """Reverse :meth:`line_up`: ``[B, H, M * C, D]`` to ``[B, N, H, D]``."""
         return x.transpose(1, 2) if self.is_full else self.merge(x.unflatten(2, (self.blocks, self.slots)))
 
     @property
     def is_open(self) -> bool:
-        """Whether token t lies in slot t, and their number is left open."""
+        """Whether token t is in slot t and the number of tokens is left open."""
         return self.slot is None and is_dynamic(self.tokens)
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot holds the token of its number."""
+        """Whether token t is in slot t and every slot holds a token."""
         return self.slot is None and not is_dynamic(self.tokens) and surely_equal(self.blocks * self.slots, self.tokens)
 
     def expand_mixing(self, mixing: Tensor) -> Tensor:
-        """Coefficients ``[..., M, M]`` between the blocks of this partition; zero across packed sequences."""
+        """Return the coefficients ``[..., M, M]`` between the blocks of this partition, zero across packed sequences."""
         if self.local is None or self.owner is None:
-            if is_dynamic(self.blocks):  # blocks beyond the last token are empty, whatever their coefficients
+            if is_dynamic(self.blocks):  # blocks after the last token are empty, so their coefficients do not matter
                 index = torch.arange(self.blocks, device=mixing.device).clamp(max=mixing.shape[-1] - 1)
                 return mixing[..., index[:, None], index[None, :]]
             return mixing if mixing.shape[-1] == self.blocks else mixing[..., : self.blocks, : self.blocks]
@@ -237,10 +255,17 @@ def make_partition(
     block_offsets: tuple[int, ...] | None,
     cu_seqlens: Tensor | None,
 ) -> BlockPartition:
-    """The partition for one of: equal blocks, uneven blocks, packed sequences of equal blocks.
+    """Return the partition into equal blocks, uneven blocks, or packed sequences of equal blocks.
 
-    Nothing waits for the device: S packed sequences of N tokens in all, known to the device only, have at most
-    ``N // block_size + S`` blocks, and that many are laid out, each sequence in blocks of its own.
+    Nothing waits for the device. If only the device knows the bounds of S packed sequences of N tokens in all, they have at
+    most ``N // block_size + S`` blocks. The partition has that many blocks, and each sequence has blocks of its own.
+
+    Args:
+        tokens: number of tokens N.
+        device: device of the tables.
+        block_size: tokens in a block, unless ``block_offsets`` is given.
+        block_offsets: M + 1 integers for uneven blocks, or None.
+        cu_seqlens: ``[S + 1]`` bounds of packed sequences, or None.
     """
     if block_offsets is not None:
         return keep(_uneven_partition, device, block_offsets)
@@ -253,11 +278,11 @@ def make_partition(
     bounds = on_device(cu_seqlens, device)
     counts = (bounds.diff() + block_size - 1) // block_size
     ends = counts.cumsum(0)
-    sequences = None
+    sequences = None  # stays None where reading the bounds would wait for the device or break a graph
     if cu_seqlens.device.type == "cpu" and not is_traced() and not isinstance(cu_seqlens, FakeTensor):
         lengths = cu_seqlens.to(torch.int64).diff() + block_size - 1
-        bound = [0, *(lengths // block_size).cumsum(0).tolist()]
-        sequences = tuple((first, last) for first, last in pairwise(bound) if last > first)
+        block_bounds = [0, *(lengths // block_size).cumsum(0).tolist()]
+        sequences = tuple((first, last) for first, last in pairwise(block_bounds) if last > first)
     blocks = sequences[-1][1] if sequences else tokens // block_size + counts.numel()
     index = torch.arange(blocks, device=device)
     owner = torch.searchsorted(ends, index, right=True)

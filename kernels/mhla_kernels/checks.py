@@ -1,4 +1,4 @@
-"""Checks of the operator: every check of its arguments, with the value and the way out in each message."""
+"""Checks of the operator's arguments; every message names the value and the remedy."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class Problem(NamedTuple):
-    """A checked call.
+    """Sizes and options of a checked call.
 
     Attributes:
-        tokens: N.
-        blocks: M; for packed sequences an upper bound of all their blocks.
-        scale: factor on the output, or None when rows are divided by their sum.
-        accumulate: dtype that sums are held in.
+        tokens: number of tokens N.
+        blocks: number of blocks M; for packed sequences an upper bound for all sequences together.
+        scale: factor on the output, or None if rows are divided by their sum.
+        accumulate: dtype of the sums.
         dtype: dtype of the output.
-        block_offsets: M + 1 numbers, or None.
-        cu_seqlens: ``[S + 1]`` int64, or None.
+        block_offsets: M + 1 integers, or None.
+        cu_seqlens: ``[S + 1]`` integers, or None.
     """
 
     tokens: int
@@ -54,7 +54,7 @@ def check_problem(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | Sequence[int] | None,
 ) -> Problem:
-    """Check one call of the operator; see :func:`mhla_kernels.mhla_attention` for the arguments and errors."""
+    """Check one call of the operator; :func:`mhla_kernels.mhla_attention` documents the arguments and errors."""
     _check_tensors(q, k, v)
     _check_mixing(mixing, q, causal)
     batch, tokens, _, width = q.shape
@@ -63,7 +63,7 @@ def check_problem(
     if normalize and scale is not None:
         raise ValueError(f"scale={scale} has no effect with normalize=True; pass normalize=False or leave scale out")
     if normalize and not eps > 0:
-        raise ValueError(f"eps={eps} must be positive: a row that sees no key is divided by it")
+        raise ValueError(f"eps={eps} must be positive: the output of a row that sees no key is divided by it")
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, tokens)):
         raise ValueError(
             f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; it must be bool [B, N] = [{batch}, {tokens}]"
@@ -108,22 +108,22 @@ def check_problem(
 
 
 SMALLEST_SHARE = 1e-5
-"""Negative features that are this much smaller than the largest are rounding errors."""
+"""Negative features up to this fraction of the largest feature count as rounding errors."""
 
 _looked_at: set[torch.device] = set()
-"""Accelerators on which features were looked at; reading them waits for the device, so it is done once."""
+"""Accelerators on which features were checked. Reading them waits for the device, so it is done once."""
 
 
 def check_features(features: dict[str, Tensor], key_mask: Tensor | None, way_out: str) -> None:
-    """Reject negative features, which make normalised weights meaningless: sums near zero that outputs are divided by.
+    """Reject negative features, for which a row of weights may sum to nearly zero and outputs are meaningless.
 
-    Values are read on every call on a CPU, on the first one on an accelerator, and never in graphs (``torch.compile``,
-    ``torch.export``, ``torch.vmap``, CUDA graphs).
+    Values are read at every call on a CPU and at the first call on an accelerator. They are never read in graphs
+    (``torch.compile``, ``torch.export``, ``torch.vmap``, CUDA graphs).
 
     Args:
         features: features ``[B, N, H, D]`` by name.
-        key_mask: ``[B, N]`` bool; False tokens may hold anything.
-        way_out: advice, for the message.
+        key_mask: ``[B, N]`` bool; False tokens may hold any value.
+        way_out: remedy, for the message.
 
     Raises:
         ValueError: naming the features and the smallest value.
@@ -131,6 +131,7 @@ def check_features(features: dict[str, Tensor], key_mask: Tensor | None, way_out
     if not has_values(*features.values()):
         return
     device = next(iter(features.values())).device
+    # reading a value waits for the device, and breaks the capture of a CUDA graph
     if device in _looked_at or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
     for name, x in features.items():
@@ -163,7 +164,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _sdpa_order(q: Tensor) -> str:
-    """A hint for tensors in the order of scaled_dot_product_attention, which has more tokens than heads on other axes."""
+    """Return a hint for tensors in the order of scaled_dot_product_attention; empty unless N is below H."""
     _, tokens, heads, _ = q.shape
     if tokens >= heads:
         return ""
@@ -174,10 +175,10 @@ def _sdpa_order(q: Tensor) -> str:
 
 
 def check_block_size(block_size: int) -> int:
-    """``block_size`` as a Python integer; numpy's integers will do.
+    """Return ``block_size`` as a Python integer; integers of numpy and torch are accepted.
 
     Raises:
-        ValueError: if it is no positive integer.
+        ValueError: if it is not a positive integer.
     """
     size = as_index(block_size)
     if size is None or size < 1:
@@ -186,7 +187,7 @@ def check_block_size(block_size: int) -> int:
 
 
 def as_index(value: Any) -> int | None:
-    """An integer of Python, numpy or torch as a Python integer; None for anything else, and for booleans."""
+    """Return an integer of Python, numpy or torch as a Python integer, and None for any other value and for booleans."""
     if isinstance(value, int):
         return None if isinstance(value, bool) else value
     try:
@@ -196,7 +197,9 @@ def as_index(value: Any) -> int | None:
 
 
 def check_devices(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing, key_mask: Tensor | None = None) -> None:
-    """Refuse tensors of several devices; what is computed with one on the meta device would be left without values.
+    """Reject tensors that are not all on one device.
+
+    A result that involves a tensor on the meta device would have no values.
 
     Raises:
         ValueError: naming the tensor and its device.
@@ -209,28 +212,37 @@ def check_devices(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing, key_mask: Ten
 
 
 def check_span(problem: Problem, mixing: Mixing, causal: bool) -> None:
-    """Refuse the spanning form for coefficients and blocks that it does not take.
+    """Reject coefficients and blocks that the spanning form does not support.
 
     Raises:
-        ValueError: naming them.
+        ValueError: naming the coefficients or the blocks.
     """
     if mixing.span_terms(causal) is None:
         raise ValueError(
             f"form='spanning' takes an ExponentialMixing without a grid, not {mixing}; use form='chunked' or 'auto'"
         )
     if problem.block_offsets is not None or is_dynamic(problem.tokens):
-        which = "block_offsets" if problem.block_offsets is not None else "an open number of tokens"
-        raise ValueError(f"form='spanning' takes blocks of equal size, not {which}; use form='chunked' or 'auto'")
+        unsupported = "block_offsets" if problem.block_offsets is not None else "an open number of tokens"
+        raise ValueError(f"form='spanning' takes blocks of equal size, not {unsupported}; use form='chunked' or 'auto'")
 
 
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values for every query head: of H heads in Hkv groups, head h takes key head ``h // (H / Hkv)``."""
+    """Repeat keys and values for every query head: with Hkv key heads, query head h takes key head ``h // (H / Hkv)``.
+
+    Args:
+        q: ``[B, N, H, Dk]``.
+        k: ``[B, N, Hkv, Dk]``.
+        v: ``[B, N, Hkv, Dv]``.
+
+    Returns:
+        Keys ``[B, N, H, Dk]`` and values ``[B, N, H, Dv]``.
+    """
     repeats = q.shape[2] // max(1, k.shape[2])
     return repeat(k, repeats, 2), repeat(v, repeats, 2)
 
 
 def repeat(x: Tensor, repeats: int, axis: int) -> Tensor:
-    """Every head of ``x`` several times in a row, without a copy where that is once."""
+    """Repeat every head of ``x`` along ``axis``, ``repeats`` times in a row; a single repeat makes no copy."""
     return x.repeat_interleave(repeats, axis) if repeats > 1 else x
 
 
@@ -251,26 +263,26 @@ def _check_mixing_size(
     layout = f"N={tokens} tokens with block_size={block_size}" if block_size else f"block_offsets for N={tokens} tokens"
     if not causal:
         raise ValueError(
-            f"{layout} make {blocks} blocks, but mixing is for {size}: bidirectional attention wants exactly "
-            f"{blocks}; change the blocks, or carry mixing to another block grid with mhla_kernels.resize_mixing"
+            f"{layout} make {blocks} blocks, but mixing is for {size}: bidirectional attention needs exactly "
+            f"{blocks}; change the blocks, or resize mixing to the new block grid with mhla_kernels.resize_mixing"
             f"{_sdpa_order(q)}"
         )
     raise ValueError(
         f"{layout} make {blocks} blocks, but mixing is for {size} at most: use at most N={size * (block_size or 0)} "
-        f"tokens, block_size={-(-tokens // size)} or more, or a longer mixing (mhla_kernels.extend_mixing){_sdpa_order(q)}"
+        f"tokens, block_size={-(-tokens // size)} or more, or extend mixing (mhla_kernels.extend_mixing){_sdpa_order(q)}"
     )
 
 
 def read_numbers(values: Tensor, name: str) -> list[Any]:
-    """Numbers of a tensor that no transformation may change.
+    """Return the values of a tensor as Python numbers; ``torch.vmap`` must not map over them.
 
     Raises:
-        ValueError: for a tensor that ``torch.vmap`` maps.
+        ValueError: for a tensor that ``torch.vmap`` maps over.
     """
     if not torch.compiler.is_compiling():
         if is_mapped(values):
             raise ValueError(
-                f"{name} is mapped by torch.vmap, but must be the same for all: leave it out of in_dims, or loop"
+                f"{name} is mapped by torch.vmap, but must be the same for all: map it with None in in_dims, or use a loop"
             )
         values = unwrapped(values)
     numbers: list[Any] = values.tolist()
@@ -280,7 +292,9 @@ def read_numbers(values: Tensor, name: str) -> list[Any]:
 def _as_integers(values: Tensor | Sequence[int], name: str) -> tuple[int, ...]:
     if isinstance(values, Tensor):
         if values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
-            raise ValueError(f"{name} must be one dimension of integers, got {values.dtype} {list(values.shape)}")
+            raise ValueError(
+                f"{name} must be a one-dimensional tensor of integers, got {values.dtype} {list(values.shape)}"
+            )
         values = read_numbers(values, name)
     integers = [as_index(value) for value in values]
     if len(integers) < 2 or any(value is None for value in integers):
@@ -324,10 +338,11 @@ def _check_cu_seqlens(
             )
         steps = cu_seqlens.diff()
         counts = (steps + block_size - 1) // block_size
-        sound = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (steps >= 0).all()
+        valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (steps >= 0).all()
         if size is not None:
-            sound = sound & ((counts <= size) if causal else (counts == size) | (counts == 0)).all()
-        assert_async(sound, "cu_seqlens must rise from 0 to N, and its sequences must fit the mixing")
+            valid = valid & ((counts <= size) if causal else (counts == size) | (counts == 0)).all()
+        # without waiting for the device: the CPU does not know the bounds
+        assert_async(valid, "cu_seqlens must rise from 0 to N, and its sequences must fit the mixing")
         return cu_seqlens
     bounds = _as_integers(cu_seqlens, "cu_seqlens")
     _check_bounds(bounds, tokens, "cu_seqlens", least=0)

@@ -1,4 +1,4 @@
-"""The feature map that the operator applies itself, what masked tokens become, and rotary embedding of mapped features."""
+"""Feature map of the operator, masking of tokens, and rotary embedding of mapped features in PyTorch."""
 
 from __future__ import annotations
 
@@ -10,23 +10,46 @@ from torch import Tensor
 FeatureMap = Literal["identity", "relu"]
 
 FEATURE_MAP_FLOOR = 1e-6
-"""Added after the rectifier, so that no query meets a normaliser of zero (the paper's public code)."""
+"""Number added after the rectifier, so that no normalizer is zero (from the paper's public code)."""
 
 
 def map_features(
     q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys mapped; all three zero where ``key_mask`` hides, whatever they held, NaN included."""
+    """Apply the feature map to q and k, and zero all three tensors where tokens are masked.
+
+    Args:
+        q: ``[B, N, H, Dk]``.
+        k: ``[B, N, Hkv, Dk]``.
+        v: ``[B, N, Hkv, Dv]``.
+        feature_map: ``"identity"`` or ``"relu"``.
+        key_mask: ``[B, N]`` bool, False for masked tokens, which may hold any value, NaN included; None masks no token.
+
+    Returns:
+        The mapped q and k, and v.
+    """
     if feature_map == "relu":
         q, k = q.relu() + FEATURE_MAP_FLOOR, k.relu() + FEATURE_MAP_FLOOR
     if key_mask is not None:
+        # masked_fill, not a product with the mask: zero times NaN would be NaN
         hidden = ~key_mask[..., None, None]
         q, k, v = (x.masked_fill(hidden, 0) for x in (q, k, v))
     return q, k, v
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> Tensor:
-    """Features mapped and turned by pairs: :func:`mhla_kernels.rotary_features` in PyTorch."""
+    """Map features and rotate them in pairs: :func:`mhla_kernels.rotary_features` in PyTorch.
+
+    Args:
+        x: ``[B, N, H, D]``.
+        cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]``; gets no gradient.
+        sin: sine of the angles, of the same shape.
+        relu: whether ``relu(x) + 1e-6`` is applied before the rotation.
+        interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
+
+    Returns:
+        ``[B, N, H, D]`` in the dtype of ``x``; computed in float32 (float64 for float64 inputs).
+    """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     mapped = x.to(dtype)
     if relu:
@@ -34,5 +57,5 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> 
     pairs = mapped.unflatten(-1, (-1, 2)) if interleaved else mapped.unflatten(-1, (2, -1)).transpose(-1, -2)
     a, b = pairs.unbind(-1)
     cos, sin = (angle.detach().to(dtype).unsqueeze(-2) for angle in (cos, sin))
-    turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1)
-    return (turned if interleaved else turned.transpose(-1, -2)).flatten(-2).to(x.dtype)
+    rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1)
+    return (rotated if interleaved else rotated.transpose(-1, -2)).flatten(-2).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Generation: the causal operator a few tokens at a time, with a state instead of the earlier keys and values.
+"""Generation: the causal operator on a few tokens at a time, with a state instead of the earlier keys and values.
 
 Shape letters: B batch, N tokens, H heads, K and V widths of a key and a value, M blocks, C slots of a block, R exponential
 terms, W = K V + K numbers of a summary.
@@ -56,32 +56,32 @@ def mhla_prefill(
     form: Form = "auto",
     backend: Backend = "auto",
 ) -> tuple[Tensor, MHLAState]:
-    """The causal operator on the next tokens of every row, and the state after them.
+    """Apply the causal operator to the next tokens of every row, and return the state after them.
 
-    Any number of tokens, any number of times: cutting a sequence anywhere gives the outputs of one causal pass.
+    A sequence may be cut into any number of calls, at any tokens. The outputs are those of one causal pass.
 
     Args:
-        q: ``[B, N, H, K]``, as for :func:`mhla_attention`, like k and v.
-        k: ``[B, N, Hkv, K]``.
-        v: ``[B, N, Hkv, V]``.
+        q: queries, ``[B, N, H, K]``, as for :func:`mhla_attention`.
+        k: keys, ``[B, N, Hkv, K]``.
+        v: values, ``[B, N, Hkv, V]``.
         mixing: as for causal attention; dense coefficients must be large enough for all tokens so far.
         block_size: tokens in a block.
-        lengths: ``[B]``, how many of the N tokens of each row are real (the rows are padded at their right); None for all.
-            A tensor on an accelerator is read back.
+        lengths: ``[B]`` integers, the number of real tokens of each row (rows are padded on the right); None if all N are
+            real. Reading a tensor on an accelerator waits for the device.
         state: state from the last call; None at the start. It is not changed.
-        normalize: as for :func:`mhla_attention`, like the arguments after it. ``form`` and ``backend`` choose how a first
-            call (``state`` None) is computed.
-        scale: see there.
-        eps: see there.
-        feature_map: see there.
-        form: see there.
-        backend: see there.
+        normalize: as for :func:`mhla_attention`.
+        scale: as for :func:`mhla_attention`.
+        eps: as for :func:`mhla_attention`.
+        feature_map: as for :func:`mhla_attention`.
+        form: form of a first call (``state`` None), as for :func:`mhla_attention`.
+        backend: backend of a first call (``state`` None), as for :func:`mhla_attention`.
 
     Returns:
         Outputs ``[B, N, H, V]``, zero for tokens that are not real, and the new state.
 
     Raises:
         ValueError: as :func:`mhla_attention`, and for lengths or a state that do not fit.
+        TypeError: as :func:`mhla_attention`.
     """
     check_tokens(q)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
@@ -99,7 +99,7 @@ def mhla_prefill(
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
         mapped = _mapped(q, k, v, problem, feature_map, mask)
-        if state is None:
+        if state is None:  # an ordinary pass, which the fused kernels can run
             out = mhla_attention(
                 q, k, v, mixing, block_size=block_size, causal=True, normalize=normalize, scale=scale, eps=eps,
                 feature_map=feature_map, key_mask=mask, form=form, backend=backend,
@@ -134,29 +134,30 @@ def mhla_step(
     eps: float = 1e-6,
     feature_map: FeatureMap = "identity",
 ) -> tuple[Tensor, MHLAState]:
-    """The causal operator on one more token of every row.
+    """Apply the causal operator to one more token of every row.
 
-    Time: O(K V), and where a block begins O(M K V) for dense or O(R K V) for exponential mixing.
+    The time is O(K V). Where a block begins, it is O(M K V) for dense and O(R K V) for exponential mixing.
 
     Args:
-        q: ``[B, H, K]``.
-        k: ``[B, Hkv, K]``.
-        v: ``[B, Hkv, V]``.
+        q: query, ``[B, H, K]``.
+        k: key, ``[B, Hkv, K]``.
+        v: value, ``[B, Hkv, V]``.
         mixing: as for :func:`mhla_prefill`.
-        state: state from the last call. It stays as it was, unless donated.
+        state: state from the last call. It is not changed unless it is donated.
         block_size: tokens in a block.
-        donate_state: let the new state take over the memory of ``state``, which must not be used afterwards. Saves a copy of
-            the open block at every token, and of the finished ones at every block.
-        normalize: as for :func:`mhla_attention`, like the arguments after it.
-        scale: see there.
-        eps: see there.
-        feature_map: see there.
+        donate_state: let the new state take over the memory of ``state``, which must not be used afterwards. This saves a
+            copy of the open block at every token, and of the finished blocks at every block.
+        normalize: as for :func:`mhla_attention`.
+        scale: as for :func:`mhla_attention`.
+        eps: as for :func:`mhla_attention`.
+        feature_map: as for :func:`mhla_attention`.
 
     Returns:
         Outputs ``[B, H, V]`` in the dtype of v, and the new state.
 
     Raises:
         ValueError: as :func:`mhla_prefill`.
+        TypeError: as :func:`mhla_attention`.
     """
     check_one_token(q, k, v)
     batch, mixing, block_size = q.shape[0], as_mixing(mixing), check_block_size(block_size)
@@ -171,7 +172,8 @@ def mhla_step(
         writes = state.may_write(q, k, v, *mixing.tensors.values())
         opened = state.advance(mixing, (True,) * batch, writes, donate_state)
         summary = torch.cat([(k[..., None] * v[..., None, :]).flatten(2), k], -1)
-        is_new = donate_state or opened is not state  # else the state that was handed in keeps what it owns
+        # if no block was opened, `opened` is the caller's state, which keeps its tensors unless it is donated
+        is_new = donate_state or opened is not state
         owned = opened.owned if is_new else ()
         total = opened.open.add_(summary) if writes and "open" in owned else opened.open + summary
         own = own_coefficients(mixing, [length // block_size for length in state.lengths])
@@ -188,44 +190,52 @@ def mhla_step(
 
 
 def check_tokens(q: Tensor) -> None:
-    """Check that a prefill has an axis of tokens.
+    """Check that the query of a prefill has an axis of tokens.
 
     Raises:
-        ValueError: naming the shape and where one token goes.
+        ValueError: naming the shape, and the function that takes one token.
     """
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to mhla_step")
 
 
 def check_one_token(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that a step has no axis of tokens.
+    """Check that the tensors of a step have no axis of tokens.
 
     Raises:
-        ValueError: naming the shapes and where several tokens go.
+        ValueError: naming the shapes, and the function that takes several tokens.
     """
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; more go to mhla_prefill")
+        raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; several go to mhla_prefill")
 
 
 def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int) -> tuple[int, ...]:
-    """How many tokens of each row are real, as numbers of the CPU.
+    """Return the number of real tokens of each row as Python integers; ``lengths`` None means that all tokens are real.
 
     Raises:
-        ValueError: when they do not fit.
+        ValueError: unless ``lengths`` holds an integer from 0 to ``tokens`` for each row.
     """
     if lengths is None:
         return (tokens,) * batch
     counts = tuple(read_numbers(lengths, "lengths") if isinstance(lengths, Tensor) else lengths)
     if len(counts) != batch or any(not isinstance(c, int) or not 0 <= c <= tokens for c in counts):
         raise ValueError(
-            f"lengths must be {batch} integers of 0 to N={tokens}, one for each row, got {list(counts)[:8]}"
+            f"lengths must be {batch} integers from 0 to N={tokens}, one for each row, got {list(counts)[:8]}"
         )
     return counts
 
 
 def mask_of_counts(counts: Sequence[int], q: Tensor) -> Tensor | None:
-    """Mask ``[B, N]`` of the first ``counts`` tokens of each row of ``q`` ``[B, N, ...]``; None where those are all."""
+    """Return the mask of the real tokens of each row.
+
+    Args:
+        counts: number of real tokens of each row.
+        q: tensor ``[B, N, ...]`` that gives N and the device.
+
+    Returns:
+        ``[B, N]`` bool, True for the first ``counts`` tokens of each row; None if all tokens are real.
+    """
     tokens = q.shape[1]
     if all(count == tokens for count in counts):
         return None
@@ -246,7 +256,7 @@ def _check(
     counts: tuple[int, ...],
     mask: Tensor | None = None,
 ) -> Problem:
-    """Check the call as if it were one pass, and that the mixing reaches to the last token."""
+    """Check a call like one of :func:`mhla_attention`, and check that the mixing covers the last token."""
     problem = check_problem(q, k, v, mixing, block_size, None, True, normalize, scale, eps, feature_map, mask, None)
     check_devices(q, k, v, mixing)
     check_reach(mixing, block_size, before, counts)
@@ -254,19 +264,25 @@ def _check(
 
 
 def check_reach(mixing: Mixing, block_size: int, before: Sequence[int], counts: Sequence[int]) -> None:
-    """Check that the coefficients reach to the last token of each row.
+    """Check that the coefficients cover the last token of each row.
+
+    Args:
+        mixing: the coefficients.
+        block_size: tokens in a block.
+        before: tokens of each row before the call.
+        counts: tokens of each row in the call.
 
     Raises:
-        ValueError: when they do not.
+        ValueError: if there are more blocks than coefficients, or if the state has a different number of rows.
     """
     if len(before) != len(counts):
-        raise ValueError(f"the state is of {len(before)} rows, but q has B={len(counts)}")
+        raise ValueError(f"the state has {len(before)} rows, but q has B={len(counts)}")
     size = mixing.blocks
     longest = max((b + c for b, c in zip(before, counts, strict=True) if c), default=0)
     if size is not None and longest > size * block_size:
         raise ValueError(
             f"{longest} tokens with block_size={block_size} make {-(-longest // block_size)} blocks, but mixing is for "
-            f"{size} at most: use at most {size * block_size} tokens, or a longer mixing (mhla_kernels.extend_mixing)"
+            f"{size} at most: use at most {size * block_size} tokens, or extend mixing (mhla_kernels.extend_mixing)"
         )
 
 
@@ -278,12 +294,12 @@ def _mapped(
 
 
 class Piece(NamedTuple):
-    """Tokens that continue a state.
+    """Start of a call that continues a state.
 
     Attributes:
-        start: the state, in which their first blocks are open.
-        firsts: first block of each row.
-        offsets: slot of its first token in it.
+        start: state in which the first block of the call is open in every row.
+        firsts: index of the first block of each row.
+        offsets: slot of the first token of each row in its first block.
     """
 
     start: Any
@@ -292,9 +308,16 @@ class Piece(NamedTuple):
 
 
 def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool) -> Piece:
-    """Continue a state with so many tokens for each row. It is not changed; ``writes`` as for :meth:`BlockState.advance`."""
+    """Prepare a state for more tokens; the state itself is not changed.
+
+    Args:
+        state: state from the last call.
+        counts: number of new tokens of each row.
+        mixing: the coefficients.
+        writes: whether memory may be written to, see :meth:`BlockState.advance`.
+    """
     size, moves = state.kind.block_size, [count > 0 for count in counts]
-    # a full row that gets no token keeps its block open, and its outputs are not real
+    # a row without new tokens keeps its block open even if it is full; its outputs are masked later
     firsts = [
         length // size if moving else max(length - 1, 0) // size
         for length, moving in zip(state.lengths, moves, strict=True)
@@ -304,33 +327,50 @@ def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool
 
 
 def add_to_first(blocks: Tensor, x: Tensor) -> Tensor:
-    """Blocks ``[B, H, M, ...]`` with ``x`` ``[B, H, ...]`` added to the first of each row."""
+    """Add ``x`` ``[B, H, ...]`` to the first of the blocks ``[B, H, M, ...]`` of each row."""
     first = blocks[:, :, :1] + x[:, :, None]
     return torch.cat([first, blocks[:, :, 1:]], 2) if blocks.shape[2] > 1 else first
 
 
 def summaries(k_BHMCK: Tensor, v_BHMCV: Tensor) -> Tensor:
-    """``[B, H, M, W]``."""
+    """Compute the summaries ``[B, H, M, W]`` of blocks of keys and values."""
     return torch.cat([(k_BHMCK.transpose(-1, -2) @ v_BHMCV).flatten(3), k_BHMCK.sum(-2)], -1)
 
 
 def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
-    """``[B, N, H, D]`` in blocks ``[B, H, M, C, D]``, row b from slot ``offsets[b]`` of its first block on."""
+    """Lay out tokens ``[B, N, H, D]`` in blocks ``[B, H, M, C, D]``.
+
+    Args:
+        x: ``[B, N, H, D]``.
+        offsets: slot of the first token of each row in its first block; earlier slots are zero.
+        block_size: tokens in a block.
+    """
     batch, tokens, heads, width = x.shape
     slots = max(offsets, default=0) + tokens
     if len(set(offsets)) < 2:
-        x = F.pad(x, (0, 0, 0, 0, max(offsets, default=0), 0))
+        x = F.pad(x, (0, 0, 0, 0, max(offsets, default=0), 0))  # all rows begin at the same slot
     else:
         slot = on_device(offsets, x.device)[:, None] + torch.arange(tokens, device=x.device)
         index = slot[..., None, None].expand(batch, tokens, heads, width)
         x = x.new_zeros(batch, slots, heads, width).scatter(1, index, x)
     blocks = divide_up(slots, block_size) if slots > block_size else 1
+    # a single block from slot 0 on is not padded, so that a short prompt does not pay for block_size slots
     size = block_size if blocks > 1 or max(offsets, default=0) else at_most(max(slots, 1), block_size)
     return BlockPartition(slots, blocks, size).split(x)
 
 
 def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor | None) -> Tensor:
-    """The reverse of :func:`in_blocks`, zero where ``mask`` hides."""
+    """Return the tokens of blocks: the reverse of :func:`in_blocks`.
+
+    Args:
+        out: ``[B, H, M, C, D]``.
+        offsets: as for :func:`in_blocks`.
+        tokens: number of tokens N.
+        mask: ``[B, N]`` bool, False for tokens that get zeros; None keeps all.
+
+    Returns:
+        ``[B, N, H, D]``.
+    """
     out = out.flatten(2, 3).transpose(1, 2)
     if len(set(offsets)) == 1:
         out = out[:, offsets[0] : offsets[0] + tokens]
@@ -341,7 +381,7 @@ def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor |
 
 
 class _ContinuedMixer(Mixer):
-    """The mixer of blocks that continue a state: earlier blocks count too, and the first block may have begun."""
+    """Mixer of blocks that continue a state: it adds the finished blocks and the earlier tokens of the open block."""
 
     def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:
         groups = groups_of_rows(firsts, [True] * len(firsts), start.open.device)
@@ -349,15 +389,15 @@ class _ContinuedMixer(Mixer):
 
         def own_of(first: int, rows: Rows) -> Tensor:
             weights = mixing.own(slice(first, first + blocks), first + blocks)
-            known = weights.shape[-1]  # one for all; or the last ones hold no token
-            weights = F.pad(weights, (0, blocks - known)) if 1 < known < blocks else weights
+            coefficients = weights.shape[-1]  # 1 if all blocks share it; too few if the last blocks hold no token
+            weights = F.pad(weights, (0, blocks - coefficients)) if 1 < coefficients < blocks else weights
             return weights.reshape(1, -1, weights.shape[-1]).expand(_count(rows, start), heads, blocks)
 
         super().__init__(mixing, by_groups(groups, own_of))
         self.start, self.groups, self.key_value = start, groups, key_value
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
-        """Mixed summaries of S ``[B, H, M, K, V]`` or of z ``[B, H, M, K]``."""
+        """Return mixed summaries, of S ``[B, H, M, K, V]`` or of z ``[B, H, M, K]``, in the same shape."""
         part = slice(0, self.key_value) if summary.dim() == 5 else slice(self.key_value, None)
         begun = self.start.open[..., part]
         flat = add_to_first(summary.flatten(3), begun)
@@ -369,5 +409,5 @@ class _ContinuedMixer(Mixer):
 
 
 def _count(rows: Rows, state: BlockState) -> int:
-    """Number of rows."""
+    """Return the number of rows that ``rows`` selects."""
     return len(state.lengths) if isinstance(rows, slice) else len(rows)

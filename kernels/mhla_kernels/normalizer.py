@@ -1,4 +1,4 @@
-"""Division of outputs by their normaliser."""
+"""Division of outputs by their normalizer, with finite gradients for rows that overflowed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class _Divide(torch.autograd.Function):
-    """``out / (normalizer + eps)``, whose gradient is zero for a row that gets none, even where the row overflowed.
+    """Autograd function for ``out / (normalizer + eps)``; a row without gradient passes zeros back, even if it overflowed.
 
-    Otherwise zero times infinity would make NaN of the gradients of all that the row has seen.
+    A plain division would multiply zero by infinity there, and make the gradients of everything that the row has seen NaN.
     """
 
     generate_vmap_rule = True
@@ -30,12 +30,13 @@ class _Divide(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         output, normalizer = ctx.saved_tensors
         share = gradient / (normalizer + ctx.eps)
+        # an overflowed output is infinite or NaN: zero times it must stay zero
         product = torch.where(share == 0, 0, share * output)
         return share, -product.sum(-1, keepdim=True), None
 
 
 class _DivideForward(_Divide):
-    """The same with forward-mode derivatives, which ``torch.compile`` does not take."""
+    """Variant of :class:`_Divide` with forward-mode derivatives, which ``torch.compile`` does not support."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
@@ -48,11 +49,11 @@ class _DivideForward(_Divide):
         return (out - output * normalizer) / (total + ctx.eps)
 
 
-_Divide.forward.__signature__ = inspect.signature(_Divide.forward)  # type: ignore[attr-defined]  # torch asks at each call
+_Divide.forward.__signature__ = inspect.signature(_Divide.forward)  # type: ignore[attr-defined]  # torch reads it at each call
 
 
 def divide(out: Tensor, normalizer: Tensor, eps: float) -> Tensor:
-    """``out / (normalizer + eps)``; ``out`` is ``[..., V]`` and ``normalizer`` ``[..., 1]``."""
+    """Compute ``out / (normalizer + eps)`` for ``out`` ``[..., V]`` and ``normalizer`` ``[..., 1]``."""
     if not torch.is_grad_enabled() or not (out.requires_grad or normalizer.requires_grad):
         return out / (normalizer + eps)
     function = _Divide if torch.compiler.is_compiling() else _DivideForward

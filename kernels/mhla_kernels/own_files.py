@@ -1,7 +1,7 @@
-"""Files in a cache that other users may write to: links are not followed, and files of other users are not read.
+"""Access to files in a cache that other users may write to: links are not followed, files of other users are not read.
 
-Trusted are files of the user who runs this process and of root. Some file systems show all files with one owner (FUSE, NFS
-that maps root to nobody); there a file that was just made is what the others are compared with.
+Files of the user who runs this process and of root are trusted. Some file systems show one owner for all files (FUSE, NFS
+that maps root to nobody). There, the owner of a newly made file is trusted too.
 """
 
 from __future__ import annotations
@@ -18,49 +18,55 @@ REMEDY = "remove it, or choose another folder for the cache"
 
 
 class ForeignFileError(PermissionError):
-    """Something in a cache that this user's processes did not put there."""
+    """Error for an entry of a cache that is a link, has an unexpected type, or belongs to another user."""
 
 
 def own_folder(path: Path, root: Path) -> Path:
-    """Make a folder of a cache, and check every folder below ``root`` on the way to it.
+    """Make a folder of a cache, and check every folder between ``root`` and it.
 
     Args:
         path: folder below ``root``, or ``root`` itself.
-        root: the folder that the user has chosen, which may be reached through links.
+        root: folder that the user has chosen; it may be reached through links.
 
     Returns:
         ``path``.
 
     Raises:
-        ForeignFileError: when one of them is a link, or belongs to another user.
+        ForeignFileError: if a folder is a link, or belongs to another user.
     """
     root.mkdir(parents=True, exist_ok=True)
     folder = root
     for name in path.relative_to(root).parts:
         folder /= name
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)  # one by one: parents=True would follow links on the way
         check_own(folder, folder.lstat(), stat.S_ISDIR)
     return path
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Descriptor of a file in a cache, made with ``os.O_CREAT`` if missing.
+    """Open a file in a cache and return its descriptor; with ``os.O_CREAT``, a missing file is made.
+
+    Args:
+        path: path of the file.
+        flags: flags of ``os.open``.
 
     Raises:
-        ForeignFileError: when it is a link, not a regular file, or of another user; for writing, also when it has a second
-            name, which may be anywhere.
+        ForeignFileError: if it is a link, is not a regular file, or belongs to another user. For writing, also if it has a
+            second hard link, which may be in any folder.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # a pipe would wait for its other end
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # NONBLOCK: opening a pipe would wait
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             check_own(path, path.lstat())
         raise
     try:
-        status = os.fstat(descriptor)
+        status = os.fstat(descriptor)  # of the open file: the path may be replaced between check and use
         check_own(path, status)
         if flags & WRITES and status.st_nlink > 1:
-            raise ForeignFileError(f"{path} has a second name, which nothing in a cache has: {REMEDY}")
+            raise ForeignFileError(
+                f"{path} has a second name (a hard link), so the cache does not write to it: {REMEDY}"
+            )
     except BaseException:
         os.close(descriptor)
         raise
@@ -68,11 +74,15 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_own(path: Path, most: int) -> bytes:
-    """The bytes of a file in a cache.
+    """Return the bytes of a file in a cache.
+
+    Args:
+        path: path of the file.
+        most: largest allowed size in bytes.
 
     Raises:
         ForeignFileError: see :func:`open_own`.
-        ValueError: when there are more than ``most``.
+        ValueError: if the file is larger than ``most``.
     """
     with open(open_own(path), "rb") as stream:
         content = stream.read(most + 1)
@@ -82,27 +92,27 @@ def read_own(path: Path, most: int) -> bytes:
 
 
 def check_own(path: Path, status: os.stat_result | None = None, is_kind: Callable[[int], bool] = stat.S_ISREG) -> None:
-    """Check that nobody else put a file or folder into a cache.
+    """Check that no other user put a file or folder into a cache.
 
     Args:
-        path: path of it.
-        status: what the system says about it, links not followed; looked up if it is None.
-        is_kind: function of :mod:`stat` for what it has to be, a regular file or a folder.
+        path: path of the file or folder.
+        status: result of ``os.lstat`` for the path; None calls it.
+        is_kind: function of :mod:`stat` that tests for the expected type, a regular file or a folder.
 
     Raises:
-        ForeignFileError: when it is a link or something else, or belongs to another user.
-        FileNotFoundError: when it is not there.
+        ForeignFileError: if it is a link or not of the expected type, or belongs to another user.
+        FileNotFoundError: if it does not exist.
     """
     status = path.lstat() if status is None else status
     if not is_kind(status.st_mode):
         what = "is a link" if stat.S_ISLNK(status.st_mode) else "is not what belongs there"
-        raise ForeignFileError(f"{path} {what}, and nothing in a cache is followed elsewhere: {REMEDY}")
+        raise ForeignFileError(f"{path} {what}, and nothing is read or written through it: {REMEDY}")
     if status.st_uid not in (os.geteuid(), 0) and status.st_uid != _owner_of_new_files(path.parent):
         raise ForeignFileError(f"{path} belongs to another user ({status.st_uid}) and is not used: {REMEDY}")
 
 
 def _owner_of_new_files(folder: Path) -> int | None:
-    try:
+    try:  # the file system may show another owner than os.geteuid()
         with tempfile.TemporaryFile(dir=folder) as probe:
             return os.fstat(probe.fileno()).st_uid
     except OSError:

@@ -1,4 +1,4 @@
-"""Rotary position embedding after the feature map: one pass over a token tensor, where the operator cannot map by itself."""
+"""Rotary position embedding after the feature map, for callers that cannot let the operator map the features."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ def rotary_features(
     interleaved: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Feature map, then rotary position embedding (RoFormer, arXiv 2104.09864), of queries or keys.
+    """Apply the feature map, then rotary position embedding (RoFormer, arXiv 2104.09864), to queries or keys.
 
-    Mapped features are turned in pairs by angles that grow with the position, so they are signed afterwards: for attention
-    without a normaliser. Computed in float32; on a GPU one fused kernel.
+    Mapped features are rotated in pairs by angles that grow with the position. The results can be negative, so they are for
+    attention without a normalizer. Computed in float32; on a GPU by one fused kernel.
 
     Args:
-        x: ``[B, N, H, D]``, D even; any strides.
-        cos: cosine of the angles, ``[N, D / 2]``, or ``[B, N, D / 2]`` where rows are at different positions. No gradient.
-        sin: sine, of the same shape.
+        x: queries or keys, ``[B, N, H, D]``, D even; any strides.
+        cos: cosine of the angles, ``[N, D / 2]``, or ``[B, N, D / 2]`` where the rows are at different positions. Gets no
+            gradient.
+        sin: sine of the angles, of the same shape. Gets no gradient.
         feature_map: ``"relu"``: ``relu(x) + 1e-6``, or ``"identity"``.
         interleaved: whether features 2i and 2i + 1 are a pair (as in RoFormer), instead of i and i + D / 2.
         backend: as for :func:`mhla_kernels.mhla_attention`.
@@ -34,15 +35,15 @@ def rotary_features(
         ``[B, N, H, D]`` in the dtype of ``x``.
 
     Raises:
-        ValueError: for shapes that do not fit together.
+        ValueError: for shapes that do not fit together, and for unknown options.
     """
     if x.dim() != 4 or x.shape[-1] % 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [B, N, H, D] with D even")
     batch, tokens, _, width = x.shape
     angles = (tokens, width // 2)
     if cos.shape != sin.shape or cos.shape not in (angles, (batch, *angles)):
-        wanted = f"[{tokens}, {width // 2}] or [{batch}, {tokens}, {width // 2}]"
-        raise ValueError(f"cos {list(cos.shape)} and sin {list(sin.shape)} must both be {wanted}")
+        shapes = f"[{tokens}, {width // 2}] or [{batch}, {tokens}, {width // 2}]"
+        raise ValueError(f"cos {list(cos.shape)} and sin {list(sin.shape)} must both be {shapes}")
     if feature_map not in ("identity", "relu"):
         raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'")
     check_form_and_backend("auto", backend)

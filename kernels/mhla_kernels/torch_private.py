@@ -1,4 +1,4 @@
-"""Private names of torch that the operator uses; ``tests/test_private_names.py`` says what each is for."""
+"""Private names of torch that the operator uses; ``tests/test_private_names.py`` states the purpose of each."""
 
 import torch
 from torch import Tensor
@@ -6,21 +6,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 PROXY = torch._C._TorchDispatchModeKey.PROXY
-"""The mode in which a graph is recorded."""
+"""Dispatch mode that is active while a graph is recorded."""
 
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a transformation of ``torch.func`` stands around a tensor: it is mapped, or derivatives of it are taken."""
+"""Whether a tensor is inside a transformation of ``torch.func``: it is mapped, or derivatives of it are taken."""
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """The tensor inside, of all rows that are mapped."""
+    """Return the plain tensor inside all transformations of ``torch.func``, with all rows that are mapped."""
     while is_wrapped(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
 
 
 def is_mapped(x: Tensor) -> bool:
-    """Whether ``torch.vmap`` stands for several tensors by this one."""
+    """Whether the tensor stands for several tensors that ``torch.vmap`` maps over."""
     while is_wrapped(x):
         if torch._C._functorch.is_batchedtensor(x):
             return True
@@ -29,16 +29,19 @@ def is_mapped(x: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether a graph is recorded now: ``torch.compile``, ``torch.export``, ``make_fx``, ``torch.func.linearize``."""
+    """Whether a graph is being recorded: by ``torch.compile``, ``torch.export``, ``make_fx`` or ``torch.func.linearize``."""
     return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(PROXY) is not None
 
 
 def has_values(*tensors: Tensor) -> bool:
-    """Whether numbers of tensors can be read: not while a graph is recorded, under ``torch.func``, or on the meta device."""
+    """Whether the numbers of all tensors can be read.
+
+    They cannot be read while a graph is recorded, under ``torch.func``, on the meta device, and in fake tensors.
+    """
     return not is_traced() and all(not (x.is_meta or isinstance(x, FakeTensor) or is_wrapped(x)) for x in tensors)
 
 
 assert_async = torch._assert_async
-"""Check a condition on the device, without waiting for it."""
+"""Check a condition on the device, without waiting for the device."""
 
 __all__ = ["FakeTensor", "assert_async", "has_values", "is_mapped", "is_traced", "is_wrapped", "pytree", "unwrapped"]

@@ -1,8 +1,9 @@
-"""Whether ``backend="auto"`` may use a fused kernel on this machine.
+"""Decision whether ``backend="auto"`` may use a fused kernel on this machine.
 
-Before the first use of a kind of kernel a trial compares it with the PyTorch form. What it said is kept in the user's
-cache, by device, driver, torch, Triton and the kernels' own text, so that it is done once. A kernel that fails later is
-withdrawn for the rest of the process. See :func:`may_use`, :func:`guarded` and :func:`agree_on_kernels`.
+Before the first use of a kind of kernel, a trial compares it with the PyTorch form. The verdict is stored in the user's cache
+under the device, the versions of the driver, torch and Triton, and a hash of the kernels' source, so that the trial runs
+once. A kernel that fails later is withdrawn for the rest of the process. See :func:`may_use`, :func:`guarded` and
+:func:`agree_on_kernels`.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ from torch import Tensor
 from mhla_kernels.own_files import open_own, own_folder, read_own
 
 FATAL = (torch.OutOfMemoryError, KeyboardInterrupt, SystemExit)
-"""Errors that say nothing of the kernel."""
+"""Errors that do not mean that the kernel is wrong."""
 EXHAUSTED = ("out of memory", "ALLOC_FAILED")
-"""Likewise, in messages: Triton's driver and cuBLAS have no error of their own for it."""
+"""Parts of messages of such errors: Triton's driver and cuBLAS have no error class for lack of memory."""
 
 BOUNDS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 4e-2)}
-"""Allowed errors of outputs and of gradients, relative to their norm: a few times what a sound kernel has."""
+"""Allowed errors of outputs and of gradients, relative to their norm: a few times the errors of a correct kernel."""
 
 
 LARGEST = 1 << 16
-"""Bytes of a file with a verdict."""
+"""Largest size of a verdict file in bytes."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a trial of one kind of kernel.
+    """Result of a trial of one kind of kernel.
 
     Attributes:
         agrees: whether the kernel may be used.
-        reason: why not, or the errors found.
-        seconds: that the trial took, with compilation.
+        reason: why the kernel may not be used, or the measured errors.
+        seconds: duration of the trial, compilation included.
     """
 
     agrees: bool
@@ -60,17 +61,17 @@ class Verdict:
 
 
 _verdicts: dict[tuple[str, str], Verdict] = {}
-"""By device and kind, in this process."""
+"""Verdicts in this process, by device and kind."""
 _withdrawn: dict[str, str] = {}
-"""Kinds that are not to be used any more, and why."""
+"""Kinds that this process no longer uses, with the reasons."""
 _unknown: set[str] = set()
-"""Kinds that were asked for while a graph was captured, when no trial can run."""
+"""Kinds that were requested during the capture of a graph, when no trial can run."""
 
 
 def cache_folder() -> Path:
-    """Where verdicts are kept: ``$MHLA_CACHE``, or ``mhla`` in the user's cache."""
-    if own := os.environ.get("MHLA_CACHE"):
-        return Path(own)
+    """Return the folder of verdicts: ``$MHLA_CACHE``, or ``mhla`` in the user's cache."""
+    if folder := os.environ.get("MHLA_CACHE"):
+        return Path(folder)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mhla"
     except RuntimeError:  # a user without a home
@@ -79,52 +80,54 @@ def cache_folder() -> Path:
 
 @lru_cache
 def environment(device: str) -> dict[str, str]:
-    """The device, and the versions that compile and run a kernel on it: a verdict holds for these.
+    """Return the name of the device and the versions that compile and run a kernel on it; a verdict is valid for these.
 
     Args:
-        device: as torch names it, ``"cuda:0"`` or ``"cpu"`` (the interpreter).
+        device: name of the device in torch, ``"cuda:0"`` or ``"cpu"`` (the interpreter).
     """
-    found = {"device": "interpreter", "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    details = {"device": "interpreter", "torch": torch.__version__, "cuda": str(torch.version.cuda)}
     for package in ("triton", "pytorch-triton"):
         with suppress(PackageNotFoundError):
-            found["triton"] = version(package)
+            details["triton"] = version(package)
             break
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["device"] = f"{properties.name} {properties.major}.{properties.minor}"
+        details["device"] = f"{properties.name} {properties.major}.{properties.minor}"
         with suppress(OSError):
-            found["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split("  ")[1].strip()
-    own = sorted(Path(__file__).parent.rglob("*.py"))
-    found["kernels"] = sha256(b"".join(path.read_bytes() for path in own)).hexdigest()[:12]
-    return found
+            details["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split("  ")[1].strip()
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    details["kernels"] = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    return details
 
 
 def name_of(device: str) -> str:
-    """Of the files for a device and the versions on it."""
+    """Return the name of the folder of verdicts for a device and its versions."""
     return sha256(json.dumps(environment(device), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def folder_of(device: str) -> Path:
-    """Folder that keeps the verdicts for a device."""
+    """Return the folder that stores the verdicts for a device."""
     return cache_folder() / "verdicts" / name_of(device)
 
 
 def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
-    """Whether a kernel may be used, by what is known or by a trial; one warning for each kind that may not.
+    """Whether a kernel may be used, by a stored verdict or by a trial; warns once for each kind that may not.
 
     Args:
-        kind: kind of kernel, a name that can be part of a file's.
-        device: that it would run on.
-        trial: compares the kernel with the PyTorch form. It runs in a thread of its own, where no mode of torch is on.
+        kind: kind of kernel, a name that can be part of a file name.
+        device: device that the kernel would run on.
+        trial: function that compares the kernel with the PyTorch form. It runs in a separate thread, where no mode of torch
+            is active.
     """
     key = device, kind
-    # if it was withdrawn since, its operator computes the PyTorch form, and saves the same tensors for a recomputation
+    # True even if the kernel was withdrawn since: its operator then computes the PyTorch form. Another path would save other
+    # tensors in a recomputation than in the first pass, which checkpointing of activations rejects.
     if key in _verdicts:
         return _verdicts[key].agrees
     if kind in _withdrawn:
         return False
-    if found := _kept(kind, device):
-        _verdicts[key] = found
+    if stored := _kept(kind, device):
+        _verdicts[key] = stored
     else:
         if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
             if kind not in _unknown:
@@ -138,26 +141,36 @@ def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
 
 
 def try_again(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """The verdict of a new trial, whatever is known; it replaces what is kept."""
+    """Run a new trial, replace the stored verdict by its result and return it; the arguments are those of :func:`may_use`."""
     _withdrawn.pop(kind, None)
     _verdicts[device, kind] = _tried(kind, device, trial)
     return _verdicts[device, kind]
 
 
 def withdraw(kind: str, device: str, reason: str) -> None:
-    """Use a kernel no more in this process; warn of it once."""
+    """Stop using a kind of kernel in this process, and warn of it once."""
     if kind not in _withdrawn:
         _withdrawn[kind] = reason
         _warn(kind, device, reason)
 
 
 def withdrawn() -> dict[str, str]:
-    """Kinds of kernels that this process does not use, and why."""
+    """Return the kinds of kernels that this process no longer uses, with the reasons."""
     return dict(_withdrawn)
 
 
 def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Callable[[], Any]) -> Any:
-    """``run()``; if it fails, and ``kind`` is named, the kernel is withdrawn and ``instead()`` gives the result."""
+    """Return ``run()``; if it fails, withdraw the kernel and return ``instead()``.
+
+    Args:
+        kind: kind of kernel; with an empty name, every error of ``run`` is raised.
+        device: device that the kernel runs on.
+        run: function that calls the kernel.
+        instead: function that computes the same result with PyTorch.
+
+    Raises:
+        Exception: errors of ``run`` that do not mean that the kernel is wrong, such as out of memory.
+    """
     if kind in _withdrawn:
         return instead()
     try:
@@ -166,35 +179,41 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
         if not kind or _is_fatal(error):
             raise
         withdraw(kind, str(device), short(error))
-    return instead()  # out of the handler, which keeps the buffers of the call that failed
+    return instead()  # outside the handler: the error's traceback keeps the buffers of the failed call alive
 
 
 def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """Use no kernel that any process of a group has withdrawn. A collective: every process of the group calls it.
+    """Withdraw every kernel that any process of a group has withdrawn.
+
+    This is a collective operation: every process of the group must call it.
+
+    Args:
+        group: the processes; None for all.
 
     Returns:
-        The kinds that no process uses now, and why.
+        The kinds that no process uses from now on, with the reasons.
     """
     if dist.is_available() and dist.is_initialized():
-        every: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(every, _withdrawn, group)
-        for rank, theirs in enumerate(every):
-            for kind, reason in theirs.items():
+        withdrawn_by_rank: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(withdrawn_by_rank, _withdrawn, group)
+        for rank, reasons in enumerate(withdrawn_by_rank):
+            for kind, reason in reasons.items():
                 _withdrawn.setdefault(kind, f"process {rank}: {reason}")
     return withdrawn()
 
 
 def forget() -> None:
-    """Forget what this process knows; what is kept in the cache stays."""
-    for known in (_verdicts, _withdrawn, _unknown):
-        known.clear()
+    """Clear the verdicts of this process; verdicts stored in the cache stay."""
+    for record in (_verdicts, _withdrawn, _unknown):
+        record.clear()
     environment.cache_clear()
 
 
 def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
-    """``run()`` where no mode of torch is on (fake tensors, inference, autocast), on the same stream.
+    """Return ``run()`` from a thread in which no mode of torch (fake tensors, inference, autocast) is active.
 
-    Backward passes in it run in its thread: the one that autograd has for the device may be waiting for it.
+    The thread uses the current stream. Backward passes run in this thread too, since autograd's own thread for the device may
+    be waiting for it.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
@@ -208,24 +227,35 @@ def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
 
 
 def compare(name: str, got: Tensor, want: Tensor, bound: float) -> tuple[float, str]:
-    """The norm of the difference, relative to that of ``want``, and what is wrong with it (empty for nothing)."""
+    """Compare a result with the expected one.
+
+    Args:
+        name: name of the result, for the message.
+        got: the result.
+        want: the expected result.
+        bound: allowed error.
+
+    Returns:
+        The norm of the difference relative to that of ``want``, and a message, which is empty if the error is allowed.
+    """
     got, want = got.double(), want.double()
     error = float((got - want).norm() / want.norm().clamp(min=1e-30))
+    # `error <= bound`, not its opposite: NaN must not pass
     return error, "" if error <= bound else f"{name} is off by {error:.2g} of its norm (allowed: {bound:g})"
 
 
 def short(error: BaseException) -> str:
-    """An error's type and the first line of its message."""
+    """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def _warn(kind: str, device: str, reason: str) -> None:
-    found = environment(device)
-    versions = ", ".join(f"{name} {found[name]}" for name in ("driver", "torch", "triton") if name in found)
+    details = environment(device)
+    versions = ", ".join(f"{name} {details[name]}" for name in ("driver", "torch", "triton") if name in details)
     warnings.warn(
-        f"the Triton kernel {kind} is not used on {found['device']} ({versions}): {reason}. The PyTorch form takes its "
-        'place, and backend="triton" raises the whole error.',
+        f"the Triton kernel {kind} is not used on {details['device']} ({versions}): {reason}. The PyTorch form is used "
+        'instead; backend="triton" raises the complete error.',
         RuntimeWarning,
         stacklevel=3,
     )
@@ -236,27 +266,29 @@ def _is_fatal(error: BaseException) -> bool:
 
 
 def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """A trial, with a locked mark on the disk as long as it runs: if it takes the process with it, later ones know.
+    """Run a trial under a locked mark file, and store its verdict.
 
-    Numbers, and what Triton's compiler says, are kept; other errors may pass, and count for this process alone.
+    If the trial ends the process, the mark file shows this to later processes. Verdicts from numbers and from errors of
+    Triton's compiler are stored. Any other error may be temporary, and its verdict is valid for this process only.
     """
     folder, start = folder_of(device), time.perf_counter()
     mark = folder / f"{kind}.{uuid4().hex}.running"
     lasting = True
-    with ExitStack() as held:
-        with suppress(OSError):
+    with ExitStack() as resources:
+        with suppress(OSError):  # without a writable cache, the trial runs and only its verdict is not stored
             own_folder(folder, cache_folder())
-            fcntl.flock(held.enter_context(mark.open("x")), fcntl.LOCK_EX)
+            fcntl.flock(resources.enter_context(mark.open("x")), fcntl.LOCK_EX)
         try:
             verdict = in_own_thread(trial, torch.device(device))
         except BaseException as error:
+            # an interrupted trial proves nothing: its mark must not count as a crash
             if _is_fatal(error) or not isinstance(error, Exception):
                 with suppress(OSError):
                     mark.unlink()
                 raise
             lasting = type(error).__module__.startswith("triton")
             verdict = Verdict(False, short(error), time.perf_counter() - start)
-        if lasting and mark.exists():
+        if lasting and mark.exists():  # the mark is missing where the folder cannot be written to
             _keep(verdict, mark.with_suffix(".part"), folder / f"{kind}.json", device)
         for ended in (mark, *_ended_trials(kind, folder)):
             with suppress(OSError):
@@ -265,32 +297,32 @@ def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
 
 
 def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
-    """Write a verdict to the cache; where that fails, later processes try the kernel again."""
+    """Write a verdict to the cache; if this fails, later processes run the trial again."""
     text = json.dumps({**asdict(verdict), "environment": environment(device)}, indent=2) + "\n"
     with suppress(OSError):
         with aside.open("x") as stream:
             stream.write(text)
-        aside.replace(path)
+        aside.replace(path)  # atomic: another process reads all of the verdict or none
     with suppress(OSError):
         aside.unlink(missing_ok=True)
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
-    """The verdict in the cache, or one against a kind whose trials ended their processes; None for neither."""
+    """Return the stored verdict, a negative one if trials of the kind ended their processes, or None."""
     folder = folder_of(device)
-    if found := _read(folder / f"{kind}.json"):
-        return found
+    if stored := _read(folder / f"{kind}.json"):
+        return stored
     ended = _ended_trials(kind, folder)
-    if len(ended) < 2:  # one may have been stopped from outside
+    if len(ended) < 2:  # a single one may have been killed for other reasons
         return None
     return Verdict(False, f"trials of it ended their processes (remove {folder / kind}.*.running to try again)", 0.0)
 
 
 def _read(path: Path) -> Verdict | None:
-    """The verdict in a file; None where there is none, it is damaged, or somebody else put it there."""
+    """Return the verdict in a file; None if the file is missing, damaged, a link, or of another user."""
     try:
-        found = json.loads(read_own(path, LARGEST))
-        agrees, reason, seconds = found["agrees"], found["reason"], found["seconds"]
+        fields = json.loads(read_own(path, LARGEST))
+        agrees, reason, seconds = fields["agrees"], fields["reason"], fields["seconds"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     if type(agrees) is not bool or not isinstance(reason, str) or type(seconds) not in (int, float):
@@ -300,17 +332,18 @@ def _read(path: Path) -> Verdict | None:
 
 
 def _ended_trials(kind: str, folder: Path) -> list[Path]:
-    """Marks of trials whose processes are gone: nobody holds their lock."""
-    found = []
+    """Return the mark files that trials left behind when their processes ended: no process holds their locks."""
+    ended = []
     for mark in folder.glob(f"{kind}.*.running"):
         with suppress(OSError), open(open_own(mark)) as stream:
+            # fails while the trial runs; the system releases the lock of a process that ended, however it ended
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            found.append(mark)
-    return found
+            ended.append(mark)
+    return ended
 
 
 def forget_kept(device: str) -> None:
-    """Remove all verdicts that are kept for a device: every kind of kernel is tried again at its next use."""
+    """Remove all stored verdicts for a device, so that every kind of kernel is tried again at its next use."""
     with suppress(OSError):
         for path in folder_of(device).iterdir():
             if path.suffix == ".json" or re.fullmatch(r".+\.[0-9a-f]{32}\.(running|part)", path.name):

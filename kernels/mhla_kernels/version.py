@@ -1,3 +1,3 @@
-"""The version, of all packages together."""
+"""Version of all packages of the project."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Softmax over the own and the previous block, joined with MHLA over all blocks before: one normaliser over both.
+"""Softmax over the own block and the one before, joined with MHLA over all earlier blocks under one normalizer.
 
 For token t in block i = b(t), and tokens j <= t,
 
@@ -6,12 +6,12 @@ For token t in block i = b(t), and tokens j <= t,
     w[t, j] = exp(far_t) m[i - 1, b(j)] f_t . g_j                    b(j) <= i - 2   (far)
     o_t = sum_j w[t, j] v_j / sum_j w[t, j]
 
-f and g are nonnegative features of queries and keys. Near tokens are attended to as a softmax model does, which is most of
-what linearised language models need (LoLCATs, arXiv 2410.10254, section 3.3, has the join for plain linear attention); far
-ones cost a summary of each block. The sums are joined by their logarithms, so that neither overflows.
+f and g are nonnegative features of queries and keys. Softmax attention to near tokens is most of what linearized language
+models need (LoLCATs, arXiv 2410.10254, section 3.3, describes the join for plain linear attention). Far tokens cost one
+summary per block. The two sums are joined by their logarithms, so that neither overflows.
 
-Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value,
-W = K V + K numbers of a summary.
+Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value, W =
+K V + K numbers of a summary.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from mhla_kernels.forms.chunked import make_mixer
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
 
 LEAST_WEIGHT = 0.8
-"""Power of the smallest number (4e-31 in float32) below which sums of far weights are not scaled up further."""
+"""Exponent e: sums of far weights below ``tiny ** e`` (4e-31 in float32) are not scaled up further."""
 MOST_GRADIENT = 0.5
-"""Power of the largest number that bounds the gradient of coefficients that are zero, where ``far`` makes it larger."""
+"""Exponent e: ``max ** e`` bounds the gradient of coefficients that are zero, which ``far`` can increase."""
 
 
 def mhla_window_attention(
@@ -49,23 +49,25 @@ def mhla_window_attention(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """Causal attention, softmax near by and MHLA far away, by the definition above; cost linear in N.
+    """Compute causal attention with softmax weights for near tokens and MHLA weights for far tokens, in time linear in N.
+
+    Near tokens are those of the block of the query and of the block before. :mod:`mhla_kernels.windowed` has the definition.
 
     Args:
-        q: ``[B, N, H, Dk]``.
-        k: ``[B, N, Hkv, Dk]``; Hkv divides H.
-        v: ``[B, N, Hkv, V]``.
-        q_features: ``[B, N, H, K]``, nonnegative.
-        k_features: ``[B, N, H, K]``, nonnegative.
-        mixing: as for causal :func:`mhla_kernels.mhla_attention`, nonnegative.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``; Hkv divides H.
+        v: values, ``[B, N, Hkv, V]``.
+        q_features: nonnegative features of the queries, ``[B, N, H, K]``.
+        k_features: nonnegative features of the keys, ``[B, N, H, K]``.
+        mixing: nonnegative coefficients, as for causal :func:`mhla_kernels.mhla_attention`.
         block_size: tokens in a block.
-        far: logarithm of the weight of far tokens, ``[B, N, H]`` or broadcast to it; None for zeros.
-        scale: factor on the scores of near tokens; None for ``Dk ** -0.5``.
+        far: logarithm of the weight of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
+        scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         key_mask: ``[B, N]`` bool; False tokens are not attended to and give zeros.
-        cu_seqlens: ``[S + 1]``, first token of each packed sequence and N at the end, with B = 1.
+        cu_seqlens: ``[S + 1]`` integers, the first token of each packed sequence and N at the end, with B = 1.
 
     Returns:
-        ``[B, N, H, V]`` in the dtype of v; sums are held in float32 (float64 for float64 inputs).
+        Outputs ``[B, N, H, V]`` in the dtype of v; sums are held in float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: for shapes that do not fit together.
@@ -86,13 +88,14 @@ def mhla_window_attention(
         weight = blocks.split(heads_last(far, q))
         q, k, v, f, g = (blocks.split(x) for x in (q, k, v, f, g))
         seen = blocks.split(real[..., None, None])[:, 0, ..., 0] > 0
+        # first blocks of sequences: the block before them belongs to another sequence, or does not exist
         starts = torch.arange(blocks.blocks, device=q.device) == 0 if blocks.local is None else blocks.local == 0
         mixer = make_mixer(mixing.to(problem.accumulate), blocks)
         sums = torch.cat([g.transpose(-1, -2) @ v, g.sum(-2)[..., None]], -1)
         mixed = _later(mixer(finite_(sums), causal=True)).masked_fill(starts[:, None, None], 0)
-        before = [_later(x) for x in (k, v, seen[:, None, ..., None])]
-        seen_before = before[2][:, 0, ..., 0] & ~starts[:, None]
-        out = joined(q, k, v, f, weight, before[0], before[1], mixed, seen, seen_before, scale)
+        previous_blocks = [_later(x) for x in (k, v, seen[:, None, ..., None])]
+        seen_before = previous_blocks[2][:, 0, ..., 0] & ~starts[:, None]
+        out = joined(q, k, v, f, weight, previous_blocks[0], previous_blocks[1], mixed, seen, seen_before, scale)
         out = blocks.merge(out)
         return (out if key_mask is None else out.masked_fill(~key_mask[..., None, None], 0)).to(problem.dtype)
 
@@ -108,21 +111,21 @@ def nothing_far(
     far: Tensor | None,
     mixing: Mixing,
 ) -> Tensor:
-    """Zeros of ``shape`` that give all arguments zeros as gradients: there is nothing to attend with."""
+    """Return zeros of ``shape`` for a call that has nothing to attend with; all arguments get zeros as gradients."""
     others = [] if far is None else [far]
     return nothing(shape, problem.dtype, q, k, v, f, g, *others, *mixing.tensors.values())
 
 
 def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
-    """``[B, N, H, 1]``."""
+    """Expand ``far`` to ``[B, N, H, 1]`` in the dtype of ``q`` ``[B, N, H, Dk]``; None gives zeros."""
     if far is None:
         return q.new_zeros(*q.shape[:3], 1)
     return far.to(q.dtype).expand(q.shape[:3])[..., None]
 
 
 def _later(x: Tensor) -> Tensor:
-    """Blocks ``[B, H, M, ...]``, each in the place of the next; zeros come first."""
-    # cut after it was put together: torch.export makes a constant of a number of blocks less one, which may be 1
+    """Shift blocks ``[B, H, M, ...]`` by one: each takes the place of the next, and the first place gets zeros."""
+    # concatenate first, then cut: torch.export would make a constant of M - 1 blocks, which may be 1
     return torch.cat([torch.zeros_like(x[:, :, :1]), x], 2)[:, :, :-1]
 
 
@@ -139,59 +142,60 @@ def joined(
     seen_before: Tensor,
     scale: float,
 ) -> Tensor:
-    """Outputs ``[B, H, M, C, V]``.
+    """Compute the outputs ``[B, H, M, C, V]`` of all blocks, from near tokens and mixed summaries.
 
     Args:
         q: ``[B, H, M, C, Dk]``.
         k: ``[B, H, M, C, Dk]``.
         v: ``[B, H, M, C, V]``.
-        f: ``[B, H, M, C, K]``.
-        far: ``[B, H, M, C, 1]``.
-        k_before: of the block before each.
-        v_before: the same.
-        mixed: ``[B, H, M, K, V + 1]``.
-        seen: ``[B, M, C]`` bool, slots whose tokens count.
-        seen_before: the same of the block before.
-        scale: of scores.
+        f: features of the queries, ``[B, H, M, C, K]``.
+        far: logarithm of the weight of far tokens, ``[B, H, M, C, 1]``.
+        k_before: keys of the block before each block, ``[B, H, M, C, Dk]``.
+        v_before: values of the block before each block, ``[B, H, M, C, V]``.
+        mixed: mixed summaries of the far blocks, with totals of their weights, ``[B, H, M, K, V + 1]``.
+        seen: ``[B, M, C]`` bool, True for slots whose tokens count.
+        seen_before: ``[B, M, C]`` bool, the same for the block before each block.
+        scale: factor on the scores of near tokens.
     """
     slots = q.shape[-2]
-    own = seen[:, None, :, None] & torch.ones(slots, slots, dtype=torch.bool, device=q.device).tril()
-    visible = torch.cat([seen_before[:, None, :, None].expand(-1, -1, -1, slots, -1), own], -1)
+    visible_own = seen[:, None, :, None] & torch.ones(slots, slots, dtype=torch.bool, device=q.device).tril()
+    visible = torch.cat([seen_before[:, None, :, None].expand(-1, -1, -1, slots, -1), visible_own], -1)
     scores = (q * scale) @ torch.cat([k_before, k], -2).transpose(-1, -2)
     return combine(scores, visible, torch.cat([v_before, v], -2), f, mixed, far)
 
 
 def combine(scores: Tensor, visible: Tensor, v: Tensor, f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:
-    """The two parts of the output joined, ``[..., C, V]``; zeros where nothing is seen.
+    """Join the near and the far part of the output: ``[..., C, V]``, zeros where a query sees nothing.
 
-    Every weight is divided by about the largest of its row, a number that is not differentiated: the output does not depend
-    on it. Sums of far weights are not divided by themselves, so coefficients of zero have their gradient.
+    All weights of a row are divided by about the largest of them. This divisor is not differentiated, since the output does
+    not depend on it. The sums of far weights are not divided by themselves, so that coefficients that are zero get their
+    gradient.
 
     Args:
-        scores: ``[..., C, S]`` of near tokens.
-        visible: which of them count.
-        v: ``[..., S, V]``.
-        f: ``[..., C, K]``, features of the queries.
-        mixed: ``[..., K, V + 1]`` of far tokens: their values by weight, and the weights.
-        far: ``[..., C, 1]``, logarithm of a factor on the weights of far tokens.
+        scores: scores of near tokens, ``[..., C, S]``.
+        visible: bool, broadcastable to ``scores``; True for near tokens that count.
+        v: values of near tokens, ``[..., S, V]``.
+        f: features of the queries, ``[..., C, K]``.
+        mixed: far tokens by feature: the sums of weighted values, then the sum of weights, ``[..., K, V + 1]``.
+        far: logarithm of a factor on the weights of far tokens, ``[..., C, 1]``.
     """
     numbers = torch.finfo(f.dtype)
-    # the inverse of a sum of features of 1e-11 each would have a square that overflows, on the way to second derivatives
+    # normalize the features: with features near 1e-11, second derivatives square the inverse of their sum, which overflows
     size = f.detach().amax(-1, keepdim=True) if f.shape[-1] else torch.ones_like(far)
     size = size.masked_fill(size < numbers.tiny, 1)
     sums = (f / size) @ mixed
     far = far + size.log()
     scores = scores.masked_fill(~visible, -torch.inf)
-    weight = sums.detach()[..., -1:]
-    none = weight <= 0
-    largest = (far.detach() + weight.clamp(min=numbers.tiny**LEAST_WEIGHT).log()).masked_fill(none, numbers.min)
-    top = torch.maximum(scores.detach().amax(-1, keepdim=True), largest)
-    near = (scores - top).exp()
-    # reached by weights of zero alone: their factor has to stay finite, so that zero times it is zero
-    bound = torch.where(none, MOST_GRADIENT * math.log(numbers.max), torch.inf)
-    factor = torch.minimum(far - top, bound).exp()
+    weight = sums.detach()[..., -1:]  # the divisor is a constant for autograd
+    no_far = weight <= 0
+    largest = (far.detach() + weight.clamp(min=numbers.tiny**LEAST_WEIGHT).log()).masked_fill(no_far, numbers.min)
+    log_divisor = torch.maximum(scores.detach().amax(-1, keepdim=True), largest)
+    near = (scores - log_divisor).exp()
+    # far weights that are all zero set no divisor; their factor must stay finite, or zero times it would be NaN
+    bound = torch.where(no_far, MOST_GRADIENT * math.log(numbers.max), torch.inf)
+    factor = torch.minimum(far - log_divisor, bound).exp()
     total = near.sum(-1, keepdim=True) + factor * sums[..., -1:]
-    unseen = total <= 0
+    unseen = total <= 0  # adding it keeps 0 / 0 out of the forward and the backward pass
     return ((near @ v + factor * sums[..., :-1]) / (total + unseen)).masked_fill(unseen, 0)
 
 
@@ -206,7 +210,7 @@ def check_window(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Problem:
-    """Check a call; see :func:`mhla_window_attention` for the arguments and errors."""
+    """Check a call of :func:`mhla_window_attention`, whose documentation describes the arguments and errors."""
     for name, x in (("q_features", q_features), ("k_features", k_features)):
         if x.dim() != 4 or x.shape[:3] != q.shape[:3] or x.shape[-1] != q_features.shape[-1]:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, N, H, K] for q of {list(q.shape)}")

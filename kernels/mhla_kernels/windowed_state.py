@@ -1,8 +1,9 @@
-"""Generation with a softmax window: :mod:`mhla_kernels.windowed` a few tokens at a time, with a state of two blocks of keys and
-values and the summaries of all before.
+"""Generation with a softmax window: :mod:`mhla_kernels.windowed` on a few tokens at a time.
 
-Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value,
-W = K V + K numbers of a summary.
+The state holds the keys and values of two blocks, and the summaries of all earlier blocks.
+
+Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value, W =
+K V + K numbers of a summary.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from mhla_kernels.windowed import check_window, combine, heads_last, joined, not
 
 @dataclass(frozen=True, eq=False)
 class MHLAWindowState(BlockState):
-    """The state of :func:`mhla_window_prefill` and :func:`mhla_window_step` from call to call; see :class:`BlockState`.
+    """State of :func:`mhla_window_prefill` and :func:`mhla_window_step` between calls; see :class:`BlockState`.
 
-    Its finished blocks are those before the block before the open one.
+    The open block and the block before it are in the softmax window. Only the blocks before these two are finished.
 
     Attributes:
-        previous: ``[B, H, W]`` summary of the block before the open one.
-        keys: ``[B, 2 C, Hkv, Dk]``: slots of the block before the open one, then those of the open one; zero if empty.
-        values: ``[B, 2 C, Hkv, V]``.
+        previous: summary of the block before the open one, ``[B, H, W]``.
+        keys: ``[B, 2 C, Hkv, Dk]``, the slots of the block before the open one, then those of the open one; zero if empty.
+        values: ``[B, 2 C, Hkv, V]``, in the same order.
     """
 
     tensor_names: ClassVar[tuple[str, ...]] = (*BlockState.tensor_names, "previous", "keys", "values")
@@ -64,7 +65,7 @@ class MHLAWindowState(BlockState):
     def _open_block(self, draft: Draft, rows: Rows, block: int) -> None:
         if block > 1:
             draft.finish(rows, block - 2, draft.tensors["previous"][rows][:, :, None], block - 1)
-        summary = draft.tensors["open"][rows].clone()
+        summary = draft.tensors["open"][rows].clone()  # the next lines overwrite the memory of "open"
         draft.put("previous", rows, summary)
         draft.put("open", rows, torch.zeros_like(summary))
         size = self.kind.block_size
@@ -86,26 +87,28 @@ def mhla_window_prefill(
     lengths: Tensor | Sequence[int] | None = None,
     state: MHLAWindowState | None = None,
 ) -> tuple[Tensor, MHLAWindowState]:
-    """:func:`mhla_kernels.mhla_window_attention` on the next tokens of every row, and the state after them.
+    """Apply :func:`mhla_kernels.mhla_window_attention` to the next tokens of every row, and return the state after them.
 
     Args:
-        q: as for :func:`mhla_kernels.mhla_window_attention`, like the arguments up to ``scale``.
-        k: see there.
-        v: see there.
-        q_features: see there.
-        k_features: see there.
-        mixing: see there.
-        block_size: see there.
-        far: see there.
-        scale: see there.
-        lengths: ``[B]``, how many of the N tokens of each row are real (the rows are padded at their right); None for all.
+        q: as for :func:`mhla_kernels.mhla_window_attention`.
+        k: as for :func:`mhla_kernels.mhla_window_attention`.
+        v: as for :func:`mhla_kernels.mhla_window_attention`.
+        q_features: as for :func:`mhla_kernels.mhla_window_attention`.
+        k_features: as for :func:`mhla_kernels.mhla_window_attention`.
+        mixing: as for :func:`mhla_kernels.mhla_window_attention`; large enough for all tokens so far.
+        block_size: as for :func:`mhla_kernels.mhla_window_attention`.
+        far: as for :func:`mhla_kernels.mhla_window_attention`.
+        scale: as for :func:`mhla_kernels.mhla_window_attention`.
+        lengths: ``[B]`` integers, the number of real tokens of each row (rows are padded on the right); None if all N are
+            real.
         state: state from the last call; None at the start. It is not changed.
 
     Returns:
         Outputs ``[B, N, H, V]``, zero for tokens that are not real, and the new state.
 
     Raises:
-        ValueError: as there, and for lengths or a state that do not fit.
+        ValueError: as :func:`mhla_kernels.mhla_window_attention`, and for lengths or a state that do not fit.
+        TypeError: as :func:`mhla_kernels.mhla_window_attention`.
     """
     check_tokens(q)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
@@ -129,32 +132,31 @@ def mhla_window_prefill(
         mask = torch.arange(tokens, device=q.device) < on_device(counts, q.device)[:, None]
         q, f = (x.to(problem.accumulate) for x in (q, q_features))
         k, v, g = (x.to(problem.accumulate).masked_fill(~mask[..., None, None], 0) for x in (k, v, k_features))
-        own = [in_blocks(x, offsets, block_size) for x in (k, v)]
-        held = [
-            x.transpose(1, 2).split(block_size, 2) for x in (start.keys, start.values)
-        ]  # of the block before, and the open
+        new_blocks = [in_blocks(x, offsets, block_size) for x in (k, v)]
+        # for keys and for values: the block before the open one, and the open block
+        stored = [x.transpose(1, 2).split(block_size, 2) for x in (start.keys, start.values)]
         if any(offsets):
-            own = [add_to_first(blocks, opened) for blocks, (_, opened) in zip(own, held, strict=True)]
-        number, slots = own[0].shape[2:4]
+            new_blocks = [add_to_first(blocks, opened) for blocks, (_, opened) in zip(new_blocks, stored, strict=True)]
+        number, slots = new_blocks[0].shape[2:4]
         ends = on_device([offset + count for offset, count in zip(offsets, counts, strict=True)], q.device)
         seen = (torch.arange(number * slots, device=q.device) < ends[:, None]).unflatten(1, (number, slots))
-        begun = on_device(firsts, q.device) > 0
-        window, seen_before = [x[:, :, None] for x, _ in held], begun[:, None, None].expand(-1, 1, block_size)
-        if number > 1:  # else the one block may be short
-            window = [torch.cat([a, b[:, :, :-1]], 2) for a, b in zip(window, own, strict=True)]
+        has_previous = on_device(firsts, q.device) > 0
+        window, seen_before = [x[:, :, None] for x, _ in stored], has_previous[:, None, None].expand(-1, 1, block_size)
+        if number > 1:  # a single block may have fewer than block_size slots, and nothing after it reads it
+            window = [torch.cat([a, b[:, :, :-1]], 2) for a, b in zip(window, new_blocks, strict=True)]
             seen_before = torch.cat([seen_before, seen[:, :-1]], 1)
         g_blocks = in_blocks(g, offsets, block_size)
         heads = q.shape[2] // k.shape[2]
-        spread = [repeat(x, heads, 1) for x in (*own, *window)]
+        repeated = [repeat(x, heads, 1) for x in (*new_blocks, *window)]
         sums = summaries(g_blocks, in_blocks(repeat(v, heads, 2), offsets, block_size))
         sums = finite_(add_to_first(sums, start.open))
         mixed = _mixed_after(start, sums, firsts, mixing)
         q_blocks, f_blocks, far_blocks = (in_blocks(x, offsets, block_size) for x in (q, f, heads_last(far, q)))
         out = joined(
-            q_blocks, spread[0], spread[1], f_blocks, far_blocks, spread[2], spread[3],
+            q_blocks, repeated[0], repeated[1], f_blocks, far_blocks, repeated[2], repeated[3],
             _with_totals(mixed, f.shape[-1]), seen, seen_before, scale,
         )  # fmt: skip
-        after = _close(start, own, sums, counts, firsts, mixing, writes)
+        after = _close(start, new_blocks, sums, counts, firsts, mixing, writes)
         return take_back(out, offsets, tokens, mask).to(problem.dtype), after
 
 
@@ -172,26 +174,29 @@ def mhla_window_step(
     scale: float | None = None,
     donate_state: bool = False,
 ) -> tuple[Tensor, MHLAWindowState]:
-    """One more token of every row. Time: O(C Dk + K V), and where a block begins as for :func:`mhla_kernels.mhla_step`.
+    """Apply :func:`mhla_kernels.mhla_window_attention` to one more token of every row.
+
+    The time is O(C Dk + K V), and where a block begins that of :func:`mhla_kernels.mhla_step`.
 
     Args:
-        q: ``[B, H, Dk]``.
-        k: ``[B, Hkv, Dk]``.
-        v: ``[B, Hkv, V]``.
-        q_features: ``[B, H, K]``.
-        k_features: ``[B, H, K]``.
-        mixing: as for :func:`mhla_kernels.mhla_window_attention`.
-        state: state from the last call. It stays as it was, unless donated.
+        q: query, ``[B, H, Dk]``.
+        k: key, ``[B, Hkv, Dk]``.
+        v: value, ``[B, Hkv, V]``.
+        q_features: nonnegative features of the query, ``[B, H, K]``.
+        k_features: nonnegative features of the key, ``[B, H, K]``.
+        mixing: as for :func:`mhla_window_prefill`.
+        state: state from the last call. It is not changed unless it is donated.
         block_size: tokens in a block.
-        far: ``[B, H]`` or broadcast to it.
-        scale: as there.
+        far: logarithm of the weight of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.
+        scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         donate_state: let the new state take over the memory of ``state``, which must not be used afterwards.
 
     Returns:
         Outputs ``[B, H, V]`` in the dtype of v, and the new state.
 
     Raises:
-        ValueError: as for :func:`mhla_window_prefill`.
+        ValueError: as :func:`mhla_window_prefill`.
+        TypeError: as :func:`mhla_window_prefill`.
     """
     check_one_token(q, k, v)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
@@ -205,32 +210,32 @@ def mhla_window_step(
         writes = state.may_write(q, k, v, f, g, *mixing.tensors.values())
         q, k, v, f, g = (x[:, 0].to(problem.accumulate) for x in (q, k, v, f, g))
         opened = state.advance(mixing, (True,) * len(q), writes, donate_state)
-        is_new = donate_state or opened is not state  # else the state that was handed in keeps what it owns
+        # if no block was opened, `opened` is the caller's state, which keeps its tensors unless it is donated
+        is_new = donate_state or opened is not state
         owned = opened.owned if is_new else ()
         lengths = on_device(state.lengths, q.device)
         slots = block_size + lengths % block_size
         rows = torch.arange(len(q), device=q.device)
         tensors = {}
         for name, x in (("keys", k), ("values", v)):
-            held = opened.tensors[name]
+            window = opened.tensors[name]
             if writes and name in owned:
-                tensors[name] = held.index_put_((rows, slots), x)
+                tensors[name] = window.index_put_((rows, slots), x)
             else:
-                tensors[name] = held.index_put((rows, slots), x)
+                tensors[name] = window.index_put((rows, slots), x)
         heads = q.shape[1] // k.shape[1]
-        spread = repeat(v, heads, 1)
-        token = torch.cat([(g[..., None] * spread[..., None, :]).flatten(2), g], -1)
+        repeated_v = repeat(v, heads, 1)
+        token = torch.cat([(g[..., None] * repeated_v[..., None, :]).flatten(2), g], -1)
         tensors["open"] = opened.open.add_(token) if writes and "open" in owned else opened.open + token
         index = torch.arange(2 * block_size, device=q.device)
-        first = (
-            block_size - lengths.clamp(max=block_size) // block_size * block_size
-        )  # nothing is before the first block
-        visible = ((index >= first[:, None]) & (index <= slots[:, None]))[:, None, None]
+        # in the first block of a row, the slots of the block before it are empty and must not count
+        first_slot = block_size - lengths.clamp(max=block_size) // block_size * block_size
+        visible = ((index >= first_slot[:, None]) & (index <= slots[:, None]))[:, None, None]
         keys, values = (repeat(tensors[name], heads, 2).transpose(1, 2) for name in ("keys", "values"))
         scores = (q * scale)[:, :, None] @ keys.transpose(-1, -2)
-        weight = q.new_zeros(q.shape[:2]) if far is None else far.to(q.dtype).expand(q.shape[:2])
+        far_weight = q.new_zeros(q.shape[:2]) if far is None else far.to(q.dtype).expand(q.shape[:2])
         mixture = _with_totals(opened.mixture, f.shape[-1])
-        out = combine(scores, visible, values, f[:, :, None], mixture, weight[..., None, None])[:, :, 0]
+        out = combine(scores, visible, values, f[:, :, None], mixture, far_weight[..., None, None])[:, :, 0]
         after = opened.with_tensors(tensors, tuple(n + 1 for n in state.lengths), opened.written(owned))
         if donate_state:
             state.spend()
@@ -242,7 +247,7 @@ def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int) -
 
 
 def _empty(k: Tensor, v: Tensor, f: Tensor, mixing: Mixing, kind: StateKind, problem: Problem) -> MHLAWindowState:
-    """The state before any token."""
+    """Return the state before the first token."""
     tensors = empty_tensors(f, v, mixing, problem)
     zeros = tensors["open"]
     keys, values = (zeros.new_zeros(len(k), 2 * kind.block_size, x.shape[2], x.shape[3]) for x in (k, v))
@@ -250,20 +255,35 @@ def _empty(k: Tensor, v: Tensor, f: Tensor, mixing: Mixing, kind: StateKind, pro
 
 
 def _with_totals(mixed: Tensor, width: int) -> Tensor:
-    """Mixed summaries ``[..., W]`` of features of ``width`` as ``[..., K, V + 1]``, their weights as the last column."""
+    """Rearrange mixed summaries ``[..., W]`` to ``[..., K, V + 1]``, with the sums of weights as the last column.
+
+    Args:
+        mixed: mixed summaries: K V sums of weighted values, then K sums of weights.
+        width: width of a key's features, K.
+    """
     values = mixed.shape[-1] - width
     return torch.cat([mixed[..., :values].unflatten(-1, (width, -1)), mixed[..., values:, None]], -1)
 
 
 def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mixing: Mixing) -> Tensor:
-    """Mixed summaries of the far blocks, for each of the blocks ``[B, H, M, W]``: the mixture of the block before it."""
+    """Return the mixture of the far blocks for each block, which is the causal mixture for the block before it.
+
+    Args:
+        start: state in which the first block of the call is open in every row.
+        sums: summaries of the blocks of the call, ``[B, H, M, W]``.
+        firsts: index of the first block of each row.
+        mixing: the coefficients.
+
+    Returns:
+        Mixed summaries, ``[B, H, M, W]``.
+    """
 
     def mixed(first: int, rows: Rows) -> Tensor:
         chain, finished = sums[rows][:, :, :-1], start.finished[rows]
         if first:
             chain = torch.cat([start.previous[rows][:, :, None], chain], 2)
             return mixing.mix_after(finished, chain, first - 1)
-        # nothing is before the first block
+        # no block is before the first one: it gets zeros
         return F.pad(mixing.mix_after(finished, chain, 0) if chain.shape[2] else chain, (0, 0, 1, 0))
 
     return by_groups(groups_of_rows(firsts, [True] * len(firsts), sums.device), mixed)
@@ -278,24 +298,35 @@ def _close(
     mixing: Mixing,
     writes: bool,
 ) -> MHLAWindowState:
-    """The state after ``counts`` more tokens; ``own`` are keys and values ``[B, Hkv, M, C, D]`` from each row's first block."""
+    """Return the state after more tokens.
+
+    Args:
+        start: state in which the first block of the call is open in every row.
+        own: keys and values ``[B, Hkv, M, C, D]`` in blocks, from the first block of each row on.
+        sums: summaries of these blocks, ``[B, H, M, W]``; the first one includes the earlier tokens of the block.
+        counts: number of new tokens of each row.
+        firsts: index of the first block of each row.
+        mixing: the coefficients.
+        writes: whether memory may be written to, see :meth:`BlockState.may_write`.
+    """
     size = start.kind.block_size
-    lengths = tuple(before + count for before, count in zip(start.lengths, counts, strict=True))
+    lengths = tuple(previous + count for previous, count in zip(start.lengths, counts, strict=True))
     blocks = [(first, max(n - 1, 0) // size) for first, n in zip(firsts, lengths, strict=True)]
     draft = Draft(start, mixing, max(max(block for _, block in blocks) - 1, 0), writes)
     for (first, block), rows in groups_of_rows(blocks, [count > 0 for count in counts], sums.device):
         done = block - first
         for name, x in zip(("keys", "values"), own, strict=True):
-            two = F.pad(x[rows], (0, 0, 0, size - x.shape[-2])).transpose(1, 2).transpose(2, 3)
-            before = start.tensors[name][rows][:, :size] if done == 0 else two[:, done - 1]
-            draft.put(name, rows, torch.cat([before, two[:, done]], 1))
-        draft.put("open", rows, sums[rows][:, :, done].clone())  # a view would keep all of them
+            by_slot = F.pad(x[rows], (0, 0, 0, size - x.shape[-2])).transpose(1, 2).transpose(2, 3)
+            previous = start.tensors[name][rows][:, :size] if done == 0 else by_slot[:, done - 1]
+            draft.put(name, rows, torch.cat([previous, by_slot[:, done]], 1))
+        # a clone, since a view would keep the summaries of all blocks in memory
+        draft.put("open", rows, sums[rows][:, :, done].clone())
         if done == 0:
             continue
         chain = sums[rows] if first == 0 else torch.cat([start.previous[rows][:, :, None], sums[rows]], 2)
         draft.put("previous", rows, sums[rows][:, :, done - 1].clone())
-        ended = block - 1 - max(first - 1, 0)
-        if ended:
-            draft.finish(rows, max(first - 1, 0), chain[:, :, :ended], block - 1)
+        newly_finished = block - 1 - max(first - 1, 0)
+        if newly_finished:
+            draft.finish(rows, max(first - 1, 0), chain[:, :, :newly_finished], block - 1)
     state: MHLAWindowState = draft.state(lengths)
     return state

@@ -1,4 +1,4 @@
-"""Which attention a model uses: one configuration for every domain, and the kinds that it may name."""
+"""Configuration of attention, the same in every domain, and the registry of attention kinds."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CHOICES = {
     "feature_map": get_args(Features),
     "gate_activation": get_args(GateActivation),
 }
-"""Options of :class:`AttentionConfig` that are one of a few words."""
+"""Allowed values of the options of :class:`AttentionConfig` that take a word."""
 
 KINDS: dict[str, Any] = {}
-"""Attention classes by the name of their kind; :class:`lightning_mhla.attention.Attention` adds those that derive from it."""
+"""Attention classes by kind. Deriving from :class:`lightning_mhla.attention.Attention` adds an entry."""
 
 OWN_KIND_HINT = (
     "a kind of your own is known once its module is imported: --allow=MODULE on the command line, import in Python"
@@ -35,42 +35,42 @@ OWN_KIND_HINT = (
 MIXING_OPTIONS = (
     "block_grid", "block_size", "mixing", "mixing_terms", "mixing_init", "mixing_per_head", "mixing_trainable"
 )  # fmt: skip
-"""Options of :class:`AttentionConfig` that only mhla uses."""
+"""Options of :class:`AttentionConfig` that only kinds of mhla use."""
 
 
 @dataclass
 class AttentionConfig:
-    """Which attention a model uses; the same keys in every domain.
+    """Configuration of attention, with the same keys in every domain.
 
     Args:
-        kind: mhla (mixed block summaries), mhla_window (softmax in the own and the previous block, mhla before; causal),
-            linear (one summary of all tokens), softmax, rala and mala (images), retention, gla, gated_deltanet, mamba2,
-            gated_conv (a short convolution, not attention), or a kind of your own, whose module --allow=MODULE imports. The
-            error for an unknown kind lists all that are known.
+        kind: mhla (mixed block summaries), mhla_window (softmax in the current and the previous block, mhla before them;
+            causal), linear (one summary of all tokens), softmax, rala and mala (images), retention, gla, gated_deltanet,
+            mamba2, gated_conv (a short convolution, not attention), or your own kind, whose module --allow=MODULE imports. The
+            error for an unknown kind lists the known ones.
         block_grid: number of blocks along each axis of the token grid (images, video).
-        block_size: tokens in a block (sequences). One of block_grid and block_size; only mhla uses them.
-        mixing: parametrisation of the mixing coefficients. dense is one free coefficient for each pair of blocks,
+        block_size: number of tokens in a block (sequences). Give either block_grid or block_size; only mhla uses them.
+        mixing: parametrization of the mixing coefficients. dense is one free coefficient for each pair of blocks,
             exponential a sum of exponentials of their distance, at a cost that is linear in the number of blocks.
         mixing_terms: number of exponentials.
-        mixing_init: start of the coefficients. locality gives near blocks more weight, uniform gives all the same.
-        mixing_per_head: whether every head has coefficients of its own.
-        mixing_trainable: whether they are learned.
+        mixing_init: initial coefficients. locality gives near blocks more weight, uniform gives all blocks the same.
+        mixing_per_head: whether every head has its own coefficients.
+        mixing_trainable: whether the coefficients are trained.
         normalize: whether the weights of a query are divided by their sum (mhla, linear).
-        feature_map: applied to queries and keys (mhla, mhla_window, linear). relu and elu are relu(x) + 1e-6 and elu(x) + 1;
-            sana is relu(x), with 1e-15 instead of 1e-6 added to the normaliser, as diffusers' SANA has it; learned is
-            exp of a learned matrix times x, and of its negative (Hedgehog, arXiv 2402.04347), which comes after rotary. In
-            mhla_window every map comes after rotary, and relu and sana are both relu(x).
+        feature_map: feature map of queries and keys (mhla, mhla_window, linear). relu is relu(x) + 1e-6 and elu is elu(x) + 1;
+            sana is relu(x), with 1e-15 instead of 1e-6 added to the normalizer, as in diffusers' SANA; learned is
+            exp of a learned matrix times x, and of its negative (Hedgehog, arXiv 2402.04347), applied after rotary. In
+            mhla_window every map is applied after rotary, and relu and sana are both relu(x).
         lepe: width of the depthwise convolution of the values that is added to the output, odd; 0 for none.
-        rotary: whether queries and keys are turned by their position, after the feature map; sequences and images (row and
-            column). It makes features signed, so mhla and linear need normalize off, or normalize_before_rotary.
+        rotary: whether queries and keys are rotated by their position, after the feature map; for sequences and images (row
+            and column). Rotation makes features signed, so mhla and linear need normalize off, or normalize_before_rotary.
         rotary_base: base of the geometric series of rotary frequencies.
-        normalize_before_rotary: whether the normaliser takes queries and keys as they are before rotary turns them
-            (RoFormer, arXiv 2104.09864, equation 19); mhla and linear, not causal.
+        normalize_before_rotary: whether the normalizer is computed from queries and keys before rotation (RoFormer,
+            arXiv 2104.09864, equation 19); mhla and linear, not causal.
         key_weighting: whether each head's keys are multiplied by their softmax weight for the mean query, over all tokens,
             times the number of tokens (RALA, arXiv 2411.07635); mhla and linear, not causal.
         gate: whether the output is multiplied by an activation of a projection of the input.
         gate_activation: silu or identity.
-        output_norm: whether each head's output passes an RMSNorm; null for exactly where normalize is off.
+        output_norm: whether each head's output passes an RMSNorm; null to do so if and only if normalize is off.
         options: options of the kind itself, by name. retention, gla, gated_deltanet and mamba2 have direction (both, alternate,
             forward or backward, default 'both') and backend (auto, torch or triton, default 'auto'); gla has decay_rank
             (default 16) and decay_divisor (default 16.0); gated_deltanet and mamba2 have conv (default 4); mamba2 has groups
@@ -130,7 +130,7 @@ class AttentionConfig:
             )
 
     def _checked_options(self) -> dict[str, Any] | None:
-        """The options of the kind, those left out at their defaults; None for a kind without any."""
+        """Return the options of the kind, completed by defaults; None for a kind without options."""
         kind = KINDS[self.kind].Options
         if kind is None:
             if self.options:
@@ -139,17 +139,17 @@ class AttentionConfig:
         return asdict(as_dataclass(kind, self.options or {}, f"attention kind {self.kind!r}"))
 
     def at_layer(self, layer: int) -> AttentionConfig:
-        """The same for the layer of this number, counted from 0."""
+        """Return the configuration of a layer, counted from 0."""
         options = KINDS[self.kind].options_at(self.options, layer)
         return self if options == self.options else replace(self, options=options)
 
     def with_kind(self, kind: str) -> AttentionConfig:
-        """The same for another kind; the options of the kind itself go where the kind is the same."""
+        """Return the configuration with a different kind. Options of the kind are dropped if the kind changes."""
         return replace(self, kind=kind, options=self.options if kind == self.kind else None)
 
 
 def report_unused(config: AttentionConfig, unused: Sequence[str]) -> None:
-    """Log once which of the given options do nothing for the kind, as when one file serves several kinds."""
+    """Log once which options differ from their defaults although the kind does not use them."""
     _report(
         config.kind, tuple(f.name for f in fields(config) if f.name in unused and getattr(config, f.name) != f.default)
     )
@@ -162,10 +162,10 @@ def _report(kind: str, names: tuple[str, ...]) -> None:
 
 
 def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0) -> BlockLayout:
-    """The one layout that all layers of a model share; a single block if no layer uses blocks.
+    """Build the layout that all layers of a model share, a single block if no layer uses blocks.
 
     Raises:
-        ValueError: when layers ask for different blocks, or a kind that uses blocks is given none.
+        ValueError: if layers ask for different blocks, or a kind that uses blocks has none.
     """
     using = [config for config in configs if KINDS[config.kind].uses_blocks]
     if not using:
@@ -180,10 +180,10 @@ def layout_for(configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_t
 
 
 def attention_per_layer(config: AttentionConfig, kinds: Sequence[str] | None, depth: int) -> list[AttentionConfig]:
-    """One configuration for each of ``depth`` layers: ``kinds`` repeated to the depth, or ``config.kind`` everywhere.
+    """Return one configuration for each of ``depth`` layers: ``kinds`` repeated, or ``config.kind`` for all layers.
 
     Raises:
-        ValueError: when the number of kinds does not divide the depth, or none of them takes ``config.options``.
+        ValueError: if the number of kinds does not divide the depth, or none of them takes ``config.options``.
     """
     if kinds is None:
         return [config] * depth

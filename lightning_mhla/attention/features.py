@@ -14,16 +14,17 @@ from lightning_mhla.attention.config import Features
 from lightning_mhla.attention.positions import Rotary
 
 LARGEST_EXPONENT = 30.0
-"""Of the learned features of keys: exp of it is 1e13, so that a million of them can be summed in float32."""
+"""Largest exponent of the learned features of keys: exp of it is 1e13, and a million such terms fit into float32."""
 
 
 class LearnedFeatures(nn.Module):
-    """``exp([W x, -W x])`` with a matrix W of each head for queries and one for keys (Hedgehog, arXiv 2402.04347, section 4.2).
+    """Learned feature map ``exp([W x, -W x])`` (Hedgehog, arXiv 2402.04347, section 4.2).
 
-    Queries come out with their largest feature 1, and the logarithm of what it was beside them, so that none overflows.
-    Exponents of keys end at :data:`LARGEST_EXPONENT`, and have a gradient beyond it too, so that training can bring them
-    back. W starts as ``Dk ** -0.25`` times the identity: a weight is then the sum of ``exp(Dk ** -0.25 (q_i + k_i))`` and
-    of its inverse over the width, largest where q and k are large in the same place.
+    Each head has a matrix W for queries and one for keys. To avoid overflow, the features of a query are divided by the
+    largest one, whose logarithm is returned beside them. Exponents of keys are clamped at :data:`LARGEST_EXPONENT`; their
+    gradient passes the clamp, so that training can reduce them again. W starts as ``Dk ** -0.25`` times the identity: an
+    attention weight is then the sum over the width of ``exp(Dk ** -0.25 (q_i + k_i))`` and its inverse, and is largest where
+    q and k are large in the same feature.
 
     Args:
         heads: number of query heads.
@@ -38,17 +39,17 @@ class LearnedFeatures(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Multiples of the identity."""
+        """Set both matrices to a multiple of the identity."""
         width = self.query.shape[-1]
         for weight in (self.query, self.key):
             weight.copy_(torch.eye(width, device=weight.device) * width**-0.25)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Features of queries and keys ``[B, N, H, Dk]``.
+        """Map queries and keys ``[B, N, H, Dk]``.
 
         Returns:
-            Features of queries ``[B, N, H, 2 Dk]`` up to a factor, its logarithm ``[B, N, H]``, and features of keys; float32
-            (float64 for float64 inputs).
+            Features of queries ``[B, N, H, 2 Dk]`` divided by the largest one, the logarithm ``[B, N, H]`` of that divisor,
+            and features of keys ``[B, N, H, 2 Dk]``; float32, or float64 for float64 inputs.
         """
         wide = torch.promote_types(q.dtype, torch.float32)
         with without_autocast(q.device.type):
@@ -63,10 +64,10 @@ class LearnedFeatures(nn.Module):
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    """``elu(x) + 1``: ``x + 1`` above 0 and ``exp(x)`` below, to the full precision of the dtype.
+    """Compute ``elu(x) + 1``, which is ``x + 1`` above 0 and ``exp(x)`` below, to the full precision of the dtype.
 
-    The sum of ``F.elu`` and 1 would round ``exp(x)`` to multiples of the spacing of numbers at 1: to nothing below -17 in
-    float32, and below -6 in bfloat16.
+    ``F.elu(x) + 1`` would round ``exp(x)`` to the spacing of numbers near 1, and thus to 0 below -17 in float32 and below -6
+    in bfloat16.
     """
     # masked first, so that a large x makes neither an infinite exponential nor NaN of its gradient; clamp has none at 0
     return F.relu(x) + x.masked_fill(x > 0, 0).exp()
@@ -80,7 +81,12 @@ def apply_features(
     key_weighting: bool = False,
     key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
-    """Queries and keys after feature map, weighting and rotary, and what is left to the operator (relu costs nothing there)."""
+    """Apply feature map, key weighting and rotary embedding to queries and keys ``[B, N, H, Dk]``.
+
+    Returns:
+        Queries, keys, and the feature map that the operator still has to apply: ``"relu"``, which costs nothing there, or
+        ``"identity"``.
+    """
     rest: Literal["identity", "relu"] = "identity"
     if features == "elu":
         q, k = elu_plus_one(q), elu_plus_one(k)
@@ -100,12 +106,14 @@ def apply_features(
 
 
 def weighted_keys(q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> Tensor:
-    """Keys times N and their softmax weight for the mean query: ``N softmax_j(Dk^-0.5 mean_t(q_t) . k_j) k_j`` (RALA).
+    """Scale each key by N times its softmax weight for the mean query (RALA, arXiv 2411.07635).
+
+    Computes ``N softmax_j(Dk^-0.5 mean_t(q_t) . k_j) k_j``.
 
     Args:
         q: mapped queries ``[B, N, H, Dk]``.
-        k: mapped keys, of as many heads.
-        key_mask: ``[B, N]`` bool; hidden tokens count neither for the mean nor for N.
+        k: mapped keys ``[B, N, H, Dk]``.
+        key_mask: ``[B, N]`` bool, False for hidden tokens, which count neither for the mean nor for N.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     if key_mask is None:

@@ -1,4 +1,4 @@
-"""A gated short convolution: what stands between layers of linear attention that have none of their own."""
+"""Gated short convolution, to alternate with layers of linear attention that have no convolution of their own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ConvolutionOptions:
     """Options of the gated convolution.
 
     Args:
-        conv: tokens that it sees.
+        conv: taps of the convolution.
     """
 
     conv: int = 3
@@ -36,10 +36,10 @@ class ConvolutionOptions:
 
 
 class GatedConvolution(Attention, kind="gated_conv"):
-    """``q * conv(v)``: a causal depthwise convolution of the values, gated by the queries; arguments as for :class:`Attention`.
+    """Causal depthwise convolution of the values, times the queries: ``q * conv(v)``. Arguments as for :class:`Attention`.
 
-    BaseConv of Zoology and Based (arXiv 2312.04927, equation 3; arXiv 2402.18668), which alternates with layers of
-    attention there. Queries are as wide as values; no keys are projected.
+    This is BaseConv of Zoology and Based (arXiv 2312.04927, equation 3; arXiv 2402.18668), which alternates with attention
+    layers. Queries are as wide as values, and there are no keys.
     """
 
     Options = ConvolutionOptions
@@ -81,7 +81,7 @@ class GatedConvolution(Attention, kind="gated_conv"):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the weights of the convolution alone, averaged over the features of a head."""
+        """Return the weights of the convolution without the gate, averaged over the features of a head."""
         tokens, taps = inputs.x.shape[1], self.options.conv
         back = torch.arange(tokens, device=inputs.x.device)[:, None] - torch.arange(tokens, device=inputs.x.device)
         each = self.conv.weight.flip(0).unflatten(-1, (self.heads, -1)).mean(-1).T  # [H, taps], own token first

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: a state that decays, and in which every token replaces the value of its key."""
+"""Gated DeltaNet: a decaying state in which every token replaces the value stored under its key."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_mhla.recurrence import gated_delta_rule
 class GatedDeltaNet(RecurrentAttention, kind="gated_deltanet"):
     """Gated DeltaNet (arXiv 2412.06464, section 3.4); arguments as for :class:`Attention`.
 
-    Queries, keys and values pass a causal depthwise convolution over 4 tokens and SiLU; queries and keys are brought to
-    length 1; ``beta = sigmoid(W_b x)`` and ``log_decay = -exp(rate) softplus(W_a x + bias)`` for each head. The output passes
-    an RMSNorm for each head and a SiLU gate. No position.
+    Queries, keys and values pass a causal depthwise convolution over 4 tokens and SiLU. Queries and keys are normalized to
+    unit length. For each head, ``beta = sigmoid(W_b x)`` and ``log_decay = -exp(rate) softplus(W_a x + bias)``. The output
+    passes an RMSNorm for each head and a SiLU gate. There is no positional encoding.
     """
 
     Options = ConvolvedOptions
@@ -51,6 +51,6 @@ class GatedDeltaNet(RecurrentAttention, kind="gated_deltanet"):
 
 
 def _of_length_one(x: Tensor) -> Tensor:
-    """``[..., D]`` divided by its length, in float32; zeros stay zeros."""
+    """Normalize ``[..., D]`` to unit length, computed in float32. Zeros stay zeros."""
     wide = x.float() if x.dtype != torch.float64 else x
     return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)

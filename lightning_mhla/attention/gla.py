@@ -1,4 +1,4 @@
-"""Gated linear attention: a state that decays by as much as each token says, feature by feature."""
+"""Gated linear attention: a state whose features decay at rates computed from each token."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class GLAOptions(RecurrentOptions):
     Args:
         direction: see :class:`RecurrentOptions`.
         backend: see there.
-        decay_rank: rank of the projection that gives the decays.
-        decay_divisor: divisor of their logarithms, so that they start near 1.
+        decay_rank: rank of the projection that computes the decays.
+        decay_divisor: divisor of the log-decays, so that decays start near 1.
     """
 
     decay_rank: int = 16
@@ -40,7 +40,8 @@ class GatedLinearAttention(RecurrentAttention, kind="gla"):
     """Gated linear attention (GLA, arXiv 2312.06635, section 4); arguments as for :class:`Attention`.
 
     ``log_decay = logsigmoid(W2 W1 x + b) / 16`` with W1 of rank 16. The output passes an RMSNorm for each head and a SiLU
-    gate. No feature map, no normaliser, no position. GLA has keys of half the width of the model (``key_width``).
+    gate. There is no feature map, normalizer or positional encoding. In GLA, keys have half the width of the model
+    (``key_width``).
     """
 
     Options = GLAOptions

@@ -1,4 +1,4 @@
-"""Inputs of an attention kind: tokens, queries, keys and values, and what is known of them."""
+"""Inputs of an attention kind: tokens, queries, keys, values, masks and positions."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ UNHANDLED = {
     "share": "does not take share: train without sequence parallelism (sequence_parallel_size: 1)",
     "state": "cannot generate: it has no continue_from; leave out predict and TextSamples",
 }
-"""Abilities that a kind may lack, and the way out."""
+"""Error for each optional input that a kind does not support, with the remedy."""
 
 
 class Projections(NamedTuple):
-    """Functions from tokens to queries, keys and values and back, of another module; see :mod:`lightning_mhla.swap`.
+    """Projections of a different module, used in place of the layer's own; see :mod:`lightning_mhla.swap`.
 
     Attributes:
-        split: tokens ``[B, N, dim]`` to q ``[B, N, H, Dk]``, k ``[B, N, Hkv, Dk]`` and v ``[B, N, Hkv, Dv]``.
-        merge: ``[B, N, H * Dv]`` to tokens.
-        in_raster: whether ``split`` is given tokens in raster order, as the module around has them; else in block order.
+        split: function from tokens ``[B, N, dim]`` to q ``[B, N, H, Dk]``, k ``[B, N, Hkv, Dk]`` and v ``[B, N, Hkv, Dv]``.
+        merge: function from ``[B, N, H * Dv]`` to tokens.
+        in_raster: whether ``split`` expects tokens in raster order, the order of the surrounding module, or in block order.
     """
 
     split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -42,15 +42,14 @@ class AttentionInputs:
 
     Attributes:
         x: tokens ``[B, N, dim]``.
-        q: ``[B, N, H, Dk]``, not mapped.
-        k: ``[B, N, H, Dk]``, not mapped. Fewer heads where the kind does not want them repeated (``repeats_heads``).
-        v: ``[B, N, H, Dv]``, heads as for k.
-        key_mask: ``[B, N]`` bool, False for hidden tokens, which are set to zero. None for none.
-        rotary: angles that q and k turn by; None for none.
-        cu_seqlens: first token of each packed sequence (B = 1), and N; None for one sequence in each row.
-        share: part of a sequence that these tokens are, where processes share it; None for whole sequences.
-        placement: places of the tokens where :meth:`Attention.forward` is given their layout; None for those of the layer's
-            own.
+        q: queries ``[B, N, H, Dk]``, before the feature map.
+        k: keys ``[B, N, H, Dk]``, before the feature map; fewer heads if the kind does not repeat them (``repeats_heads``).
+        v: values ``[B, N, H, Dv]``, with as many heads as ``k``.
+        key_mask: ``[B, N]`` bool, False for hidden tokens, which are zero. None without a mask.
+        rotary: angles by which q and k are rotated; None without rotary embedding.
+        cu_seqlens: first token of each packed sequence (B = 1), followed by N; None for one sequence per row.
+        share: part of a sequence that these tokens are, if processes share the sequence; None for complete sequences.
+        placement: permutation of the tokens if :meth:`Attention.forward` is given their layout; None for the layer's own.
     """
 
     x: Tensor
@@ -65,5 +64,5 @@ class AttentionInputs:
 
     @property
     def turned(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys turned by their positions."""
+        """Queries and keys, rotated if there are angles."""
         return (self.q, self.k) if self.rotary is None else (self.rotary.turn(self.q), self.rotary.turn(self.k))

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 class Placement(NamedTuple):
-    """Places of an input's tokens in the order of the operator, as a graph computes them.
+    """Permutation of an input's tokens into the operator's order, computed inside a graph.
 
     Attributes:
-        layout: token grid and its blocks; sizes may be open.
-        order: ``[S]`` int64, raster index of the token in each place; None where nothing moves.
-        inverse: ``[N]`` int64, place of each raster token; None where nothing moves.
-        blocks: ``block_size`` or ``block_offsets`` for the operator.
-        filled: ``[S]`` bool, places that hold a token; None where all do.
+        layout: token grid and its blocks; sizes may be symbolic.
+        order: ``[S]`` int64, raster index of the token in each slot; None if the order does not change.
+        inverse: ``[N]`` int64, slot of each raster token; None if the order does not change.
+        blocks: ``block_size`` or ``block_offsets``, as keyword arguments of the operator.
+        filled: ``[S]`` bool, True for slots that hold a token; None if all slots do.
     """
 
     layout: BlockLayout
@@ -34,19 +34,19 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Blocks of a 1-D, 2-D or 3-D token grid, and the order that lays each block's tokens side by side.
+    """Partition of a 1-D, 2-D or 3-D token grid into blocks, and the token order in which each block is contiguous.
 
-    Tokens count in raster order (last axis fastest), prefix tokens first. Axes that the blocks do not divide get blocks
-    of uneven size, never padded tokens.
+    Tokens are numbered in raster order (last axis fastest), after the prefix tokens. If the number of blocks does not divide
+    an axis, blocks differ in size; tokens are never padded.
 
     Args:
         grid: tokens along each axis: ``(length,)``, ``(height, width)`` or ``(frames, height, width)``.
-        blocks: blocks along each axis. Exactly one of this and ``block_size``.
-        block_size: tokens in a block of a 1-D grid; the last block may be short.
-        prefix_tokens: tokens before the grid (class, register): a block of their own.
+        blocks: number of blocks along each axis. Give either ``blocks`` or ``block_size``.
+        block_size: number of tokens in a block of a 1-D grid; the last block may be shorter.
+        prefix_tokens: number of tokens before the grid, such as class and register tokens. They form one block.
 
     Raises:
-        ValueError: when an axis has more blocks than tokens, or the arguments do not fit together.
+        ValueError: if an axis has more blocks than tokens, or the arguments contradict each other.
     """
 
     grid: tuple[int, ...]
@@ -86,7 +86,7 @@ class BlockLayout:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, ...], ...]:
-        """First token of each block along each axis, and the axis's length."""
+        """First token of each block along each axis, followed by the length of the axis."""
         if self.block_size is not None:
             return ((*range(0, self.grid[0], self.block_size), self.grid[0]),)
         return tuple(
@@ -96,23 +96,23 @@ class BlockLayout:
 
     @property
     def block_grid(self) -> tuple[int, ...]:
-        """Blocks along each axis of the grid (prefix tokens not counted)."""
+        """Number of blocks along each axis of the grid, without the block of prefix tokens."""
         assert self.blocks is not None
         return self.blocks
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, prefix included."""
+        """Number of tokens, including the prefix."""
         return prod(self.grid) + self.prefix_tokens
 
     @property
     def num_blocks(self) -> int:
-        """All blocks, the prefix's included."""
+        """Number of blocks, including that of the prefix tokens."""
         return prod(self.block_grid) + (self.prefix_tokens > 0)
 
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:
-        """Tokens of each block, in block order."""
+        """Number of tokens in each block, in block order."""
         sizes = [1]
         for axis in self.edges:
             sizes = [size * (end - start) for size in sizes for start, end in pairwise(axis)]
@@ -120,12 +120,12 @@ class BlockLayout:
 
     @cached_property
     def block_offsets(self) -> Tensor:
-        """``[M + 1]`` int64 on the CPU: first token of each block, in block order, and the number of tokens."""
+        """First token of each block in block order, followed by the number of tokens: ``[M + 1]`` int64 on the CPU."""
         return torch.tensor([0, *accumulate(self.block_sizes)], device="cpu")
 
     @cached_property
     def order(self) -> Tensor:
-        """``[N]`` int64 on the CPU: raster index of the token at each position of the block order."""
+        """Raster index of the token at each position of the block order: ``[N]`` int64 on the CPU."""
         block = torch.zeros(1, dtype=torch.int64, device="cpu")
         for axis in self.edges:
             along = torch.bucketize(
@@ -137,41 +137,41 @@ class BlockLayout:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """``[N]`` int64 on the CPU: position in the block order of each raster token."""
+        """Position of each raster token in the block order: ``[N]`` int64 on the CPU."""
         return self.order.argsort()
 
     @cached_property
     def is_raster(self) -> bool:
-        """Whether the block order is the raster order, so that nothing needs to be moved.
+        """Whether the block order equals the raster order.
 
-        So it is where blocks lie in one piece: where an axis is cut, those before it are cut into single tokens.
+        It does if every block is contiguous in raster order: all axes before the last one that is cut into several blocks
+        are cut into single tokens.
         """
         last_cut = max((axis for axis, count in enumerate(self.block_grid) if count > 1), default=0)
         return self.block_grid[:last_cut] == self.grid[:last_cut]
 
     @cached_property
     def centers(self) -> Tensor:
-        """``[M, axes]`` float64: centres of the blocks on the block grid, prefix not counted, in units of one block."""
+        """Centers of the blocks in units of one block, without the prefix block: ``[M, axes]`` float64 on the CPU."""
         axes = [torch.arange(count, dtype=torch.float64, device="cpu") for count in self.block_grid]
         return torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)
 
     @cached_property
     def operator_blocks(self) -> dict[str, Any]:
-        """``block_size`` where all blocks but a short last one are equal, else ``block_offsets``, for the operator."""
+        """Operator argument: ``block_size`` if all blocks but a shorter last one are equal, else ``block_offsets``."""
         sizes = self.block_sizes
         if set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0]:
             return {"block_size": sizes[0]}
         return {"block_offsets": (0, *accumulate(sizes))}
 
     def place(self, device: torch.device, gaps: bool = True) -> Placement:
-        """Places of the tokens by arithmetic alone, for graphs: no loop over tokens, and no size becomes a constant.
+        """Compute the permutation of the tokens by tensor arithmetic, so that no size becomes a constant of a graph.
 
-        Blocks that may differ in size get as many places as the largest has tokens, so that all are equal; the places that
-        stay empty are masked.
+        Every block gets as many slots as the largest block has tokens, so that all blocks are equal. Empty slots are masked.
 
         Args:
             device: device of the tokens.
-            gaps: whether places may stay empty. Without them, sizes become constants of the graph.
+            gaps: whether slots may stay empty. If not, sizes become constants of the graph.
         """
         if self.block_size is not None:
             return Placement(self, None, None, {"block_size": self.block_size})
@@ -194,7 +194,7 @@ class BlockLayout:
         return Placement(self, order.flatten(), inverse, {"block_size": slots}, None if full else filled.flatten())
 
     def _tokens_of_places(self, sizes: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """``[M, C]``: raster index of the token in each place of a block, prefix not counted, and whether there is one."""
+        """Raster index of the token in each slot, and whether there is one; both ``[M, C]``, without the prefix."""
         axes = len(self.grid)
         token = torch.zeros((1,) * (2 * axes), dtype=torch.int64, device=device)
         filled = torch.ones_like(token, dtype=torch.bool)
@@ -210,7 +210,7 @@ class BlockLayout:
         return token.reshape(prod(self.block_grid), -1), filled.reshape(prod(self.block_grid), -1)
 
     def _places_of_tokens(self, sizes: list[int], slots: int, device: torch.device) -> Tensor:
-        """``[N]``: place of each raster token, prefix not counted, in blocks of ``slots`` places."""
+        """Slot of each raster token, ``[N]``, in blocks of ``slots`` slots, without the prefix."""
         block = within = torch.zeros(1, dtype=torch.int64, device=device)
         for length, count, size in zip(self.grid, self.block_grid, sizes, strict=True):
             position = torch.arange(length, device=device)
@@ -222,13 +222,14 @@ class BlockLayout:
 
 
 class LayoutTables(nn.Module):
-    """A module whose buffers follow from its layout: rebuilt wherever they would be left without values.
+    """Module that rebuilds the buffers derived from its layout whenever it is moved.
 
-    ``to_empty`` and FSDP2 give memory without content to what was on the meta device, and no checkpoint holds tables.
+    ``to_empty`` and FSDP2 allocate uninitialized memory for buffers that were on the meta device, and checkpoints do not
+    hold them.
     """
 
     def tables(self) -> dict[str, Tensor]:
-        """Buffers by name, with their values on the CPU."""
+        """Return the buffers by name, on the CPU."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutTables:

@@ -1,4 +1,4 @@
-"""Local positional encoding: a convolution of the values over the token grid."""
+"""Local positional encoding: a depthwise convolution of the values over the token grid."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 class LocalPositionalEncoding(LayoutTables):
     """Depthwise convolution of the values over the token grid (``lepe``; the paper calls it CPE).
 
-    Takes and gives tokens in block order; the grid is put together through a precomputed index. Prefix tokens, which
-    have no neighbours, get zeros.
+    Inputs and outputs are in block order; a precomputed index gathers the grid. The output of prefix tokens, which have no
+    neighbors, is zero.
     """
 
     to_grid: Tensor
@@ -30,7 +30,7 @@ class LocalPositionalEncoding(LayoutTables):
         self.fit(layout)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Use the permutations of another layout."""
+        """Switch to the permutations of a different layout."""
         self.layout = layout
         for name, values in self.tables().items():
             setattr(self, name, values.to(device))
@@ -41,12 +41,12 @@ class LocalPositionalEncoding(LayoutTables):
         return {"to_grid": self.layout.inverse[prefix:], "from_grid": self.layout.order[prefix:] - prefix}
 
     def forward(self, v: Tensor, key_mask: Tensor | None = None, placement: Placement | None = None) -> Tensor:
-        """``[B, N, channels]`` to the same shape; tokens that ``key_mask`` ``[B, N]`` hides count as zeros.
+        """Convolve values ``[B, N, channels]``; the output has the same shape.
 
         Args:
-            v: tokens in block order.
-            key_mask: see above.
-            placement: places of the tokens; None for those of the last :meth:`fit`.
+            v: values in block order.
+            key_mask: ``[B, N]`` bool, False for hidden tokens, which count as zeros.
+            placement: permutation of the tokens; None for that of the last :meth:`fit`.
         """
         v = hide_rows(v, key_mask)
         if placement is not None:
@@ -56,7 +56,7 @@ class LocalPositionalEncoding(LayoutTables):
         return F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
 
     def _placed(self, v: Tensor, placement: Placement) -> Tensor:
-        """The same where places may be empty; what stands in those is hidden later."""
+        """Convolve where slots may be empty. Their outputs are hidden later."""
         layout, order, inverse = placement.layout, placement.order, placement.inverse
         prefix = layout.prefix_tokens
         tokens = v[:, prefix:] if inverse is None else v.index_select(1, inverse[prefix:])
@@ -68,7 +68,7 @@ class LocalPositionalEncoding(LayoutTables):
 
 
 def hide_rows(out: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Zeros where ``key_mask`` ``[B, N]`` is False, ``out`` being ``[B, N, ...]``."""
+    """Set tokens of ``out`` ``[B, N, ...]`` to zero where ``key_mask`` ``[B, N]`` is False."""
     if key_mask is None:
         return out
     return torch.where(key_mask.view(*key_mask.shape, *(1,) * (out.dim() - 2)), out, 0)

@@ -1,4 +1,4 @@
-"""Linear attention: the baseline in which one key-value summary serves every query."""
+"""Linear attention: a baseline in which all queries share one key-value summary."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_mhla.attention.layout import Placement
 from lightning_mhla.attention.summaries import SummaryAttention
 
 CHUNK = 64
-"""Tokens that causal linear attention works on at once; it changes the speed and not the result."""
+"""Chunk size of causal linear attention in tokens. It affects speed, not results."""
 
 
 class LinearAttention(SummaryAttention, kind="linear"):
-    """Linear attention, as MHLA whose coefficients are all 1; arguments as for :class:`Attention`."""
+    """Linear attention, computed as MHLA with all coefficients 1. Arguments as for :class:`Attention`."""
 
     unused: ClassVar[tuple[str, ...]] = MIXING_OPTIONS
 
     @override
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
-        """Return coefficients of 1; causal attention uses blocks of equal weight, for a cost linear in the tokens."""
+        """Return coefficients of 1. Causal attention uses exponential mixing without decay, at linear cost."""
         if self.causal:
             ones = q.new_ones(1)
             return ExponentialMixing(ones, ones - 1), {"block_size": CHUNK}

@@ -1,4 +1,4 @@
-"""Mamba-2's mixer: a selective state space, as attention."""
+"""The mixer of Mamba-2, a selective state-space model, as an attention kind."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Mamba2Options(ConvolvedOptions):
         direction: see :class:`RecurrentOptions`.
         backend: see there.
         conv: see :class:`ConvolvedOptions`.
-        groups: heads that B and C are projected to, a divisor of the number of heads; null for the number of key and value
-            heads where there are fewer of them than heads, else 1.
+        groups: number of heads of B and C, a divisor of the number of heads. null means the number of key and value heads if
+            it is smaller than the number of heads, else 1.
     """
 
     groups: int | None = None

@@ -1,4 +1,4 @@
-"""Mixing coefficients as a module: initial values, bounds, and resizing to other block grids."""
+"""Mixing coefficients as a module: initial values, bounds, and resizing to a different block grid."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing_extensions import override
 from lightning_mhla.attention.layout import BlockLayout
 
 LOWER, UPPER = 1e-5, 1.0
-"""Bounds of a coefficient; the paper's public code clips to them after each optimiser step."""
+"""Bounds of a coefficient. The paper's public code clips to them after each optimizer step."""
 
 SLOWEST, FASTEST = 0.05, 2.5
-"""Decays per block that exponential mixing starts with; 0.05, 0.2, 0.7 and 2.5 for four terms."""
+"""Smallest and largest initial decay per block of exponential mixing: 0.05, 0.2, 0.7 and 2.5 for four terms."""
 
 LARGEST_DECAY = 20.0
-"""Decay at which the next block weighs 2e-9: as good as nothing."""
+"""Largest decay per block. At this decay, the next block has weight 2e-9."""
 
 MixingInit = Literal["locality", "uniform"]
 
 
 def bounded(values: Tensor, low: float = LOWER, high: float = UPPER) -> Tensor:
-    """Values between ``low`` and ``high``, whatever an optimiser, an average or a checkpoint made of the parameter.
+    """Map values of any size into ``low`` .. ``high`` by reflection at the bounds.
 
-    Values inside stay as they are; those outside are reflected at the bounds. An optimiser that carries a coefficient past
-    its bound so meets the same coefficient on the way back, with a gradient of the opposite sign. ``torch.clamp`` has no
-    gradient outside, so a coefficient would be lost there; a rule that looks at the sign of the gradient would not give the
-    same step for the sum of the gradients of several batches or processes.
+    Values inside the bounds do not change. An optimizer that steps past a bound gets the reflected coefficient, with a
+    gradient of the opposite sign, and thus turns around. ``torch.clamp`` has no gradient outside of the bounds, so that a
+    coefficient would stay there. A rule that looks at the sign of the gradient would not give the same step for the sum of
+    the gradients of several batches or processes.
     """
     width = high - low
     beyond = (values - low).remainder(2 * width)
@@ -41,10 +41,10 @@ def bounded(values: Tensor, low: float = LOWER, high: float = UPPER) -> Tensor:
 
 
 def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
-    """Locality-biased start: ``1 - dist(i, j) / max_k dist(i, k)``, rows summing to 1 (MHLA paper, section 3).
+    """Compute locality-biased coefficients ``1 - dist(i, j) / max_k dist(i, k)``, rows summing to 1 (MHLA paper, section 3).
 
-    Distances are Euclidean, between block centres on the block grid. Causal: ``1 - dist / M`` on the lower triangle, so
-    that no visible block starts at zero. A block of prefix tokens is near to every block, and weighs all alike.
+    Distances are Euclidean, between block centers on the block grid. Causal coefficients are ``1 - dist / M`` on the lower
+    triangle, so that no visible block starts at zero. A block of prefix tokens has distance 0 to all blocks.
 
     Returns:
         ``[M, M]`` float32.
@@ -61,7 +61,7 @@ def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
 
 
 def uniform_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
-    """Equal weight on every visible block: ``1 / M``, causal ``1 / (i + 1)``; ``[M, M]`` float32."""
+    """Compute equal weights for all visible blocks, ``1 / M`` or causal ``1 / (i + 1)``: ``[M, M]`` float32."""
     weight = torch.ones(layout.num_blocks, layout.num_blocks, device="cpu")
     if causal:
         weight = weight.tril()
@@ -74,10 +74,10 @@ def _check_init(init: str) -> None:
 
 
 class MixingCoefficients(nn.Module):
-    """Mixing coefficients of one layer, float32 whatever the precision of the model; the base of both kinds.
+    """Base of the mixing coefficients of one layer, which stay in float32 whatever the precision of the model.
 
-    The operator needs coefficients that are not negative. :meth:`forward` and :meth:`matrix` return :func:`bounded` values,
-    so that the parameters themselves may be trained, averaged and loaded by anything.
+    The operator needs non-negative coefficients. :meth:`forward` and :meth:`matrix` return :func:`bounded` values, so that any
+    optimizer, average or checkpoint may set the parameters.
     """
 
     @override
@@ -85,43 +85,43 @@ class MixingCoefficients(nn.Module):
         return ", ".join(f"{name}={list(values.shape)}" for name, values in self.named_parameters())
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> MixingLike:
-        """Coefficients as the operator takes them for ``mixing``.
+        """Return the operator's argument ``mixing``.
 
         Args:
-            block_grid: blocks along each axis of the tokens at hand, where they may differ from those that were learned.
+            block_grid: number of blocks along each axis of the present tokens; None for the learned block grid.
         """
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Draw new values: for a module that was made on the meta device and has memory without content."""
+        """Set the initial values again, for a module whose memory was allocated after creation on the meta device."""
         raise NotImplementedError
 
     def resize(self, block_grid: tuple[int, ...]) -> None:
-        """Carry what is learned to other blocks along each axis, for good."""
+        """Resize the parameters to a different number of blocks along each axis."""
         raise NotImplementedError
 
     def matrix(self) -> Tensor:
-        """``[M, M]`` or ``[H, M, M]``, for analysis."""
+        """Return the coefficients as a matrix ``[M, M]`` or ``[H, M, M]``, for analysis."""
         raise NotImplementedError
 
     def bring_inside_(self) -> None:
-        """Give the parameters their bounded values, which changes no result: for weights that others will read."""
+        """Replace the parameters by their bounded values, before other programs read them. Results do not change."""
         raise NotImplementedError
 
     def extend(self, blocks: int) -> None:
-        """Reach to ``blocks`` blocks of a causal sequence; known coefficients stay as they are."""
+        """Extend causal coefficients to ``blocks`` blocks. Existing coefficients do not change."""
         raise NotImplementedError
 
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """A parameter of other coefficients fitted to these blocks and heads.
+        """Fit a parameter of a different layer's coefficients to the blocks and heads of this layer.
 
         Args:
             name: name of the parameter.
-            values: its values there.
-            block_grid: blocks along each axis there; None where that is not known, or for a sequence.
+            values: its values in the other layer.
+            block_grid: block grid of the other layer; None if it is unknown, or for a sequence.
 
         Returns:
-            Values of this parameter's shape, or None where they cannot be carried over.
+            Values in the shape of this layer's parameter; None if they cannot be fitted.
         """
         raise NotImplementedError
 
@@ -135,14 +135,14 @@ class MixingCoefficients(nn.Module):
 
 
 class DenseCoefficients(MixingCoefficients):
-    """One free coefficient for each pair of blocks.
+    """Dense mixing: one free coefficient for each pair of blocks.
 
     Args:
-        layout: the blocks.
-        heads: a matrix for each of so many heads; None shares one among all.
+        layout: token grid and its blocks.
+        heads: number of heads, each with its own matrix; None for one matrix shared by all heads.
         init: ``"locality"`` (:func:`locality_mixing`) or ``"uniform"`` (:func:`uniform_mixing`).
-        causal: whether blocks see earlier blocks only.
-        trainable: False keeps the coefficients as they start.
+        causal: whether blocks see only themselves and earlier blocks.
+        trainable: whether the coefficients are trained.
     """
 
     def __init__(
@@ -168,10 +168,10 @@ class DenseCoefficients(MixingCoefficients):
         self.weight.copy_(self._start)
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> Tensor:
-        """``[M, M]`` or ``[H, M, M]``.
+        """Return the coefficients, ``[M, M]`` or ``[H, M, M]``.
 
-        Over other blocks than those learned: of a sequence with ``block_size``, the first ones, as if padding followed; of a
-        grid, see :func:`mhla_kernels.resize_mixing`.
+        For a different number of blocks, a sequence with ``block_size`` uses the first rows and columns, as if padding
+        followed, and a grid is resized by :func:`mhla_kernels.resize_mixing`.
         """
         if block_grid in (None, self.grid):
             return bounded(self.weight)
@@ -201,7 +201,7 @@ class DenseCoefficients(MixingCoefficients):
 
     @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Carry causal coefficients over by :func:`mhla_kernels.extend_mixing`, or cut them."""
+        """Fit coefficients: extend or cut causal ones, resize others."""
         if values.dim() not in (2, 3) or values.shape[-1] != values.shape[-2] or self.prefix_tokens:
             return None
         values, blocks = bounded(values), math.prod(self.grid)
@@ -236,19 +236,19 @@ class DenseCoefficients(MixingCoefficients):
 
 
 class ExponentialCoefficients(MixingCoefficients):
-    """A sum of exponentials of the distance of blocks: cost linear in their number, and sequences of any length.
+    """Exponential mixing: a sum of exponentials of block distance, at linear cost, for sequences of any length.
 
     Args:
-        layout: the blocks; without prefix tokens, which have no position on the grid.
+        layout: token grid and its blocks, without prefix tokens, which have no position on the grid.
         terms: number of exponentials, R.
-        heads: a sum for each of so many heads; None shares one among all.
-        init: ``"locality"``, decays from :data:`SLOWEST` to :data:`FASTEST` per block, evenly on a logarithmic scale; or
-            ``"uniform"``, all of them next to 0, so that every block weighs about the same.
-        causal: whether blocks see earlier blocks only; the coefficients are then not tied to the layout's length.
-        trainable: False keeps the coefficients as they start.
+        heads: number of heads, each with its own sum; None for one sum shared by all heads.
+        init: ``"locality"`` for decays from :data:`SLOWEST` to :data:`FASTEST` per block, spaced evenly on a logarithmic
+            scale; ``"uniform"`` for decays close to 0, so that all blocks have about the same weight.
+        causal: whether blocks see only themselves and earlier blocks. Causal coefficients fit any length.
+        trainable: whether the coefficients are trained.
 
     Raises:
-        ValueError: for a layout with prefix tokens, an unknown ``init``, or a number of terms below 1.
+        ValueError: for a layout with prefix tokens, an unknown ``init``, or fewer than one term.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def forward(self, block_grid: tuple[int, ...] | None = None) -> ExponentialMixing:
-        """Build the mixing; over other blocks, decays stay the same over a whole axis."""
+        """Build the mixing. For a different block grid, decays over the full length of an axis stay the same."""
         amplitude = bounded(self.amplitude)
         if self.grid is None or block_grid in (None, self.grid):
             return ExponentialMixing(amplitude, bounded(self.decay, high=LARGEST_DECAY), self.grid)
@@ -310,7 +310,7 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Carry the decays to other blocks: they stay the same over a whole axis."""
+        """Fit the parameters. Decays over the full length of an axis stay the same."""
         own, high = (self.amplitude, UPPER) if name == "amplitude" else (self.decay, LARGEST_DECAY)
         values = bounded(values, high=high)
         axes = own.dim() - self.amplitude.dim()
@@ -322,7 +322,7 @@ class ExponentialCoefficients(MixingCoefficients):
         return fitted if fitted is not None and fitted.shape == own.shape else None
 
     def _rescaled(self, block_grid: tuple[int, ...]) -> Tensor:
-        """Decays of a step between blocks that are larger or smaller than those learned."""
+        """Compute the decays per block for blocks that are larger or smaller than the learned ones."""
         old = (self.blocks,) if self.grid is None else self.grid
         scale = self.decay.new_tensor([before / after for before, after in zip(old, block_grid, strict=True)])
         return bounded(self.decay, high=LARGEST_DECAY) * (scale[0] if self.grid is None else scale)
@@ -339,12 +339,12 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def extend(self, blocks: int) -> None:
-        """Change the size of :meth:`matrix`, and nothing else."""
+        """Change the size of :meth:`matrix`. The parameters fit any length."""
         self.blocks = blocks
 
 
 def _for_heads(values: Tensor, own: Tensor) -> Tensor | None:
-    """Coefficients shared by the heads for each of them, those of each head averaged for all; None for other numbers."""
+    """Repeat shared coefficients for all heads, or average those of the heads; None if the numbers of heads differ."""
     if values.dim() < own.dim():
         return values.expand(own.shape[0], *values.shape).clone()
     if values.dim() > own.dim():

@@ -1,4 +1,4 @@
-"""Positions of tokens as angles (rotary position embedding)."""
+"""Angles of rotary position embedding, and positions of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Rotary(NamedTuple):
-    """Angles that rotary position embedding turns queries and keys by.
+    """Angles by which rotary position embedding rotates queries and keys.
 
     Attributes:
         cos: cosine, ``[N, D / 2]`` or ``[B, N, D / 2]``.
@@ -24,18 +24,18 @@ class Rotary(NamedTuple):
     interleaved: bool = False
 
     def turn(self, x: Tensor, feature_map: Literal["identity", "relu"] = "identity") -> Tensor:
-        """Map and turn ``[B, N, H, D]``; see :func:`mhla_kernels.rotary_features`."""
+        """Apply the feature map to ``[B, N, H, D]`` and rotate; see :func:`mhla_kernels.rotary_features`."""
         return rotary_features(x, self.cos, self.sin, feature_map=feature_map, interleaved=self.interleaved)
 
     def select(self, order: Tensor) -> Rotary:
-        """The angles of tokens in another order, ``[N]`` indices."""
+        """Return the angles of tokens in the order of ``[N]`` indices."""
         return Rotary(self.cos.index_select(-2, order), self.sin.index_select(-2, order), self.interleaved)
 
 
 def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rotary:
-    """Cosine and sine of the angles that rotary position embedding turns by (RoFormer, arXiv 2104.09864, equation 15).
+    """Compute cosine and sine of rotary angles (RoFormer, arXiv 2104.09864, equation 15).
 
-    Pair i of a width-D feature turns by ``position * base^(-2 i / D)``.
+    Pair i of a feature of width D is rotated by ``position * base^(-2 i / D)``.
 
     Args:
         positions: ``[N]`` or ``[B, N]``, integers.
@@ -54,10 +54,10 @@ def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rota
 
 
 def grid_angles(grid: tuple[int, int], width: int, base: float = 10_000.0) -> Rotary:
-    """Angles of the tokens of an image: half of a head's features turn with the row, half with the column (RAVLT).
+    """Compute rotary angles for the tokens of an image: half of a head's features encode the row, half the column.
 
-    Pair i of n = D / 4 pairs of each half turns by ``position * base^(-i / (n - 1))``, as in the code of RAVLT
-    (arXiv 2411.07635): frequencies from 1 to ``1 / base``, both included. Features 2i and 2i + 1 are a pair.
+    Pair i of the n = D / 4 pairs in each half is rotated by ``position * base^(-i / (n - 1))``, as in the code of RAVLT
+    (arXiv 2411.07635). Frequencies range from 1 to ``1 / base``, both included. Features 2i and 2i + 1 form a pair.
 
     Args:
         grid: rows and columns.
@@ -68,7 +68,7 @@ def grid_angles(grid: tuple[int, int], width: int, base: float = 10_000.0) -> Ro
         Cosine and sine ``[N, D / 2]``, float32, on the CPU, tokens in raster order.
 
     Raises:
-        ValueError: for another width.
+        ValueError: if the width is not a multiple of 4.
     """
     if width % 4:
         raise ValueError(f"rotary positions in images need heads of a width that 4 divides, not {width}")
@@ -80,11 +80,11 @@ def grid_angles(grid: tuple[int, int], width: int, base: float = 10_000.0) -> Ro
 
 
 def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = None) -> Tensor:
-    """``[N]`` int64: position of the tokens ``[B, N, ...]`` in its sequence.
+    """Compute the position of each token in its sequence, ``[N]`` int64.
 
     Args:
-        x: the tokens.
-        cu_seqlens: ``[S + 1]``: first token of each of the sequences that are packed in the one row, and N; None for one.
+        x: tokens ``[B, N, ...]``.
+        cu_seqlens: ``[S + 1]``, first token of each sequence packed into the row, followed by N; None for one sequence.
     """
     position = torch.arange(x.shape[1], device=x.device)
     if cu_seqlens is None:
@@ -94,7 +94,11 @@ def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = No
 
 
 def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
-    """Positions of the next tokens ``[B, N, dim]`` after rows of ``lengths``: ``[N]``, or ``[B, N]`` where they differ."""
+    """Compute the positions of tokens ``[B, N, dim]`` that follow rows of ``lengths`` tokens.
+
+    Returns:
+        ``[N]`` int64 if all rows are equally long, else ``[B, N]``.
+    """
     position = torch.arange(x.shape[1], device=x.device)
     if len(set(lengths)) < 2:
         return position + max(lengths, default=0)

@@ -20,7 +20,7 @@ from lightning_mhla.attention.linear import LinearAttention
 from lightning_mhla.attention.summaries import EPS
 
 FIXED = ("normalize", "feature_map", "normalize_before_rotary", "key_weighting", "output_norm")
-"""Options of the configuration that the two kinds have set once and for all."""
+"""Options of :class:`AttentionConfig` that the two kinds fix."""
 
 
 class RankAugmentedLinearAttention(LinearAttention, kind="rala"):

@@ -1,4 +1,4 @@
-"""Attention by a recurrence over the tokens: what retention, gla, gated_deltanet and mamba2 share."""
+"""Base of the kinds that compute a recurrence over the tokens: retention, gla, gated_deltanet and mamba2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_mhla.attention.short_conv import ShortConvolution
 from lightning_mhla.recurrence.chunks import chunk_tokens
 
 NORM_EPS = 1e-5
-"""Of the RMSNorm of the output (flash-linear-attention's layers)."""
+"""Epsilon of the output's RMSNorm, as in the layers of flash-linear-attention."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class RecurrentOptions:
     """Options of all recurrent kinds.
 
     Args:
-        direction: in which direction attention that is not causal reads the tokens: both (two recurrences, summed),
-            alternate (forward in even layers, backward in odd ones), forward or backward.
-        backend: torch, triton (the kernels of fla-core, on a GPU) or auto.
+        direction: direction in which bidirectional attention reads the tokens: both (the sum of two recurrences), alternate
+            (forward in even layers, backward in odd ones), forward or backward.
+        backend: torch, triton (the kernels of fla-core, which need a GPU) or auto.
     """
 
     direction: Literal["both", "alternate", "forward", "backward"] = "both"
@@ -46,7 +46,7 @@ class ConvolvedOptions(RecurrentOptions):
     Args:
         direction: see :class:`RecurrentOptions`.
         backend: see there.
-        conv: tokens that the causal convolution of queries, keys and values sees; 0 for none.
+        conv: taps of the causal convolution of queries, keys and values; 0 for no convolution.
     """
 
     conv: int = 4
@@ -58,12 +58,12 @@ class ConvolvedOptions(RecurrentOptions):
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """The state of a recurrence between calls.
+    """State of a recurrence between calls.
 
     Attributes:
-        lengths: tokens so far in each row.
+        lengths: number of tokens so far in each row.
         memory: ``[B, H, Dk, Dv]``.
-        last: ``[B, taps - 1, channels]``, latest inputs of the short convolution; None without one.
+        last: ``[B, taps - 1, channels]``, latest inputs of the short convolution; None without convolution.
     """
 
     lengths: tuple[int, ...]
@@ -71,7 +71,7 @@ class RecurrentState:
     last: Tensor | None
 
     def select(self, rows: Tensor) -> RecurrentState:
-        """The state of other rows, ``rows`` being indices."""
+        """Return the state of the rows with indices ``rows``."""
         index = rows.to(self.memory.device)
         last = None if self.last is None else self.last.index_select(0, index)
         return RecurrentState(
@@ -80,7 +80,7 @@ class RecurrentState:
 
     @property
     def bytes(self) -> int:
-        """Memory of both tensors."""
+        """Memory of the tensors in bytes."""
         return sum(x.numel() * x.element_size() for x in (self.memory, self.last) if x is not None)
 
 
@@ -91,7 +91,7 @@ class Operands(NamedTuple):
         q: ``[B, N, H, Dk]``.
         k: ``[B, N, H, Dk]``.
         v: ``[B, N, H, Dv]``.
-        gates: by name, ``[B, N, H, ...]``; a gate of 0 leaves the state as it is.
+        gates: ``[B, N, H, ...]`` by name. A gate of 0 leaves the state unchanged.
     """
 
     q: Tensor
@@ -100,7 +100,7 @@ class Operands(NamedTuple):
     gates: dict[str, Tensor]
 
     def hide(self, real: Tensor | None) -> Operands:
-        """The same where tokens that ``real`` ``[B, N]`` does not count change nothing."""
+        """Make tokens leave the state unchanged where ``real`` ``[B, N]`` is False."""
         if real is None:
             return self
         gates = {name: hide_rows(gate, real) for name, gate in self.gates.items()}
@@ -108,14 +108,14 @@ class Operands(NamedTuple):
 
 
 class RecurrentAttention(Attention):
-    """A state that every token decays and adds to; arguments as for :class:`Attention`.
+    """Attention by a recurrent state that every token decays and adds to. Arguments as for :class:`Attention`.
 
-    Attention that is not causal reads the tokens in raster order, in one direction or both (``direction``). Hidden tokens
-    leave the state as it is. A kind implements :meth:`operands` and :meth:`recur`; the output passes an RMSNorm for each
-    head and is multiplied by SiLU of a projection of the input, as in RetNet, GLA and Gated DeltaNet alike.
+    Bidirectional attention reads the tokens in raster order, in one or both directions (``direction``). Hidden tokens leave
+    the state unchanged. A kind implements :meth:`operands` and :meth:`recur`. The output passes an RMSNorm for each head and
+    is multiplied by SiLU of a projection of the input, as in RetNet, GLA and Gated DeltaNet.
 
     Raises:
-        ValueError: for direction alternate, which depends on the layer (see :meth:`AttentionConfig.at_layer`).
+        ValueError: if direction is alternate, which depends on the layer; see :meth:`AttentionConfig.at_layer`.
     """
 
     Options: ClassVar[type] = RecurrentOptions
@@ -147,15 +147,18 @@ class RecurrentAttention(Attention):
         return {**options, "direction": "backward" if layer % 2 else "forward"}
 
     def operands(self, inputs: AttentionInputs) -> Operands:
-        """Inputs of the recurrence; q, k and v as they come from the short convolution, heads as they are projected."""
+        """Compute the inputs of the recurrence from the outputs of the short convolution, with the projected heads."""
         raise NotImplementedError
 
     def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
-        """The recurrence: outputs ``[B, N, H, Dv]``, and the state ``[B, H, Dk, Dv]``.
+        """Run the recurrence.
 
         Args:
-            operands: for every head.
-            options: ``initial_state`` and ``cu_seqlens``, and ``backend``, for the operator.
+            operands: inputs, with keys and values repeated to all heads.
+            options: ``initial_state``, ``cu_seqlens`` and ``backend`` of the operator.
+
+        Returns:
+            Outputs ``[B, N, H, Dv]``, and the final state ``[B, H, Dk, Dv]``.
         """
         raise NotImplementedError
 
@@ -165,7 +168,7 @@ class RecurrentAttention(Attention):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the weights of the values after the short convolution, where there is one."""
+        """Return the weights of the values after the short convolution, if any."""
         batch, tokens = inputs.x.shape[:2]
         units = torch.eye(tokens, dtype=inputs.x.dtype, device=inputs.x.device)[None, :, None]
         return self._in_directions(inputs, units.expand(batch, tokens, self.heads, tokens)).transpose(1, 2)
@@ -186,7 +189,7 @@ class RecurrentAttention(Attention):
         return forward + back.flip(1)
 
     def _read(self, inputs: AttentionInputs, values: Tensor | None) -> Tensor:
-        """Forward outputs of the values of ``inputs``, or of others ``[B, N, H, D]``."""
+        """Run the recurrence forward over the values of ``inputs``, or over ``values`` ``[B, N, H, D]``."""
         positions = None if inputs.cu_seqlens is None else sequence_positions(inputs.x, inputs.cu_seqlens)
         operands = self._prepared(inputs, inputs.key_mask, None, positions)
         if values is not None:
@@ -223,7 +226,7 @@ class RecurrentAttention(Attention):
     def _prepared(
         self, inputs: AttentionInputs, real: Tensor | None, last: Tensor | None, positions: Tensor | None
     ) -> Operands:
-        """Operands for every head, after convolution and rotary; tokens that are not ``real`` change nothing."""
+        """Compute the operands of all heads, after convolution and rotary embedding. Tokens outside ``real`` have no effect."""
         q, k, v = inputs.q, inputs.k, inputs.v
         if self.conv is not None:
             joined = F.silu(self.conv(hide_rows(self._joined(inputs), real), last, positions))
@@ -238,7 +241,7 @@ class RecurrentAttention(Attention):
     @torch.no_grad()
     @override
     def open_gate(self) -> None:
-        """Start open: the short convolution passes its inputs on, and decays are alike everywhere."""
+        """Initialize for weights trained without the gate: identity convolution, and the same decays on every machine."""
         super().open_gate()
         if self.conv is not None:
             self.conv.pass_through()
@@ -247,7 +250,7 @@ class RecurrentAttention(Attention):
             self.reset_gates()
 
     def reset_gates(self) -> None:
-        """Draw new parameters for the kind's decays."""
+        """Draw new parameters of the decays."""
 
     @override
     def operator_flops(self, tokens: int) -> float:
@@ -260,7 +263,7 @@ class RecurrentAttention(Attention):
 
 
 def _turned_round(inputs: AttentionInputs) -> AttentionInputs:
-    """The tokens from last to first."""
+    """Reverse the order of the tokens."""
     x, q, k, v = (tensor.flip(1) for tensor in (inputs.x, inputs.q, inputs.k, inputs.v))
     mask, rotary = inputs.key_mask, inputs.rotary
     mask = None if mask is None else mask.flip(1)
@@ -274,7 +277,7 @@ def _turned_round(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _together(one: AttentionInputs, two: AttentionInputs) -> AttentionInputs:
-    """Two batches of as many rows as one."""
+    """Concatenate two batches of the same number of rows."""
     x, q, k, v = (torch.cat([getattr(one, name), getattr(two, name)]) for name in ("x", "q", "k", "v"))
     mask = None if one.key_mask is None or two.key_mask is None else torch.cat([one.key_mask, two.key_mask])
     if one.rotary is None or two.rotary is None:

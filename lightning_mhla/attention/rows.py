@@ -1,4 +1,4 @@
-"""Rows of different lengths, as transformers gives them: padded on either side, or packed in one row."""
+"""Rows of different lengths in the forms of transformers: padded on either side, or packed into one row."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch.nn import functional as F
 
 
 def real_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor:
-    """Mask of the real tokens among ``x``.
+    """Compute the mask of non-padding tokens in ``x``.
 
     Args:
-        attention_mask: ``[B, columns]``, 0 for padding, the last columns being those of ``x``; None for no padding.
+        attention_mask: ``[B, columns]``, 0 for padding; the last columns belong to ``x``. None without padding.
         x: tokens ``[B, N, ...]``.
 
     Returns:
         ``[B, N]`` bool.
 
     Raises:
-        ValueError: for a mask of a different batch or of fewer columns.
+        ValueError: if the mask has a different batch size or fewer columns than ``x``.
     """
     if attention_mask is None:
         return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -27,26 +27,30 @@ def real_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor:
     return attention_mask[:, -x.shape[1] :].bool()
 
 
-def real_first(real: Tensor) -> Tensor:
-    """Order ``[B, N]`` that puts the real tokens of each row first, for ``real`` ``[B, N]`` bool."""
+def padding_last(real: Tensor) -> Tensor:
+    """Compute the order ``[B, N]`` that puts the non-padding tokens (``real`` ``[B, N]`` bool) of each row first."""
     columns = torch.arange(real.shape[1], device=real.device).expand(real.shape)
-    return torch.zeros_like(columns).scatter(1, places_real_first(real), columns)
+    return torch.zeros_like(columns).scatter(1, places_padding_last(real), columns)
 
 
-def places_real_first(real: Tensor) -> Tensor:
-    """Place of each token in :func:`real_first`'s order, ``[B, N]``: the inverse of that permutation.
+def places_padding_last(real: Tensor) -> Tensor:
+    """Compute the position ``[B, N]`` of each token in the order of :func:`padding_last`, its inverse permutation.
 
-    Sums take the place of a stable sort, which ONNX does not have.
+    Cumulative sums replace a stable sort, which ONNX does not have.
     """
     places = real.long().cumsum(1)
     return torch.where(real, places - 1, places[:, -1:] + (~real).long().cumsum(1) - 1)
 
 
 def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple[int, ...], Tensor | None]:
-    """``[B, N]`` bool, how many are real, and the order that puts each row's first; None where nothing moves.
+    """Find the non-padding tokens of each row.
 
-    The counts are Python numbers, which a state needs: a device is waited for. Without a state, :func:`real_mask` and
-    :func:`real_first` give the same without them, in a compiled graph too.
+    The counts are Python numbers, which a state needs, so the call waits for the device. Where counts are not needed,
+    :func:`real_mask` and :func:`padding_last` give the same results without waiting, also in a compiled graph.
+
+    Returns:
+        Mask of non-padding tokens ``[B, N]`` bool, their number in each row, and the order ``[B, N]`` that puts them first;
+        None in place of the order if they are first already.
     """
     real = real_mask(attention_mask, x)
     if attention_mask is None:
@@ -54,31 +58,23 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
     counts = tuple(real.sum(1).tolist())
     if all(count == x.shape[1] for count in counts) or bool((real[:, :-1] | ~real[:, 1:]).all()):
         return real, counts, None
-    return real, counts, real_first(real)
-
-
-def order_of(real: Tensor) -> Tensor:
-    """The order ``[B, N]`` that puts each row's real tokens first, by sums alone: ONNX has no stable sort."""
-    real_before, hidden_before = real.cumsum(1), (~real).cumsum(1)
-    place = torch.where(real, real_before - 1, real_before[:, -1:] + hidden_before - 1)
-    index = torch.arange(real.shape[1], device=real.device).expand(real.shape)
-    return torch.zeros_like(place).scatter(1, place, index)
+    return real, counts, padding_last(real)
 
 
 def rows_in_order(x: Tensor, order: Tensor) -> Tensor:
-    """Tokens ``[B, N, D]`` of every row in another order, ``[B, N]`` indices."""
+    """Reorder the tokens ``[B, N, D]`` of every row by ``[B, N]`` indices."""
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def packed_bounds(position_ids: Tensor, x: Tensor) -> Tensor | None:
-    """First token of each document where positions start again inside a row, as transformers' collators pack documents.
+    """Find the bounds of documents packed the way transformers' collators pack them: positions restart inside a row.
 
     Args:
         position_ids: ``[N]``, ``[1, N]`` or ``[B, N]``.
         x: tokens ``[B, N, ...]``.
 
     Returns:
-        ``cu_seqlens`` of the rows laid end to end, ``[S + 1]``; None where every row is one document.
+        ``cu_seqlens`` ``[S + 1]`` of the concatenated rows; None if every row is one document.
     """
     if position_ids.shape[-1] != x.shape[1]:
         return None
@@ -87,10 +83,14 @@ def packed_bounds(position_ids: Tensor, x: Tensor) -> Tensor | None:
 
 
 def changed_bounds(documents: Tensor, x: Tensor) -> Tensor | None:
-    """Do the same for the number of each token's document, ``[N]`` or ``[B, N]``.
+    """Find the bounds of documents from the number of each token's document; see :func:`packed_bounds`.
+
+    Args:
+        documents: ``[N]`` or ``[B, N]``; a new document begins where the number changes.
+        x: tokens ``[B, N, ...]``.
 
     Raises:
-        ValueError: for numbers of a different shape than the tokens.
+        ValueError: if the numbers do not have the shape of the tokens.
     """
     if documents.shape not in (x.shape[:2], x.shape[1:2]):
         raise ValueError(f"seq_idx {list(documents.shape)} does not fit tokens {list(x.shape[:2])}")
@@ -99,7 +99,7 @@ def changed_bounds(documents: Tensor, x: Tensor) -> Tensor | None:
 
 
 def _bounds(starts: Tensor) -> Tensor | None:
-    """Bounds of documents that begin at the rows' first tokens, and wherever ``starts`` ``[B, N - 1]`` says after it."""
+    """Compute bounds of documents that begin at the first token of each row and where ``starts`` ``[B, N - 1]`` is True."""
     if not bool(starts.any()):
         return None
     firsts = F.pad(starts, (1, 0), value=True).flatten()

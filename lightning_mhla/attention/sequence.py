@@ -1,4 +1,4 @@
-"""Sequences that several processes share: which tokens are whose."""
+"""Assignment of the tokens of one sequence to several processes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceShare:
-    """The stretch of a sequence that this process holds; the other processes of the group hold the rest, in order.
+    """Part of a sequence that this process holds. The processes of the group hold consecutive parts, in order of rank.
 
-    Stretches are whole blocks, as evenly many as there are.
+    Parts consist of complete blocks, distributed as evenly as possible.
 
     Args:
-        group: the processes.
-        tokens: N of the whole sequence.
-        block_size: tokens in a block.
+        group: process group.
+        tokens: number of tokens of the complete sequence.
+        block_size: number of tokens in a block.
 
     Raises:
-        ValueError: when there are fewer blocks than processes.
+        ValueError: if there are fewer blocks than processes.
     """
 
     group: dist.ProcessGroup
@@ -38,48 +38,48 @@ class SequenceShare:
 
     @property
     def processes(self) -> int:
-        """Their number."""
+        """Number of processes in the group."""
         return dist.get_world_size(self.group)
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """First token of each process, and N."""
+        """First token of each process, followed by the number of tokens."""
         return share_tokens(self.tokens, self.processes, block_size=self.block_size)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each process."""
+        """Number of tokens of each process."""
         return [end - start for start, end in pairwise(self.bounds)]
 
     @property
     def start(self) -> int:
-        """This process's first token."""
+        """First token of this process."""
         return self.bounds[dist.get_rank(self.group)]
 
     @property
     def end(self) -> int:
-        """The first token after this process's."""
+        """First token after the part of this process."""
         return self.bounds[dist.get_rank(self.group) + 1]
 
     @property
     def weight(self) -> float:
-        """Weight of this process's mean: the weighted means averaged over the processes give the mean over all tokens."""
+        """Weight of this process: the average over processes of weight times local mean is the mean over all tokens."""
         return (self.end - self.start) * self.processes / self.tokens
 
     def of(self, whole: Tensor) -> Tensor:
-        """This process's tokens of a batch of whole sequences ``[B, N, ...]``."""
+        """Return the tokens of this process from a batch of complete sequences ``[B, N, ...]``."""
         return whole[:, self.start : self.end]
 
     def agree(self, *batch: Tensor) -> None:
-        """Put the first process's numbers in the place of all others', so that all hold parts of the same sequences.
+        """Overwrite tensors with those of the first process, so that all processes hold parts of the same sequences.
 
-        They are the same but where one process alone skipped a broken sample, or reads other data.
+        They differ only if one process skipped a broken sample or reads different data.
         """
         for tensor in batch:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of every process's ``value``, without a gradient; every process of the group calls it."""
+        """Average ``value`` over the group, without gradient. Every process of the group must call this method."""
         value = value.detach().clone()
         dist.all_reduce(value, group=self.group)
         return value / self.processes

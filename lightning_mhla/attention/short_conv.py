@@ -1,4 +1,4 @@
-"""A short causal convolution over the tokens, with a state for generation."""
+"""Short causal convolution over the tokens, with a state for generation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution over the tokens.
+    """Causal depthwise convolution over the tokens, optionally over packed sequences.
 
     Args:
         channels: number of channels of a token.
-        taps: tokens that an output depends on, its own included.
-        bias: whether there is one.
+        taps: number of tokens that an output depends on, including its own.
+        bias: whether a bias is added.
     """
 
     def __init__(self, channels: int, taps: int, bias: bool) -> None:
@@ -26,24 +26,24 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform weights, as those of torch's convolutions; a bias of 0."""
+        """Draw uniform weights in the range that torch's convolutions use; set the bias to 0."""
         nn.init.uniform_(self.weight, -(self.taps**-0.5), self.taps**-0.5)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     @torch.no_grad()
     def pass_through(self) -> None:
-        """Let outputs be inputs, to begin with."""
+        """Set the weights so that the output equals the input."""
         nn.init.zeros_(self.weight)
         self.weight[-1] = 1.0
 
     def forward(self, x: Tensor, last: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """``[B, N, channels]`` to the same shape.
+        """Convolve tokens ``[B, N, channels]``; the output has the same shape.
 
         Args:
-            x: the tokens.
-            last: ``[B, taps - 1, channels]``, those before; None for zeros.
-            positions: ``[N]``, of tokens in their packed sequence; None for one sequence in each row.
+            x: tokens.
+            last: ``[B, taps - 1, channels]``, the tokens before ``x``; None for zeros.
+            positions: ``[N]``, position of each token in its packed sequence; None for one sequence per row.
         """
         tokens, weight = x.shape[1], self.weight.to(x.dtype)
         x = F.pad(x, (0, 0, self.taps - 1, 0)) if last is None else torch.cat([last.to(x.dtype), x], 1)
@@ -56,7 +56,7 @@ class ShortConvolution(nn.Module):
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
     def carry(self, x: Tensor, last: Tensor | None, counts: Sequence[int]) -> Tensor:
-        """``last`` for the tokens after ``x``, of which each row has ``counts`` real ones."""
+        """Return ``last`` for the tokens that follow ``x``, of which row i has ``counts[i]`` non-padding ones."""
         last = x.new_zeros(len(x), self.taps - 1, x.shape[-1]) if last is None else last
         x = torch.cat([last.to(x.dtype), x], 1)
         if len(set(counts)) == 1:

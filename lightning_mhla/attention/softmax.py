@@ -1,4 +1,4 @@
-"""Softmax attention: the baseline of quadratic cost."""
+"""Softmax attention: a baseline of quadratic cost."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class KeyValueState:
     """Keys and values of all tokens so far.
 
     Attributes:
-        lengths: tokens so far in each row.
-        keys: ``[B, capacity, H, Dk]``, turned by their positions.
+        lengths: number of tokens so far in each row.
+        keys: ``[B, capacity, H, Dk]``, after rotary embedding.
         values: ``[B, capacity, H, Dv]``.
     """
 
@@ -35,18 +35,18 @@ class KeyValueState:
     values: Tensor
 
     def select(self, rows: Tensor) -> KeyValueState:
-        """The state of other rows, ``rows`` being indices."""
+        """Return the state of the rows with indices ``rows``."""
         lengths = tuple(self.lengths[row] for row in rows.tolist())
         index = rows.to(self.keys.device)
         return KeyValueState(lengths, self.keys.index_select(0, index), self.values.index_select(0, index))
 
     @property
     def bytes(self) -> int:
-        """Memory of the keys and values, spare room included."""
+        """Memory of keys and values in bytes, including unused capacity."""
         return sum(x.numel() * x.element_size() for x in (self.keys, self.values))
 
     def append(self, keys: Tensor, values: Tensor, counts: Sequence[int]) -> KeyValueState:
-        """The state with ``counts`` more tokens in each row; room is doubled where it ends, and written in place."""
+        """Append ``counts[i]`` tokens to row i. The buffers are written in place, and doubled if full."""
         after = tuple(before + count for before, count in zip(self.lengths, counts, strict=True))
         room = self.keys.shape[1]
         if max(after) > room:
@@ -64,7 +64,7 @@ class KeyValueState:
 
 
 class SoftmaxAttention(Attention, kind="softmax"):
-    """``softmax(q k^T / sqrt(Dk)) v`` through torch's fused kernels; arguments as for :class:`Attention`."""
+    """Softmax attention ``softmax(q k^T / sqrt(Dk)) v`` by torch's fused kernels. Arguments as for :class:`Attention`."""
 
     handles = ("key_mask", "rotary", "cu_seqlens", "share")
     unused = (*MIXING_OPTIONS, "normalize", "feature_map", "output_norm")
@@ -73,7 +73,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
 
     @override
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Attend; packed sequences are processed one by one (``cu_seqlens`` is read back)."""
+        """Compute the outputs. Packed sequences are processed one by one, so ``cu_seqlens`` is copied to the CPU."""
         q, k = inputs.turned
         v, key_mask, cu_seqlens = inputs.v, inputs.key_mask, inputs.cu_seqlens
         if inputs.share is not None:
@@ -88,9 +88,9 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return hide_rows(out, key_mask)
 
     def _attend_shared(self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare) -> Tensor:
-        """Every process gathers the keys and values of all; their gradients are summed in float32.
+        """Compute the outputs of a shared sequence: gather keys and values of all processes, sum their gradients in float32.
 
-        Where torch has no fused kernel, a mask of these tokens times all is made.
+        Without a fused kernel of torch, the mask has local tokens times all tokens.
         """
         wide = torch.promote_types(k.dtype, torch.float32)
         k, v = (gather_shares(x, 1, share.lengths, share.group, wide)[:, : share.end].to(x.dtype) for x in (k, v))
@@ -133,18 +133,18 @@ class SoftmaxAttention(Attention, kind="softmax"):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count the square of the tokens, half of it if causal."""
+        """Count all pairs of tokens, or half of them if causal."""
         pairs = tokens * (tokens + 1) / 2 if self.causal else tokens**2
         return 2.0 * self.heads * pairs * (self.key_width + self.value_width)
 
     def _scaled(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """``[B, N, H, Dv]``; keys and values may have fewer heads."""
+        """Compute scaled dot-product attention ``[B, N, H, Dv]``; keys and values may have fewer heads."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         grouped = self.heads != self.key_value_heads
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options).transpose(1, 2)
 
     def _visible(self, q: Tensor, key_mask: Tensor | None) -> Tensor | None:
-        """``[B, 1, N, N]`` mask when keys are hidden; hidden queries see themselves, so that no row is empty."""
+        """Build a mask ``[B, 1, N, N]`` if keys are hidden. Hidden queries attend to themselves, so that no row is empty."""
         if key_mask is None:
             return None
         tokens = q.shape[1]

@@ -1,4 +1,4 @@
-"""Attention by key-value summaries of blocks: what mhla and linear attention share, all but the coefficients."""
+"""Base of the kinds that attend to key-value summaries of blocks: mhla and linear."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_mhla.attention.layout import BlockLayout, Placement
 from lightning_mhla.attention.lepe import hide_rows
 
 EPS, SANA_EPS = 1e-6, 1e-15
-"""Added to the normaliser: the operator's own, and that of diffusers' ``SanaLinearAttnProcessor2_0``."""
+"""Terms added to the normalizer: the operator's own, and that of diffusers' ``SanaLinearAttnProcessor2_0``."""
 
 
 class SummaryAttention(Attention):
-    """The operator with the coefficients and blocks of :meth:`coefficients`; arguments as for :class:`Attention`."""
+    """Attention by the operator, with the coefficients of :meth:`coefficients`. Arguments as for :class:`Attention`."""
 
     handles: ClassVar[tuple[str, ...]] = ("key_mask", "rotary", "cu_seqlens", "share")
 
@@ -38,17 +38,17 @@ class SummaryAttention(Attention):
         self.features = LearnedFeatures(heads, self.key_width) if config.feature_map == "learned" else None
 
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
-        """Coefficients for the operator, and its blocks by name.
+        """Return the mixing coefficients, and the operator's keyword arguments that describe the blocks.
 
         Args:
             q: mapped queries ``[B, N, H, Dk]``.
-            placement: places of the tokens; None for those of the last :meth:`fit`.
+            placement: permutation of the tokens; None for that of the last :meth:`fit`.
         """
         raise NotImplementedError
 
     @override
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """Apply the operator; processes that share a sequence exchange summaries."""
+        """Apply the operator. Processes that share a sequence exchange summaries."""
         if self._normalizes_before_rotary(inputs):
             return self._attend_normalized(inputs)
         q, k, mixing, options = self._operands(inputs)
@@ -66,7 +66,7 @@ class SummaryAttention(Attention):
         return self.config.normalize and inputs.rotary is not None and self.features is None
 
     def _attend_normalized(self, inputs: AttentionInputs) -> Tensor:
-        """Outputs without normaliser, divided by the mixed sum of the weights before rotary turns queries and keys."""
+        """Compute outputs without normalizer, and divide them by the mixed sum of the weights before rotary embedding."""
         q, k, mixing, options = self._operands(inputs)
         plain_q, plain_k, _, plain = self._operands(replace(inputs, rotary=None))
         eps = plain.pop("eps")
@@ -94,12 +94,12 @@ class SummaryAttention(Attention):
         return mhla_prefill(q, k, v, mixing, lengths=counts, state=state, **options)
 
     def summary_flops(self, tokens: int, chunk: float | None, mixed: float) -> float:
-        """Operations of making and reading summaries, of mixing them, and of the causal products inside a block.
+        """Count the operations of building, mixing and reading summaries, and of the causal products inside blocks.
 
         Args:
             tokens: number of tokens of the sequence.
-            chunk: tokens of a causal block; None for bidirectional attention.
-            mixed: summaries that are added up for others, in all.
+            chunk: tokens in a causal block; None for bidirectional attention.
+            mixed: number of multiply-adds of complete summaries.
         """
         width = self.key_width if self.features is None else 2 * self.key_width
         summary = width * self.value_width
@@ -122,5 +122,5 @@ class SummaryAttention(Attention):
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, "eps": eps, **blocks}
 
     def normalizer_eps(self, inputs: AttentionInputs) -> float:
-        """Term that is added to the sum of a query's weights."""
+        """Return the term that is added to the sum of a query's weights."""
         return SANA_EPS if self.config.feature_map == "sana" else EPS

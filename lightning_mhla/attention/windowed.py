@@ -1,4 +1,4 @@
-"""MHLA with a softmax window: exact attention near by, mixed block summaries far away, one normaliser over both."""
+"""MHLA with a softmax window: exact attention to near tokens, mixed summaries of distant blocks, one normalizer for both."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lightning_mhla.attention.mhla import MHLA
 
 
 class FarWeight(nn.Module):
-    """Logarithm of a factor on the weights of far tokens, a number for each head.
+    """Learned logarithm, for each head, of a factor on the weights of distant tokens.
 
     Args:
-        heads: their number.
-        start: value at the start.
+        heads: number of heads.
+        start: initial value.
     """
 
     def __init__(self, heads: int, start: float) -> None:
@@ -36,15 +36,15 @@ class FarWeight(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Back to the start."""
+        """Set all values to the initial one."""
         nn.init.constant_(self.weight, self.start)
 
 
 class WindowedMHLA(MHLA, kind="mhla_window"):
-    """Softmax over the own and the previous block, MHLA over all before; arguments as for :class:`Attention`. Causal.
+    """Causal softmax over the current and the previous block, MHLA over earlier ones. Arguments as for :class:`Attention`.
 
-    :func:`mhla_kernels.mhla_window_attention` has the definition. Its features are those of queries and keys that rotary has
-    turned. ``feature_map`` is ``relu`` or ``sana`` (both ``relu(x)``: nothing is added, since near tokens keep the sum of
+    :func:`mhla_kernels.mhla_window_attention` has the definition. The feature map is applied after rotary embedding.
+    ``feature_map`` is ``relu`` or ``sana`` (both ``relu(x)``: nothing is added, since near tokens keep the sum of
     weights above zero), ``elu``, ``softplus`` or ``learned``; ``identity`` is not supported, because weights must not be
     negative. ``far`` is a learned number for each head (:class:`FarWeight`), to which ``learned`` adds the logarithm of the
     query's largest feature, by which it divides them. Weights always sum to 1, whatever ``normalize`` says.
@@ -67,7 +67,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         self.far = FarWeight(heads, -math.log(2 * self.key_width) if learned else -0.5 * math.log(self.key_width))
 
     def _parts(self, inputs: AttentionInputs) -> dict[str, Any]:
-        """Tensors of the operator, by the names of its arguments."""
+        """Compute the operator's tensors, by argument name."""
         q, k = inputs.turned
         every = k.repeat_interleave(self.heads // k.shape[2], 2)
         far = self.far.weight.float().expand(q.shape[:3])
@@ -108,7 +108,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Count the pairs of near tokens, too."""
+        """Add the pairs of near tokens to the operations on summaries."""
         near = 1.5 * self.layout.num_tokens / self.layout.num_blocks
         pairs = 2.0 * self.heads * tokens * near * (self.key_width + self.value_width)
         return pairs + self.summary_flops(tokens, None, self.summaries_mixed(tokens))

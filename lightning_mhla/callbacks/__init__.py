@@ -1,4 +1,4 @@
-"""Callbacks of every domain."""
+"""Lightning callbacks that the tasks of all domains share."""
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
 from lightning_mhla.callbacks.curves import LearningCurves

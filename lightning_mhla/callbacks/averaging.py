@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, sharded where they are."""
+"""Exponential moving average of the weights, with the same sharding as the weights."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_mhla.system.torch_private import foreach_add_, foreach_copy_, for
 class ExponentialMovingAverage(Callback):
     """Average the trained weights after each optimiser step.
 
-    Validation and the checkpoint's ``state_dict`` use the average; ``current_model_state`` holds the weights as they are
-    trained. Under FSDP2 every process averages its own share. The names in the checkpoint are those of Lightning's
-    ``EMAWeightAveraging``, which copies the module and so refuses sharded weights; buffers are not averaged.
+    Validation and the checkpoint's ``state_dict`` use the average; ``current_model_state`` in the checkpoint holds the trained
+    weights. Under FSDP2 each process averages its own shards. The names in the checkpoint are those of Lightning's
+    ``EMAWeightAveraging``, which copies the module and therefore does not support sharded weights. Buffers are not averaged.
 
     Args:
-        decay: share of the old average that is kept at each step; or a function that returns it, called at each step.
+        decay: weight of the previous average at each step, or a function that returns it and is called at each step.
     """
 
     def __init__(self, decay: float | Callable[[], float]) -> None:
@@ -33,58 +33,63 @@ class ExponentialMovingAverage(Callback):
         self._steps = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the average of an earlier fit: outside of one, weights are what was loaded."""
+        """Discard the average of an earlier fit; outside a fit the module keeps the loaded weights."""
         self._average, self._updated, self._steps = {}, 0, 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start from the weights as they are, unless a checkpoint brought an average."""
+        """Start the average with the current weights, unless it was loaded from a checkpoint."""
         if not self._average:
             self._average = _copies(pl_module)
         weights = dict(pl_module.named_parameters())
         self._average = {name: tensor.to(weights[name].device) for name, tensor in self._average.items()}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the average, if the optimiser made a step."""
-        if trainer.global_step <= self._updated:
+        """Update the average if the optimiser made a step."""
+        if trainer.global_step <= self._updated:  # a batch that only accumulates gradients
             return
         self._updated = trainer.global_step
-        ours, theirs = self._pairs(pl_module)
+        averages, weights = self._pairs(pl_module)
         if self._steps:
             decay = self.decay() if callable(self.decay) else self.decay
-            foreach_mul_(ours, decay)
-            foreach_add_(ours, theirs, alpha=1 - decay)
-        else:
-            foreach_copy_(ours, theirs)
+            foreach_mul_(averages, decay)
+            foreach_add_(averages, weights, alpha=1 - decay)
+        else:  # the first step replaces the untrained weights, which would otherwise stay in the average
+            foreach_copy_(averages, weights)
         self._steps += 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the average in the module."""
-        ours, theirs = self._pairs(pl_module)
-        foreach_copy_(theirs, ours)
+        """Copy the average to the module."""
+        averages, weights = self._pairs(pl_module)
+        foreach_copy_(weights, averages)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validate the average."""
+        """Exchange the weights for the average before validation."""
         self._swap(pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Train on with the weights."""
+        """Restore the trained weights after validation."""
         self._swap(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step of the last update."""
+        """Return the optimiser step of the last update."""
         return {"latest_update_step": self._updated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The step of the last update."""
+        """Restore the optimiser step of the last update."""
         self._updated = state_dict["latest_update_step"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put the average in ``state_dict``, and the weights beside it; whole tensors where the strategy saves those."""
+        """Store the average in ``state_dict`` and the trained weights beside it, as full tensors if the strategy saves those.
+
+        Collective for sharded weights that are saved as full tensors: every process gathers them.
+        """
         if not self._average:
             return
         live = checkpoint["state_dict"]
+        # A sharded checkpoint holds DTensors; a full one was gathered already, so the average has to be gathered too.
         shards = any(is_shard(value) for value in live.values())
         whole = {name: value if shards else _whole(value) for name, value in self._average.items()}
+        # state_dict lists a shared parameter under each of its names, the average only under the first.
         names = {id(parameter): name for name, parameter in pl_module.named_parameters()}
         shared = {name: names[id(p)] for name, p in pl_module.named_parameters(remove_duplicate=False)}
         checkpoint["state_dict"] = {name: whole.get(shared.get(name, name), value) for name, value in live.items()}
@@ -92,7 +97,10 @@ class ExponentialMovingAverage(Callback):
         checkpoint["averaging_state"] = {"n_averaged": torch.tensor(self._steps)}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take the average from the module, which has been given ``state_dict``, and give it the weights."""
+        """Restore the average and the trained weights when a fit resumes.
+
+        ``state_dict`` was loaded into the module before, so the average is copied from there.
+        """
         if trainer.state.fn != "fit":
             return
         self._average = _copies(pl_module)
@@ -102,7 +110,7 @@ class ExponentialMovingAverage(Callback):
 
     @contextmanager
     def average_weights(self, pl_module: LightningModule) -> Iterator[None]:
-        """Inside, the module has the averaged weights; afterwards its own again."""
+        """Use the averaged weights in the module inside a ``with`` block, and restore its own weights on exit."""
         self._swap(pl_module)
         try:
             yield
@@ -111,17 +119,17 @@ class ExponentialMovingAverage(Callback):
 
     def _swap(self, pl_module: LightningModule) -> None:
         if self._average:
-            ours, theirs = self._pairs(pl_module)
-            kept = [tensor.clone() for tensor in ours]
-            foreach_copy_(ours, theirs)
-            foreach_copy_(theirs, kept)
+            averages, weights = self._pairs(pl_module)
+            previous_averages = [tensor.clone() for tensor in averages]
+            foreach_copy_(averages, weights)
+            foreach_copy_(weights, previous_averages)
 
     def _pairs(self, pl_module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
-        """This process's share of the average and of the weights."""
+        """Return this process's shards of the average and of the weights, in the same order."""
         _reshard(pl_module)
         weights = dict(pl_module.named_parameters())
-        ours = [_local(tensor) for tensor in self._average.values()]
-        return ours, [_local(weights[name].detach()) for name in self._average]
+        averages = [_local(tensor) for tensor in self._average.values()]
+        return averages, [_local(weights[name].detach()) for name in self._average]
 
 
 def _copies(pl_module: LightningModule) -> dict[str, Tensor]:
@@ -130,7 +138,7 @@ def _copies(pl_module: LightningModule) -> dict[str, Tensor]:
 
 
 def _reshard(pl_module: LightningModule) -> None:
-    """Have FSDP2 give its parameters back in shards, where a forward pass alone left them whole."""
+    """Free the full parameters that FSDP2 keeps after a forward pass without a backward pass, and leave the shards."""
     for module in pl_module.modules():
         if is_sharded_module(module):
             module.reshard()
@@ -146,7 +154,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def evaluation_weights(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
-    """Inside, the module is in evaluation mode and has the averaged weights, if the run keeps an average."""
+    """Switch a module to evaluation mode, and to the averaged weights if the run keeps an average, inside a ``with`` block."""
     average = next((callback for callback in trainer.callbacks if isinstance(callback, ExponentialMovingAverage)), None)  # type: ignore[attr-defined]
     training = pl_module.training
     pl_module.eval()

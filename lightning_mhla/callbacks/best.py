@@ -1,4 +1,4 @@
-"""The best checkpoints of a run: other names of states that ``Recovery`` writes, known again after a resume or a move."""
+"""Best checkpoints of a run, as second names of the states that ``Recovery`` writes, also after a resume or a move."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """A path that a ModelCheckpoint wants the present state written to."""
+    """Request of a ModelCheckpoint to write the current state to a path.
+
+    Attributes:
+        callback: the ModelCheckpoint.
+        path: path or URL of the checkpoint.
+    """
 
     callback: ModelCheckpoint
     path: str
 
 
 class BestCheckpoints:
-    """Collects what ModelCheckpoints want to write and to remove, until every callback of the moment has acted.
+    """Collected requests of ModelCheckpoints to write and to remove files, until all callbacks of a step have run.
 
-    One state is then written, and the paths become other names of it. That state lists the names and removals too: should the
-    process die in between, the start that resumes from it completes them.
+    Then a single state is written, and the requested paths become second names of it. This state also lists the names and
+    removals: if the process dies before it completes them, the run that resumes from the state does so.
     """
 
     def __init__(self) -> None:
@@ -44,15 +49,15 @@ class BestCheckpoints:
         """Optimiser step of the last validation."""
 
     def adopt(self, trainer: Trainer) -> None:
-        """Take over the writing for all ModelCheckpoints of a trainer."""
+        """Collect the requests of all ModelCheckpoints of a trainer instead of letting them write."""
         self.release()
-        self._callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        self._callbacks = [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)]
         for callback in self._callbacks:
             outdated = partial(self._is_outdated, callback)
             defer_saves(callback, partial(self._want, callback), self._removals.append, self._is_pending, outdated)
 
     def release(self) -> None:
-        """Let the ModelCheckpoints write by themselves again."""
+        """Let the ModelCheckpoints write their files themselves again."""
         for callback in self._callbacks:
             stop_deferring(callback)
         self._callbacks, self._requests, self._removals = [], [], []
@@ -61,7 +66,10 @@ class BestCheckpoints:
         return any(request.path == path for request in self._requests)
 
     def _is_outdated(self, callback: ModelCheckpoint, trainer: Trainer) -> bool:
-        """Training may end inside an epoch, without a validation of its last weights."""
+        """Whether a callback monitors a validation that is older than the current weights.
+
+        This happens if training ends inside an epoch, without a validation of its last weights.
+        """
         validates = str(callback.monitor).startswith("val/")
         return validates and ended_inside_epoch(trainer) and self.validated_step != trainer.global_step
 
@@ -70,34 +78,46 @@ class BestCheckpoints:
 
     @property
     def wanted(self) -> bool:
-        """Whether a ModelCheckpoint wants the present state."""
+        """Whether a ModelCheckpoint requests the current state."""
         return bool(self._requests)
 
     def name_last(self, last: Path) -> None:
-        """Tell the ModelCheckpoints where the latest state is, before they are saved with it.
+        """Set the path of the latest state in all ModelCheckpoints, before their own state is saved with it.
 
-        One that writes to a folder of its own and has ``save_last`` gets a name for it there.
+        A ModelCheckpoint with ``save_last`` and a different folder gets a second name of the state in its folder.
+
+        Args:
+            last: path of the latest state.
         """
         for callback in self._callbacks:
             callback.last_model_path = str(last)
-            own = os.path.join(str(callback.dirpath), f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}")
-            if callback.save_last and os.path.abspath(own) != os.path.abspath(last):
-                callback.last_model_path = own
-                self._want(callback, own)
+            last_in_folder = os.path.join(
+                str(callback.dirpath), f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+            )
+            if callback.save_last and os.path.abspath(last_in_folder) != os.path.abspath(last):
+                callback.last_model_path = last_in_folder
+                self._want(callback, last_in_folder)
 
     def plan(self, folder: Path) -> dict[str, list[str]]:
-        """Names to give to the present state and files to remove, relative to the folder of checkpoints; plain values."""
+        """Return the names to give to the current state and the files to remove, for storage in the state itself.
+
+        Args:
+            folder: folder of the run's checkpoints.
+
+        Returns:
+            Lists of paths relative to ``folder`` under the keys ``names`` and ``removals``; paths elsewhere are left out.
+        """
         names = [request.path for request in self._requests if _is_second_name(request)]
         return {"names": _inside(names, folder), "removals": _inside(self._removals, folder)}
 
     def finish(self, trainer: Trainer, state: Path | None) -> None:
-        """Give the names to the state that was just written, and remove what is no longer among the best.
+        """Give the requested names to the state that was just written, and remove files that are no longer among the best.
 
-        Every process calls it.
+        Collective: call it on every process.
 
         Args:
             trainer: trainer of the run.
-            state: where the state is; None to write every path by itself.
+            state: path of the state; None to write a separate checkpoint to each requested path.
         """
         requests, removals = self._requests, list(self._removals)
         self._requests = []
@@ -120,22 +140,23 @@ def _is_second_name(request: Request) -> bool:
 
 
 def _inside(paths: Iterable[str], folder: Path) -> list[str]:
-    """Paths relative to a folder, of those that lie below it once links are followed."""
+    """Return the paths that lie below a folder after links are followed, relative to it."""
     inside = [path for path in paths if "://" not in path and lies_in(Path(path).parent, folder)]
     relative = [os.path.relpath(path, folder) for path in inside]
     return [path for path in relative if not path.startswith("..")]
 
 
 def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
-    """Carry out what :meth:`BestCheckpoints.plan` said, where the process that wrote the state could not.
+    """Complete the plan of a process that died between writing a state and naming it.
 
-    Nothing outside the folder is touched, whatever a checkpoint lists.
+    Files outside the folder are never touched, even if the checkpoint lists them.
 
     Args:
-        plan: the plan.
-        state: path of the checkpoint that holds it.
+        plan: result of :meth:`BestCheckpoints.plan`.
+        state: path of the checkpoint that contains it.
         folder: folder of the run's checkpoints.
     """
+    # The plan comes from a file that may have been edited, so its paths are checked here again.
     names, removals = (_inside([str(folder / path) for path in plan[key]], folder) for key in ("names", "removals"))
     for name in names:
         if not (folder / name).exists():
@@ -146,7 +167,7 @@ def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
 
 
 def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
-    """Whether a ModelCheckpoint can have written a path: a checkpoint below its folder, links and ``..`` followed."""
+    """Whether a ModelCheckpoint can have written a path: a checkpoint below its folder, after links and ``..`` are resolved."""
     folder = str(callback.dirpath)
     if "://" in path or "://" in folder:
         return path.startswith(folder) and ".." not in path.split("/")
@@ -154,21 +175,25 @@ def _is_written_by(callback: ModelCheckpoint, path: str) -> bool:
 
 
 def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[str] = ()) -> dict[str, Any]:
-    """The state of a ModelCheckpoint with its paths in the present folder, and without files that are gone or lie elsewhere.
+    """Adapt the state of a ModelCheckpoint to the current folder, without files that are missing or that it cannot have made.
 
     Lightning drops the state where the text of the folder differs: a relative path, a moved run, a new version of a logger.
-    A ModelCheckpoint removes what is no longer among its best, so files that it cannot have written do not count either.
+    A ModelCheckpoint removes files that are no longer among its best. A state that lists files elsewhere would let it delete
+    them, so they are dropped.
 
     Args:
         state: state from a checkpoint.
-        callback: takes the state.
-        gone: paths in the present folder that do not exist.
+        callback: the ModelCheckpoint that will load the state.
+        gone: paths in the current folder that do not exist.
+
+    Returns:
+        A changed copy of the state.
     """
-    before, now, gone = str(state["dirpath"]), str(callback.dirpath), set(gone)
+    old_folder, new_folder, gone = str(state["dirpath"]), str(callback.dirpath), set(gone)
 
     def moved(path: str) -> str:
-        inside = path and "://" not in path and not os.path.relpath(path, before).startswith("..")
-        return os.path.join(now, os.path.relpath(path, before)) if inside else path
+        inside = path and "://" not in path and not os.path.relpath(path, old_folder).startswith("..")
+        return os.path.join(new_folder, os.path.relpath(path, old_folder)) if inside else path
 
     scores = {moved(path): score for path, score in state["best_k_models"].items()}
     best, kth = moved(state["best_model_path"]), moved(state["kth_best_model_path"])
@@ -176,6 +201,7 @@ def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[st
     scores = {path: score for path, score in scores.items() if path not in gone}
     changed: dict[str, Any] = {"dirpath": callback.dirpath, "best_k_models": scores}
     changed |= {"last_model_path": moved(state["last_model_path"]), "kth_best_model_path": kth, "best_model_path": best}
+    # With fewer than save_top_k files left there is no k-th best: the next checkpoint is then saved whatever its score.
     if best in gone or kth in gone:
         better, worse = (min, max) if callback.mode == "min" else (max, min)
         best = better(scores, key=lambda path: float(scores[path])) if scores else ""
@@ -185,15 +211,22 @@ def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[st
 
 
 def relocate_all(trainer: Trainer, states: dict[str, Any]) -> None:
-    """Relocate the states of all ModelCheckpoints in a checkpoint, in place; every process calls it."""
+    """Relocate the states of all ModelCheckpoints in a checkpoint, in place.
+
+    Collective: call it on every process.
+
+    Args:
+        trainer: trainer of the run.
+        states: states of all callbacks in the checkpoint, by their keys.
+    """
     for callback in trainer.checkpoint_callbacks:
         state = states.get(callback.state_key)
         if not isinstance(callback, ModelCheckpoint) or not isinstance(state, dict) or "best_k_models" not in state:
             continue
-        here = relocate(state, callback)
-        paths = {here["best_model_path"], *here["best_k_models"]} - {""}
+        relocated = relocate(state, callback)
+        paths = {relocated["best_model_path"], *relocated["best_k_models"]} - {""}
         gone = [path for path in sorted(paths) if "://" not in path and not Path(path).exists()]
-        gone = trainer.strategy.broadcast(gone)
+        gone = trainer.strategy.broadcast(gone)  # a network file system may show different files to different machines
         if gone and trainer.is_global_zero:
-            log.info("no longer there, so they do not count among the best checkpoints: %s", ", ".join(gone))
+            log.info("these files no longer exist and are removed from the best checkpoints: %s", ", ".join(gone))
         states[callback.state_key] = relocate(state, callback, gone)

@@ -1,4 +1,4 @@
-"""Stops, or skips, a step whose loss or gradients are not finite, before it reaches the weights, and says where it began."""
+"""Detection of non-finite losses and gradients before an optimiser step, and search for the module that causes them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ log = logging.getLogger(__name__)
 
 
 class FiniteWatch(Callback):
-    """Checks the loss and the norm of all gradients before each optimiser step.
+    """Check the loss and the norm of all gradients before each optimiser step.
 
-    When one of them is NaN or infinite, the batch runs again with hooks on every module. The message names the first module
-    with a non-finite output or, in the backward pass, the last one with a non-finite gradient. All processes decide alike.
+    If one of them is NaN or infinite, the batch runs again with hooks on every module. The message names the first module with
+    a non-finite output or, in the backward pass, the module where the gradient stops being finite. All processes take the same
+    decision.
 
     Args:
-        action: ``stop`` the run, or ``skip`` the optimiser step: weights and optimiser stay as they are, the data and the
-            learning rate continue.
-        max_skipped: steps that are skipped in all before the run stops.
+        action: ``stop`` to stop the run, or ``skip`` to skip the optimiser step: the weights and the optimiser stay unchanged,
+            and the data and the learning rate advance.
+        max_skipped: total number of steps that may be skipped before the run stops.
     """
 
     def __init__(self, action: Literal["stop", "skip"] = "stop", max_skipped: int = 10) -> None:
@@ -44,38 +45,42 @@ class FiniteWatch(Callback):
         self._seen: list[tuple[Any, int, Tensor | None]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Count from zero."""
+        """Reset the number of skipped steps."""
         self.skipped, self._seen = 0, []
         self._agreement = Agreement() if stage == "fit" else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Remember the batch, until its gradients are used."""
+        """Store the batch until the optimiser step that uses its gradients."""
         self._seen.append((batch, batch_idx, None))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Remember its loss."""
+        """Store the loss of the current batch."""
         batch, batch_idx, _ = self._seen[-1]
         self._seen[-1] = (batch, batch_idx, loss.detach())
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Look.
+        """Check the losses of the accumulated batches and the norm of their gradients.
 
         Raises:
-            ValueError: when the run is to stop.
+            ValueError: if one of them is not finite and ``action`` is ``stop``, the weights are not finite already, or more
+                than ``max_skipped`` steps were skipped.
         """
         seen, self._seen = self._seen, []
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is made
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is created
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = get_total_norm(gradients)
         norm = norm.full_tensor() if is_shard(norm) else norm
         losses = [loss for _, _, loss in seen if loss is not None]
+        # One stacked tensor, so that the check synchronises with the accelerator only once per step.
         finite = torch.stack([norm.float(), *(loss.float() for loss in losses)]).isfinite().tolist()
         assert self._agreement is not None
+        # All processes must skip the same steps; otherwise their weights would diverge, and collectives would not match.
         wrong = self._agreement.any(*(not good for good in finite))
         if not any(wrong):
             return
-        first = next((i for i, bad in enumerate(wrong[1:]) if bad), len(seen) - 1)  # the same batch on all processes
+        # The votes make this index equal on all processes, which then repeat the same batch together.
+        first = next((i for i, bad in enumerate(wrong[1:]) if bad), len(seen) - 1)
         batch, batch_idx, loss = seen[first]
         what = (
             f"the loss is {float(loss)}" if loss is not None and not loss.isfinite() else "the gradient is not finite"
@@ -84,8 +89,8 @@ class FiniteWatch(Callback):
         message = f"{what} at step {trainer.global_step}: {where}"
         if self.action == "stop" or "the weights hold" in where:
             raise ValueError(
-                f"{message}. The weights are as they were before this step; lower the learning rate, warm up longer, clip "
-                "gradients (trainer.gradient_clip_val), or leave such steps out: "
+                f"{message}. The weights are unchanged by this step; lower the learning rate, warm up longer, clip "
+                "gradients (trainer.gradient_clip_val), or skip such steps: "
                 "--trainer.callbacks+=lightning_mhla.callbacks.FiniteWatch --trainer.callbacks.action=skip"
             )
         self.skipped += 1
@@ -97,30 +102,37 @@ class FiniteWatch(Callback):
                 parameter.grad = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log how many steps were skipped, if any."""
+        """Log the number of skipped steps, if there are any."""
         if self.skipped:
             pl_module.log("train/skipped_steps", float(self.skipped))
 
     def state_dict(self) -> dict[str, Any]:
-        """How many steps were skipped."""
+        """Return the number of skipped steps."""
         return {"skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """How many steps were skipped."""
+        """Restore the number of skipped steps."""
         self.skipped = int(state_dict["skipped"])
 
 
 def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> str | None:
-    """Where a step's numbers stop being finite: in the batch, a weight, a module's output, or a gradient.
+    """Repeat a training step to find where its numbers stop being finite.
 
-    None where they are finite when the step is repeated.
+    Collective: call it on every process, because a sharded forward pass needs all of them.
 
-    Every process calls it, since a sharded forward pass needs all of them.
+    Args:
+        trainer: trainer of the run.
+        module: module that is trained.
+        batch: batch of the step.
+        batch_idx: index of the batch in its epoch.
+
+    Returns:
+        Text that names the batch, the weight, the module or the gradient; None if all numbers are finite in the repetition.
     """
-    found = [name for name, value in _named(batch) if not _is_finite(value)]
-    wrong = [name for name, parameter in module.named_parameters() if not _is_finite(parameter.detach())]
+    bad_inputs = [name for name, value in _named(batch) if not _is_finite(value)]
+    bad_weights = [name for name, parameter in module.named_parameters() if not _is_finite(parameter.detach())]
     seeding = [callback for callback in trainer.callbacks if isinstance(callback, StepSeed)]  # type: ignore[attr-defined]
-    for seeds in seeding:
+    for seeds in seeding:  # the same dropout and the same mixing of samples as in the step that failed
         seeds.on_train_batch_start(trainer, module, batch, batch_idx)
     forward: list[str] = []
     backward: list[str] = []
@@ -129,10 +141,10 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
         output: Any = module.training_step(batch, batch_idx)
         loss = output["loss"] if isinstance(output, dict) else output
         loss.backward()
-    if found:
-        return f"the batch itself holds such numbers ({', '.join(found[:3])})"
-    if wrong:
-        return f"the weights hold such numbers already ({', '.join(wrong[:3])})"
+    if bad_inputs:
+        return f"the batch itself holds such numbers ({', '.join(bad_inputs[:3])})"
+    if bad_weights:
+        return f"the weights hold such numbers already ({', '.join(bad_weights[:3])})"
     if forward:
         return f"first in the output of {forward[0]}"
     if not loss.detach().isfinite():
@@ -143,7 +155,7 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
 
 
 def _everywhere(where: str | None, processes: int) -> str:
-    """The finding of the first process that has one."""
+    """Return the finding of the first process that has one, on every process."""
     answers: list[str | None] = [where]
     if processes > 1:
         answers = [None] * processes
@@ -168,7 +180,7 @@ def _is_finite(value: Tensor) -> bool:
 
 @contextmanager
 def _silent(module: LightningModule) -> Iterator[None]:
-    """Inside, the module logs nothing."""
+    """Disable logging of a module inside a ``with`` block."""
     nothing: Any = lambda *_, **__: None  # noqa: E731
     module.log, module.log_dict = nothing, nothing  # type: ignore[method-assign]
     try:
@@ -179,13 +191,13 @@ def _silent(module: LightningModule) -> Iterator[None]:
 
 @contextmanager
 def _watched(module: LightningModule, forward: list[str], backward: list[str], first_bad: list[str]) -> Iterator[None]:
-    """Inside, note which modules give outputs that are not finite, and where the gradients of outputs stop being so.
+    """Record the submodules with non-finite outputs, and where gradients stop being finite, inside a ``with`` block.
 
     Args:
         module: module whose submodules are all watched.
-        forward: gets names in the order of the forward pass.
-        backward: gets names while gradients of outputs are finite, in the order of the backward pass.
-        first_bad: gets the first name after that.
+        forward: receives the names of submodules with non-finite outputs, in the order of the forward pass.
+        backward: receives the names of submodules while gradients of outputs are finite, in the order of the backward pass.
+        first_bad: receives the name of the first submodule whose output has a non-finite gradient.
     """
 
     def note_gradient(name: str, gradient: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Reports memory at startup, and the duration of the run as soon as it is known."""
+"""Estimates of a run's memory and duration, printed at its start."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ GIB = 1 << 30
 
 
 class Forecast(Callback):
-    """Prints parameters, memory of each device and steps when training starts, then speed and time to finish.
+    """Print the number of parameters and steps and the memory per device when training starts, then speed and remaining time.
 
     Args:
-        warm_up_steps: optimiser steps that do not count for the speed.
-        measured_steps: optimiser steps that do.
+        warm_up_steps: optimiser steps before the speed is measured.
+        measured_steps: optimiser steps over which the speed is measured.
     """
 
     def __init__(self, warm_up_steps: int = 5, measured_steps: int = 20) -> None:
         if warm_up_steps < 0 or measured_steps < 1:
             raise ValueError(
-                f"warm_up_steps={warm_up_steps} and measured_steps={measured_steps} must be 0 and 1 or more"
+                f"warm_up_steps={warm_up_steps} must be at least 0, and measured_steps={measured_steps} at least 1"
             )
         self.warm_up_steps, self.measured_steps = warm_up_steps, measured_steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print what is known beforehand."""
+        """Print the number of parameters, the memory per device and the number of steps."""
         self._first = trainer.global_step
         self._clock: float | None = None
         self._said = False
@@ -53,7 +53,8 @@ class Forecast(Callback):
             self._paused += time.monotonic() - self._stopped
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Print the speed, once; with gradient accumulation several batches end at one optimiser step."""
+        """Print the speed once, after the measured steps."""
+        # Optimiser steps, not batches: under gradient accumulation several batches end at the same step.
         done = trainer.global_step - self._first
         if self._said or done < self.warm_up_steps:
             return
@@ -66,7 +67,12 @@ class Forecast(Callback):
                 self._print((now - self._clock) / (done - self._clock_step), trainer)
 
     def _print(self, each: float, trainer: Trainer) -> None:
-        """Print seconds per optimiser step and what is left."""
+        """Print the time per optimiser step and the remaining time.
+
+        Args:
+            each: seconds per optimiser step.
+            trainer: trainer of the run.
+        """
         left = steps_of_run(trainer) - trainer.global_step
         rest = f", {duration(each * left)} to go, validation aside" if math.isfinite(left) else ""
         text = f"{each:.3g} s a step{rest}" if each >= 1 else f"{1 / max(each, 1e-9):.3g} steps a second{rest}"
@@ -74,26 +80,31 @@ class Forecast(Callback):
 
 
 def needs(module: nn.Module, averages: bool, processes: int) -> str:
-    """Parameters, and bytes of each device for weights, gradients, optimiser and average; activations come on top.
+    """Describe the number of parameters, and the memory per device for weights, gradients, optimiser and average.
 
     Args:
-        module: sharded or not.
+        module: module with full or sharded parameters.
         averages: whether a moving average of the trained weights is kept.
-        processes: for the text.
+        processes: number of processes, for the text.
+
+    Returns:
+        One line of text. The memory does not include activations.
     """
-    every = list(module.parameters())
-    trained = [parameter for parameter in every if parameter.requires_grad]
-    local = sum(_local_bytes(parameter) for parameter in every)
+    parameters = list(module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    local = sum(_local_bytes(parameter) for parameter in parameters)
     trained_bytes = sum(_local_bytes(parameter) for parameter in trained)
     config = getattr(module, "optimizer_config", None)
     factored = config is not None and config.kind == "came"
     total, name = local + trained_bytes * (3 + averages), "CAME" if factored else "AdamW"
-    if factored:  # one moment of a matrix, not two
-        total -= sum(_local_bytes(parameter) for parameter in every if parameter.requires_grad and parameter.ndim == 2)
+    if factored:  # CAME stores one moment of a matrix, and only row and column statistics of the other
+        total -= sum(
+            _local_bytes(parameter) for parameter in parameters if parameter.requires_grad and parameter.ndim == 2
+        )
     parts = f"weights, gradients, {name}" + (", average" if averages else "")
     count = sum(parameter.numel() for parameter in trained)
     return (
-        f"{_short(sum(p.numel() for p in every))} parameters, {_short(count)} of them trained, on {processes} "
+        f"{_short(sum(p.numel() for p in parameters))} parameters, {_short(count)} of them trained, on {processes} "
         f"{'process' if processes == 1 else 'processes'}: {_memory(total)} each for {parts}; activations come on top"
     )
 
@@ -108,8 +119,8 @@ def _local_bytes(parameter: nn.Parameter) -> int:
 
 
 def _steps(trainer: Trainer) -> str:
-    steps, each = steps_of_run(trainer), steps_of_epochs(trainer, 1)
-    epoch = f"{int(each):,} steps an epoch" if math.isfinite(each) else "no epochs"
+    steps, epoch_steps = steps_of_run(trainer), steps_of_epochs(trainer, 1)
+    epoch = f"{int(epoch_steps):,} steps an epoch" if math.isfinite(epoch_steps) else "no epochs"
     end = f"{int(steps):,} in all" if math.isfinite(steps) else "without an end"
     done = f", {trainer.global_step:,} done" if trainer.global_step else ""
     return f"{epoch}, {end}{done}"
@@ -123,7 +134,11 @@ def _short(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: 2 d 3 h, 1 h 20 min, 4 min 10 s."""
+    """Format a duration in its two largest units, such as 2 d 3 h, 1 h 20 min or 4 min 10 s.
+
+    Args:
+        seconds: duration in seconds.
+    """
     whole = round(seconds)
     for unit, sign, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= unit:

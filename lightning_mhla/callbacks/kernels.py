@@ -1,4 +1,4 @@
-"""All processes of a run use the same kernels."""
+"""Agreement of all processes of a run on the kernels they use."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from mhla_kernels import agree_on_kernels
 
 
 class KernelAgreement(Callback):
-    """Use no kernel that any process has withdrawn.
+    """Disable on every process the kernels that any process has withdrawn, see :func:`mhla_kernels.agree_on_kernels`.
 
-    The processes agree after the first batch of each epoch or resumed run, and after each validation.
-
-    See :func:`mhla_kernels.agree_on_kernels`; with one process there is nothing to agree on.
+    The processes agree after the first batch of each epoch or resumed run, and after each validation. With one process the
+    callback does nothing.
     """
 
     def __init__(self) -> None:
@@ -22,13 +21,13 @@ class KernelAgreement(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """All processes train on equally many batches, so that all of them come here."""
+        """Agree after the first batch of an epoch. All processes call this, because they train on equally many batches."""
         if trainer.current_epoch != self._epoch:
             self._epoch = trainer.current_epoch
             self._agree(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation may use kernels of other sizes."""
+        """Agree after validation, which may use kernels for different sizes."""
         self._agree(trainer)
 
     def _agree(self, trainer: Trainer) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_mhla.callbacks.curves import CURVES
+from lightning_mhla.callbacks.points import draw_curves
 from lightning_mhla.system.files import write_whole
 
 PAGE = "report.html"
@@ -24,8 +27,8 @@ h1 { font-size: 1.4rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin-top: 2
 table { border-collapse: collapse } th, td { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid #8884 }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: #8882; padding: .8rem; overflow: auto; max-height: 30rem; border-radius: .3rem }
-.curves { display: flex; flex-wrap: wrap; gap: 1rem } figure { margin: 0 } figcaption { font-size: .85rem; opacity: .8 }
-img { max-width: 100%; background: #fff; border-radius: .3rem } svg { background: #8881; border-radius: .3rem }
+figure { margin: 0 } figcaption { font-size: .85rem; opacity: .8 }
+img { max-width: 100%; background: #fff; border-radius: .3rem }
 .muted { opacity: .7 }
 """
 
@@ -47,7 +50,7 @@ def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> No
         f'<p class="muted">{state}; {steps:,} steps, {duration(seconds)}{speed}; '
         f"{record['parameters']:,} parameters, {record['trained_parameters']:,} of them trained; {_processes(record)}</p>",
         _metrics(record),
-        _curves(record) if not (checkpoints / "learning_curves.png").exists() else "",
+        _curves(record) if not (checkpoints / CURVES).exists() else "",
         *_pictures(folder, checkpoints),
         *_samples(folder),
         _resume(folder, checkpoints),
@@ -97,34 +100,21 @@ def _figure(value: float | None) -> str:
 
 
 def _curves(record: Mapping[str, Any]) -> str:
-    drawn = "".join(_curve(*each) for each in record["metrics"].items())
-    return f'<h2>Curves</h2><div class="curves">{drawn}</div>' if drawn else ""
-
-
-def _curve(name: str, points: Sequence[tuple[int, float | None]], width: int = 280, height: int = 150) -> str:
-    """One metric over the steps, as SVG; nothing for one that does not move."""
-    shown = [(step, value) for step, value in points if value is not None]
-    if len({value for _, value in shown}) < 2:
+    """The validation metrics that move, drawn; nothing without any."""
+    finite = {
+        name: [(step, value) for step, value in points if value is not None]
+        for name, points in record["metrics"].items()
+    }
+    picture = io.BytesIO()
+    if not draw_curves(finite, picture):
         return ""
-    (left, right), (low, high) = ((min(axis), max(axis)) for axis in zip(*shown, strict=True))
-    edge = 8
+    return f"<h2>Curves</h2>{_embedded('validation metrics', 'image/png', picture.getvalue())}"
 
-    def place(step: float, value: float) -> str:
-        x = edge + (step - left) / max(right - left, 1) * (width - 2 * edge)
-        return f"{x:.1f},{height - edge - (value - low) / (high - low) * (height - 2 * edge):.1f}"
 
-    line = (
-        f'<polyline fill="none" stroke="#4a7" stroke-width="2" points="{" ".join(place(*point) for point in shown)}"/>'
-    )
-    dots = "".join(
-        f'<circle r="2.5" fill="#4a7" cx="{x}" cy="{y}"><title>step {step:,}: {value:.5g}</title></circle>'
-        for step, value in shown
-        for x, y in [place(step, value).split(",")]
-    )
-    caption = f"{html.escape(name)}: {low:.4g} to {high:.4g}, steps {left:,} to {right:,}"
-    return (
-        f'<figure><svg width="{width}" height="{height}">{line}{dots}</svg><figcaption>{caption}</figcaption></figure>'
-    )
+def _embedded(caption: str, kind: str, content: bytes) -> str:
+    """A picture inside the page, with its caption."""
+    text, data = html.escape(caption), base64.b64encode(content).decode()
+    return f'<figure><img alt="{text}" src="data:{kind};base64,{data}"><figcaption>{text}</figcaption></figure>'
 
 
 def _pictures(folder: Path, checkpoints: Path) -> list[str]:
@@ -133,11 +123,7 @@ def _pictures(folder: Path, checkpoints: Path) -> list[str]:
     for path in [*sorted(checkpoints.glob("*.png")), *sorted((folder / "pictures").glob("*"))]:
         if path.suffix in TYPES:
             last[re.sub(r"step\d+", "", path.name)] = path
-    figures = [
-        f'<figure><img alt="{html.escape(path.stem)}" src="data:{TYPES[path.suffix]};base64,'
-        f'{base64.b64encode(path.read_bytes()).decode()}"><figcaption>{html.escape(path.name)}</figcaption></figure>'
-        for path in last.values()
-    ]
+    figures = [_embedded(path.name, TYPES[path.suffix], path.read_bytes()) for path in last.values()]
     return [f"<h2>Pictures</h2>{''.join(figures)}"] if figures else []
 
 

@@ -1,4 +1,4 @@
-"""Evaluations that run every so many optimiser steps, and at the end."""
+"""Base class of callbacks that evaluate a model every ``n`` optimiser steps and at the end of training."""
 
 from __future__ import annotations
 
@@ -13,58 +13,67 @@ from lightning_mhla.callbacks.stalls import StallWatch
 
 
 class PeriodicEvaluation(Callback):
-    """Calls :meth:`evaluate` on every process, once for the same weights; a run that is stopped meanwhile does it again.
+    """Callback that calls :meth:`evaluate` on every process, at most once for the same weights.
 
-    It runs just before the step that follows, when the weight average has the last one in it, and after checkpoints of
-    the same step: resuming from such a checkpoint evaluates once more.
+    An evaluation runs just before the next step, after the moving average was updated and after a checkpoint of the same step
+    was saved. A run that resumes from such a checkpoint, for example because it was stopped during the evaluation, repeats the
+    evaluation.
 
     Args:
-        every_n_steps: optimiser steps between two evaluations; None for none on the way.
+        every_n_steps: optimiser steps between two evaluations; None for no evaluations during training.
         at_end: whether the last weights are evaluated.
     """
 
     def __init__(self, every_n_steps: int | None, at_end: bool) -> None:
         if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} must be positive, or null for none on the way")
+            raise ValueError(
+                f"every_n_steps={every_n_steps} must be positive, or null for no evaluations during training"
+            )
         self.every_n_steps, self.at_end = every_n_steps, at_end
         self._evaluated = -1
 
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the weights as they are."""
+        """Evaluate the current weights; called on every process."""
         raise NotImplementedError
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Evaluate after every so many steps."""
+        """Evaluate if the previous step was the last of ``every_n_steps``."""
         step = trainer.global_step
         if self.every_n_steps and step and step % self.every_n_steps == 0:
             self._once(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the last weights."""
+        """Evaluate the last weights if ``at_end`` is true."""
         if self.at_end:
             self._once(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make up for an evaluation of the last weights during which the run was stopped."""
+        """Repeat an evaluation of the last weights that was interrupted by a stop of the run."""
         if self.at_end and trainer.global_step:
             self._once(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step of the last evaluation."""
+        """Return the optimiser step of the last evaluation."""
         return {"evaluated": self._evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do not evaluate the same weights twice."""
+        """Restore the optimiser step of the last evaluation, so that the same weights are not evaluated twice."""
         self._evaluated = state_dict["evaluated"]
 
     def log_values(self, trainer: Trainer, prefix: str, values: Mapping[str, float]) -> None:
-        """Log ``prefix/name`` to every logger and to the learning curves, on the first process."""
+        """Log values to every logger and to the learning curves.
+
+        Args:
+            trainer: trainer of the run.
+            prefix: first part of the metric names, which are ``prefix/name``.
+            values: values by name.
+        """
         for logger in trainer.loggers:
             logger.log_metrics({f"{prefix}/{name}": value for name, value in values.items()}, trainer.global_step)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
             if isinstance(callback, LearningCurves):
                 for name, value in values.items():
-                    callback.note(f"{prefix}/{name}", trainer.global_step, value)
+                    callback.points.note(f"{prefix}/{name}", trainer.global_step, value)
 
     def _once(self, trainer: Trainer, pl_module: LightningModule) -> None:
         leaving = any(isinstance(callback, Recovery) and callback.leaving for callback in trainer.callbacks)  # type: ignore[attr-defined]

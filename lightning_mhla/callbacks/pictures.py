@@ -1,4 +1,4 @@
-"""Pictures and measures of a model's attention while it trains."""
+"""Pictures and statistics of a model's attention during training."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_mhla.attention import MHLA, Attention
 from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.folders import run_folder
 
 if TYPE_CHECKING:
@@ -21,26 +22,30 @@ if TYPE_CHECKING:
 
 
 def attention_rank(weights_HNN: Tensor) -> float:
-    """Numerical rank of the attention matrix, mean over heads (MHLA paper, figure 3)."""
+    """Compute the numerical rank of an attention matrix ``[H, N, N]``, mean over heads (MHLA paper, figure 3)."""
     return float(torch.linalg.matrix_rank(weights_HNN.float().cpu()).double().mean())
 
 
 def attention_entropy(weights_HNN: Tensor) -> float:
-    """Entropy of a row of the attention matrix in nats, mean over heads and queries; rows count by absolute weight."""
+    """Compute the entropy of the rows of an attention matrix in nats, mean over heads and queries.
+
+    Args:
+        weights_HNN: attention matrix ``[H, N, N]``. Weights may be negative: their absolute values are normalised to sum to 1.
+    """
     share = weights_HNN.float().abs()
     share = share / share.sum(-1, keepdim=True).clamp(min=1e-12)
     return float(torch.special.entr(share).sum(-1).mean())
 
 
 def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
-    """Mixing coefficients as one picture: for 2-D block grids the row of each block folded back to the grid.
+    """Arrange mixing coefficients as a picture, where each block of a 2-D grid is a tile that shows its row as a grid.
 
     Args:
-        mixing: ``[M, M]``, prefix block left out.
-        layout: the blocks.
+        mixing: ``[M, M]``, without the prefix block.
+        layout: layout of the blocks.
 
     Returns:
-        ``[rows, columns]`` with NaN between the tiles; other grids give ``[M, M]`` as it is.
+        ``[rows, columns]`` with NaN between the tiles; for grids that are not 2-D, ``mixing`` unchanged.
     """
     if len(layout.block_grid) != 2:
         return mixing
@@ -50,10 +55,10 @@ def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def numbered_layers(model: nn.Module) -> dict[str, Attention]:
-    """The attention layers of a model, by the number that their names in it give.
+    """Return the attention layers of a model by the numbers in their module names.
 
-    ``blocks.5.attn1`` is layer 5, also where other layers, softmax attention of diffusers for example, are left out;
-    ``stages.1.blocks.0`` is layer 1.0. Where the numbers do not tell all layers apart, they are counted from 0.
+    ``blocks.5.attn1`` is layer 5, even if other layers are not included, such as softmax attention of diffusers.
+    ``stages.1.blocks.0`` is layer 1.0. If these numbers are not unique, the layers are counted from 0.
     """
     named = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
     numbers = [".".join(part for part in name.split(".") if part.isdigit()) for name in named]
@@ -62,16 +67,16 @@ def numbered_layers(model: nn.Module) -> dict[str, Attention]:
 
 
 class AttentionPictures(Callback):
-    """Draws mixing coefficients and attention maps of a sample, and logs rank and entropy of the attention matrix.
+    """Draw mixing coefficients and attention maps of a sample, and log rank and entropy of the attention matrices.
 
-    Runs on the first validation batch, under the weights that validation uses. Pictures go to ``pictures/`` in the log
-    folder and to TensorBoard; ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` to every logger, i as
-    :func:`numbered_layers` counts.
+    The callback uses the first validation batch and the weights that validation uses. Pictures are written to ``pictures/`` in
+    the log folder and to TensorBoard. ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` are logged to every
+    logger, where ``i`` is the number from :func:`numbered_layers`.
 
     Args:
-        every_n_epochs: epochs between two pictures, which the first validation after them draws.
+        every_n_epochs: epochs between two pictures; the next validation draws them.
         sample: index of the sample in the first validation batch.
-        max_tokens: longer inputs are left out (an attention matrix is N x N).
+        max_tokens: maximum number of tokens of a layer; layers with more are skipped, because an attention matrix is N x N.
     """
 
     def __init__(self, every_n_epochs: int = 1, sample: int = 0, max_tokens: int = 1024) -> None:
@@ -84,24 +89,24 @@ class AttentionPictures(Callback):
         self._folder = Path()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the folder, on every rank; forget the pictures of an earlier fit."""
+        """Set the output folder, and reset the record of drawn pictures. Collective: finding the folder needs every rank."""
         self._folder, self._period = run_folder(trainer) / "pictures", 0
 
     def state_dict(self) -> dict[str, Any]:
-        """How many periods of ``every_n_epochs`` have their pictures."""
+        """Return the number of the last period of ``every_n_epochs`` whose pictures were drawn."""
         return {"period": self._period}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Draw no picture twice, and none that a run without a stop would not draw."""
+        """Restore the last period, so that a resumed run draws the same pictures as one that was not stopped."""
         self._period = int(state_dict["period"])
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Listen to every attention layer during the first batch."""
+        """Register hooks on the attention layers for the first batch, if pictures are due."""
         period = (trainer.current_epoch + 1) // self.every_n_epochs
         if (
-            getattr(pl_module, "sequence_group", None) is not None  # no process sees whole sequences
+            getattr(pl_module, "sequence_group", None) is not None  # no process has complete sequences
             or batch_idx
             or dataloader_idx
             or trainer.sanity_checking
@@ -120,8 +125,10 @@ class AttentionPictures(Callback):
     def _capture(self, number: str, layer: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0][self.sample : self.sample + 1]
         mask = args[1] if len(args) > 1 else kwargs.get("key_mask")
-        given = {name: kwargs[name] for name in ("rotary", "projections") if layer.qkv is None}
-        weights = layer.attention_matrix(x, None if mask is None else mask[self.sample : self.sample + 1], **given)[0]
+        layer_arguments = {name: kwargs[name] for name in ("rotary", "projections") if layer.qkv is None}
+        weights = layer.attention_matrix(
+            x, None if mask is None else mask[self.sample : self.sample + 1], **layer_arguments
+        )[0]
         if layer.block_ordered and not layer.layout.is_raster:
             inverse = layer.layout.inverse.to(weights.device)
             weights = weights.index_select(1, inverse).index_select(2, inverse)
@@ -141,7 +148,7 @@ class AttentionPictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Measure on every rank, draw on the first."""
+        """Log rank and entropy on every rank, and draw the pictures on the first."""
         if not self._hooks:
             return
         for hook in self._hooks:
@@ -159,8 +166,8 @@ class AttentionPictures(Callback):
         layout = next(iter(self._layouts.values()))
         if len(layout.grid) == 1:
             return draw_matrices(self._weights)
-        given = [batch[name] for name in ("image", "video", "latent") if isinstance(batch, dict) and name in batch]
-        sample = given[0][self.sample].float().cpu() if given else None
+        inputs = [batch[name] for name in ("image", "video", "latent") if isinstance(batch, dict) and name in batch]
+        sample = inputs[0][self.sample].float().cpu() if inputs else None
         if len(layout.grid) == 2:
             return draw_attention(self._weights, self._layouts, sample)
         return draw_frames(self._weights, layout, sample)
@@ -174,21 +181,14 @@ class AttentionPictures(Callback):
 
 
 def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout]) -> Figure:
-    """One panel for each layer, by number; matrices per head are shown as their mean (MHLA paper, figure 4b).
+    """Draw the mixing coefficients of all layers, one panel per layer (MHLA paper, figure 4b).
 
     Args:
-        mixing: ``[M, M]`` or ``[H, M, M]`` of each layer.
-        layouts: blocks of each layer.
+        mixing: coefficients ``[M, M]`` or, per head, ``[H, M, M]`` by layer number; heads are averaged.
+        layouts: block layout by layer number.
     """
-    columns = min(4, len(mixing))
-    rows = -(-len(mixing) // columns)
-    from matplotlib.figure import Figure  # not before there is something to draw
-
-    figure = Figure(figsize=(3.2 * columns, 3.3 * rows + 0.5), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis in axes[len(mixing) :]:
-        axis.remove()
-    for axis, (number, matrix) in zip(axes, mixing.items(), strict=False):
+    figure, axes = make_panels(len(mixing), 4, (3.2, 3.3), (0, 0.5))
+    for axis, (number, matrix) in zip(axes, mixing.items(), strict=True):
         layout = layouts[number]
         first = int(layout.prefix_tokens > 0)
         matrix = matrix.mean(0) if matrix.dim() == 3 else matrix
@@ -202,48 +202,43 @@ def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout]) -> F
 
 
 def draw_matrices(weights: dict[str, Tensor], least: float = 1e-5) -> Figure:
-    """The whole attention matrix of every layer, for sequences: share of each query's weight on each key.
+    """Draw the full attention matrix of every layer, for models of sequences.
 
-    Shares are of absolute weights, mean over heads, on a logarithmic scale; weights of exactly 0 are left white.
+    A pixel shows the share of a query's absolute weight on a key, mean over heads, on a logarithmic scale. Shares of exactly 0
+    are white.
 
     Args:
-        weights: ``[H, N, N]`` of each layer, by number.
+        weights: attention matrix ``[H, N, N]`` by layer number.
         least: share at the lower end of the scale.
     """
-    columns = min(4, len(weights))
-    rows = -(-len(weights) // columns)
-    from matplotlib.figure import Figure  # not before there is something to draw
+    from matplotlib.colors import LogNorm  # imported only when a picture is drawn
 
-    figure = Figure(figsize=(3.2 * columns + 0.6, 3.2 * rows + 0.5), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    from matplotlib.colors import LogNorm
-
-    scale = LogNorm(least, 1)
-    for axis in axes[len(weights) :]:
-        axis.remove()
-    for index, (axis, (number, matrix)) in enumerate(zip(axes, weights.items(), strict=False)):
+    columns, scale = 4, LogNorm(least, 1)
+    figure, axes = make_panels(len(weights), columns, (3.2, 3.2), (0.6, 0.5))
+    for index, (axis, (number, matrix)) in enumerate(zip(axes, weights.items(), strict=True)):
         size = matrix.float().abs()
         share = (size / size.sum(-1, keepdim=True).clamp(min=1e-12)).mean(0)
         shown = torch.where(share > 0, share.clamp(min=least), float("nan"))
         picture = axis.imshow(shown, cmap="magma", norm=scale)
         axis.set(title=f"layer {number}", xlabel="key", ylabel="query" if index % columns == 0 else "")
-    figure.colorbar(picture, ax=axes[: len(weights)], shrink=0.7, label="share of the query's weight")
+    figure.colorbar(picture, ax=axes, shrink=0.7, label="share of the query's weight")
     return figure
 
 
 def draw_attention(
     weights: dict[str, Tensor], layouts: dict[str, BlockLayout], image: Tensor | None, queries: int = 4
 ) -> Figure:
-    """Maps of some queries (columns) in every layer (rows), mean over heads, beside the image if there is one.
+    """Draw attention maps of some queries (columns) in every layer (rows), mean over heads, with the image in the first column.
 
     Args:
-        weights: ``[H, N, N]`` of each layer, by number; tokens in raster order, prefix first.
-        layouts: the token grid of each layer, of two axes.
-        image: ``[channels, height, width]``, any scale; of other than three channels their mean is shown.
-        queries: number of query tokens, spread over the grid.
+        weights: attention matrix ``[H, N, N]`` by layer number; tokens in raster order after the prefix.
+        layouts: layout with a 2-D token grid by layer number.
+        image: ``[channels, height, width]`` with values of any range, or None; unless there are three channels, their mean is
+            shown.
+        queries: number of query tokens, on the diagonal of the grid.
     """
     shift = int(image is not None)
-    from matplotlib.figure import Figure  # not before there is something to draw
+    from matplotlib.figure import Figure  # imported only when a picture is drawn
 
     figure = Figure(figsize=(1.7 * (queries + shift), 1.75 * len(weights) + 0.6), layout="constrained")
     axes = figure.subplots(len(weights), queries + shift, squeeze=False)
@@ -264,26 +259,26 @@ def draw_attention(
 
 
 def _spread(plane: tuple[int, ...], queries: int) -> list[int]:
-    """Tokens of a grid along its diagonal."""
+    """Return the indices of ``queries`` tokens on the diagonal of a grid of rows and columns."""
     high, wide = plane
     steps = [2 * i + 1 for i in range(queries)]
     return [step * high // (2 * queries) * wide + step * wide // (2 * queries) for step in steps]
 
 
 def draw_frames(weights: dict[str, Tensor], layout: BlockLayout, clip: Tensor | None, frames: int = 5) -> Figure:
-    """Where the query in the middle of a clip looks: its map in some frames (columns) for every layer (rows), mean over heads.
+    """Draw the attention of a query in the middle of a clip: its map in some frames (columns) for every layer (rows).
 
     Args:
-        weights: ``[H, N, N]`` of each layer, by number; tokens in raster order, prefix first.
-        layout: the token grid of frames, rows and columns.
-        clip: ``[channels, frames, height, width]``, shown above the maps; it may have more frames than the grid.
-        frames: columns at most, spread evenly over the clip; the query lies in the middle one.
+        weights: attention matrix ``[H, N, N]`` by layer number, averaged over heads; tokens in raster order after the prefix.
+        layout: layout with a token grid of frames, rows and columns.
+        clip: ``[channels, frames, height, width]`` to show above the maps, or None; it may have more frames than the grid.
+        frames: maximum number of columns, spread evenly over the clip; the query is in the middle one.
     """
     prefix, (length, high, wide) = layout.prefix_tokens, layout.grid
     chosen = torch.linspace(0, length - 1, min(frames, length)).round().int().tolist()
     middle, center = chosen[len(chosen) // 2], (high // 2, wide // 2)
     above = int(clip is not None)
-    from matplotlib.figure import Figure  # not before there is something to draw
+    from matplotlib.figure import Figure  # imported only when a picture is drawn
 
     figure = Figure(figsize=(1.6 * len(chosen) + 0.4, 1.65 * (len(weights) + above) + 0.7), layout="constrained")
     axes = figure.subplots(len(weights) + above, len(chosen), squeeze=False)
@@ -309,7 +304,11 @@ def draw_frames(weights: dict[str, Tensor], layout: BlockLayout, clip: Tensor | 
 
 
 def _to_shown(image: Tensor) -> Tensor:
-    """``[channels, height, width]`` of any scale as matplotlib shows it: colours ``[height, width, 3]``, or grey."""
+    """Scale an image ``[channels, height, width]`` to 0 to 1 for matplotlib.
+
+    Returns:
+        Colours ``[height, width, 3]`` for three channels, otherwise the mean of the channels ``[height, width]``.
+    """
     low, high = image.min(), image.max()
     scaled = (image - low) / (high - low).clamp(min=1e-6)
     return scaled.permute(1, 2, 0) if len(image) == 3 else scaled.mean(0)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the latest state, the best ones, and stopping on a signal without losing a step."""
+"""Checkpoints of a run: the latest states, names for the best ones, and a stop on a signal without losing a step."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ from lightning_mhla.system.signals import StopSignals
 log = logging.getLogger(__name__)
 
 TEMPORARY_FAILURE = 75
-"""Exit status of a run that a signal stopped and that the same command resumes: EX_TEMPFAIL of sysexits.h."""
+"""Exit status of a run that was stopped by a signal and that the same command resumes: EX_TEMPFAIL of sysexits.h."""
 
 
-class RunStopped(SystemExit):  # leaves as SystemExit does, no error is reported
-    """A signal has stopped the run, after its state was saved."""
+class RunStopped(SystemExit):  # a subclass of SystemExit, so that no error is reported
+    """Exit of a run that a signal stopped, after its state was saved."""
 
     def __init__(self) -> None:
         super().__init__(TEMPORARY_FAILURE)
 
 
 class Recovery(Checkpoint):
-    """Writes the checkpoints of a run, every one of them.
+    """Write all checkpoints of a run.
 
-    It saves the complete state every few minutes, at the end of training, whenever a ModelCheckpoint wants a checkpoint, and
-    when a signal asks the run to stop. A state is saved once, after all callbacks have seen what happened at its step: after
-    the validation or the end of the epoch where one follows. ``checkpoints/recovery/step=N.ckpt`` is the file;
-    ``checkpoints/last.ckpt`` and the names that ModelCheckpoints ask for are other names of it. ``--run_dir`` resumes from the
-    latest complete one.
+    The callback saves the complete state every few minutes, at the end of training, whenever a ModelCheckpoint requests a
+    checkpoint, and when a signal asks the run to stop. A state is saved once, after all callbacks have processed its step: if
+    a validation or the end of the epoch follows the step, after that. The file is ``checkpoints/recovery/step=N.ckpt``;
+    ``checkpoints/last.ckpt`` and the paths that ModelCheckpoints request are second names of it. ``--run_dir`` resumes from
+    the latest complete state.
 
-    A signal only sets a flag: at the end of a step all processes agree on it, save together, and leave with status 75.
+    A signal only sets a flag: at the end of a step all processes agree on it, save together, and exit with status 75.
 
     Args:
-        every_minutes: time between two saves, by the clock of the first process; null for none.
-        every_n_steps: optimiser steps between two saves; null for none.
-        keep: number of latest states to keep in ``recovery``; two, so that one is left when the latest is damaged.
-        signals: names of those that stop the run. Ctrl+C is SIGINT; a second one stops at once, without saving.
+        every_minutes: minutes between two saves, by the clock of the first process; null for no saves by time.
+        every_n_steps: optimiser steps between two saves; null for no saves by steps.
+        keep: number of latest states to keep in ``recovery``; with two, one is left if the latest is damaged.
+        signals: names of the signals that stop the run. Ctrl+C is SIGINT; a second one stops immediately without saving.
     """
 
     def __init__(
@@ -85,40 +85,44 @@ class Recovery(Checkpoint):
         self._row: dict[str, Any] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Listen for signals, and take over the writing of all checkpoints."""
+        """Install the signal handlers, and take over the writing of all checkpoints."""
         if stage == "fit":
             self._agreement = Agreement()
             self._due = self._stopping = self.leaving = False
             self.started_from, self._stops = None, []
             environment = getattr(trainer.strategy, "cluster_environment", None)
             if isinstance(environment, SLURMEnvironment):
-                environment.auto_requeue = False  # Lightning would save inside the signal's handler
+                # Lightning would save inside the signal handler, which may run in the middle of a step or of a collective.
+                environment.auto_requeue = False
             self.signals.start()
             self._best.adopt(trainer)
             self._folder = self._find_folder(trainer)
 
     def _find_folder(self, trainer: Trainer) -> Path:
-        own = run_folder(trainer)
-        has_own = trainer.loggers or own.resolve() != Path.cwd()  # Lightning's default folder is the working folder
-        return own / CHECKPOINTS if has_own else checkpoint_folder(trainer)
+        folder = run_folder(trainer)
+        has_run_folder = trainer.loggers or folder.resolve() != Path.cwd()  # Lightning's default is the working folder
+        return folder / CHECKPOINTS if has_run_folder else checkpoint_folder(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the handlers of signals, and leave the checkpoints to others."""
+        """Restore the signal handlers, and let the ModelCheckpoints write their files themselves again."""
         self.signals.stop(ignore=self.leaving)
         self._best.release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write what ``save_on_exception`` asks for; Lightning calls no teardown then."""
+        """Write the checkpoints that ``save_on_exception`` requests, and clean up.
+
+        Lightning does not call ``teardown`` after an exception.
+        """
         if self._best.wanted and not trainer.sanity_checking and trainer.state.fn == "fit":
             self._best.finish(trainer, None)
         self.teardown(trainer, pl_module, "fit")
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace Lightning's signal handlers, which talk to other processes in the middle of a step."""
+        """Replace Lightning's signal handlers, which communicate with other processes in the middle of a step."""
         self.signals.listen()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the timer, leave the epoch that is over, and set aside the checkpoints of an abandoned future."""
+        """Start the timer, skip the finished epoch, and set aside checkpoints of later steps."""
         self.signals.listen()
         start_next_epoch(trainer)
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
@@ -133,19 +137,19 @@ class Recovery(Checkpoint):
             self._row = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Stop before the step that follows a save, once metrics of the last one are written."""
+        """Exit before the next step, once metrics of the last one are written."""
         if self.leaving:
             raise RunStopped
         self._row_is_due = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that the loggers have the row of the last step by now."""
+        """Record that the loggers have the row of the last step, and that the current weights are validated."""
         self._row_is_due = False
         if not trainer.sanity_checking:
             self._best.validated_step = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the log as new as any checkpoint: flush the loggers, and save the row that they do not have yet."""
+        """Flush the loggers, and save the row that they do not have yet, so that the log is as recent as the checkpoint."""
         if self._row_is_due:
             keep_row(trainer, checkpoint)
         if self._stopped_inside_epoch:
@@ -154,7 +158,7 @@ class Recovery(Checkpoint):
             logger.save()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Restore the row that was not logged yet, and the best checkpoints, wherever the folder is now."""
+        """Restore the row that was not logged yet and the best checkpoints, also if the folder was moved."""
         self._row = checkpoint.get(ROW)
         states, read_from = checkpoint.get("callbacks") or {}, checkpoint.get(READ_FROM)
         if trainer.state.fn != "fit" or read_from is None:
@@ -162,17 +166,17 @@ class Recovery(Checkpoint):
         plan = (states.get(self.state_key) or {}).get("plan")
         if plan and trainer.is_global_zero and lies_in(Path(read_from), self._folder):
             complete(plan, Path(read_from), self._folder)
-        trainer.strategy.barrier()
+        trainer.strategy.barrier()  # wait until the first process has completed the plan
         relocate_all(trainer, states)
 
     def state_dict(self) -> dict[str, Any]:
-        """The checkpoint that the run started from, whether training is over, and the other names of this state."""
-        kept = {
+        """Return the checkpoint that the run started from, whether training is over, and the second names of this state."""
+        history = {
             "started_from": self.started_from,
             "validated_step": self._best.validated_step,
             "stops": list(self._stops),
         }
-        return {**kept, "finished": self._finished, "plan": self._plan}
+        return {**history, "finished": self._finished, "plan": self._plan}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the checkpoint that the run started from, and the steps at which it was stopped."""
@@ -181,9 +185,10 @@ class Recovery(Checkpoint):
         self._best.validated_step = state_dict.get("validated_step", -1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Agree on whether to save or to stop; save now unless more happens at this step."""
+        """Agree on whether to save or to stop; save now unless a validation or the end of the epoch follows at this step."""
         stop, due = self._agreement.any(self.signals.received is not None, self._is_due(trainer))
         self._due, self._stopping = self._due or due, self._stopping or stop
+        # Between two batches of an optimiser step nothing is saved: a checkpoint does not contain accumulated gradients.
         later = ends_epoch(trainer) or validates_after_this_batch(trainer) or accumulates_gradients(trainer)
         if not later and self._wants_save:
             self._save(trainer)
@@ -192,14 +197,14 @@ class Recovery(Checkpoint):
         """Save after a validation inside an epoch."""
         if trainer.sanity_checking or trainer.state.fn != "fit" or ends_epoch(trainer):
             return
-        if accumulates_gradients(trainer):  # not a state to resume from, but weights that may be the best
+        if accumulates_gradients(trainer):  # a run cannot resume from this state, but its weights may be the best
             self._due = self._due or self._best.wanted
             self._best.finish(trainer, None)
         elif self._wants_save:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save at the end of an epoch, and always at the end of training."""
+        """Save at the end of an epoch if a save is due, and always at the end of training."""
         self._row_is_due = False
         if self._wants_save or _is_over(trainer):
             self._finished, self._stopped_inside_epoch = _is_over(trainer), ended_inside_epoch(trainer)
@@ -219,23 +224,24 @@ class Recovery(Checkpoint):
         return trainer.is_global_zero and self.every_minutes is not None and minutes >= self.every_minutes
 
     def _save(self, trainer: Trainer) -> None:
-        """Write the state, give it its other names, and remove older states; every process calls it."""
+        """Write the state, give it its second names, and remove older states. Collective: call it on every process."""
         if self._stopping and not (self._due or self._best.wanted or self._finished):
             self._stops.append(trainer.global_step)
         self._due = False
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is made
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is created
             self.leaving = self._stopping
             return
         state, last = self._folder / RECOVERY / f"step={trainer.global_step:08d}.ckpt", self._folder / LAST
         self._best.name_last(last)
+        # The state must list its names before it is written, so that a start after a crash in between can complete them.
         self._plan = self._best.plan(self._folder)
         trainer.save_checkpoint(state)
         self._plan = {"names": [], "removals": []}
         self._saved_at, self._saved_step = time.monotonic(), trainer.global_step
-        whole = trainer.is_global_zero and state.exists()  # a plugin may still be writing it
-        if whole:
+        is_complete = trainer.is_global_zero and state.exists()  # an asynchronous plugin may still be writing it
+        if is_complete:
             give_second_name(state, last)
-        self._best.finish(trainer, state if trainer.strategy.broadcast(whole) else None)
+        self._best.finish(trainer, state if trainer.strategy.broadcast(is_complete) else None)
         for old in self._superseded(state) if trainer.is_global_zero else ():
             trainer.strategy.remove_checkpoint(old)
         self.leaving = self._stopping
@@ -248,10 +254,10 @@ class Recovery(Checkpoint):
             )
 
     def _superseded(self, state: Path) -> Sequence[Path]:
-        """States that are older than the latest ``keep``, by their steps.
+        """Return the states to remove after ``state`` was written: all but the latest ``keep`` by step.
 
-        A state of a stop does not count, and goes once there is a later one: the run then ends with the same files as one that
-        was not stopped.
+        A state that was saved because of a stop does not count and is removed once there is a later one, so that the run ends
+        with the same files as a run that was not stopped.
         """
         steps = {path: step for path in state.parent.iterdir() if (step := step_of(path)) is not None}
         regular = [path for path in sorted(steps, key=lambda path: steps[path]) if steps[path] not in self._stops]
@@ -260,20 +266,20 @@ class Recovery(Checkpoint):
 
 
 def step_of(path: Path) -> int | None:
-    """The optimiser step that the name of a state says; None for any other name."""
+    """Return the optimiser step in the file name of a state; None for any other name."""
     match = re.fullmatch(r"step=(\d{8,})\.ckpt", path.name)
     return int(match[1]) if match else None
 
 
 def set_aside(folder: Path, step: int, everything: bool = False) -> None:
-    """Move the checkpoints of an abandoned future out of the way: a run that starts at an earlier step would resume from them.
+    """Move checkpoints of later steps to a folder ``set-aside-N``, because a later start would resume from them.
 
-    Nothing is deleted. Other checkpoints in the folder, which no later state of this run lists, stay where they are.
+    Nothing is deleted. Checkpoints that are not listed by a later state of this run stay in place.
 
     Args:
         folder: folder of the run's checkpoints.
         step: optimiser step that the run starts at.
-        everything: whether all states there are of another run, whatever their steps: this one would supersede them.
+        everything: whether the states in the folder belong to a different run and are all moved, whatever their steps.
     """
     latest = -1 if everything else step
     headers = {path: header for path in _states_in(folder) if (header := _header(path))}
@@ -304,13 +310,13 @@ def set_aside(folder: Path, step: int, everything: bool = False) -> None:
 
 
 def _states_in(folder: Path) -> list[Path]:
-    """The states of a run, and its ``last.ckpt``."""
+    """List the states of a run and its ``last.ckpt``."""
     states = [path for path in (folder / RECOVERY).glob("*.ckpt") if step_of(path) is not None]
     return [*states, *([folder / LAST] if (folder / LAST).exists() else [])]
 
 
 def _header(path: Path) -> dict[str, Any] | None:
-    """All entries of a checkpoint but its tensors; None for one that cannot be read."""
+    """Read all entries of a checkpoint except its tensors; None if it cannot be read."""
     try:
         header = read_header(path)
     except (ValueError, OSError):

@@ -15,7 +15,9 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
+from lightning_mhla.callbacks.curves import LearningCurves
 from lightning_mhla.callbacks.page import PAGE, write_page
+from lightning_mhla.callbacks.points import MetricPoints, as_lists
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import checkpoint_folder, run_folder
 from lightning_mhla.system.listing import shown
@@ -30,40 +32,41 @@ class RunReport(Callback):
     After every validation it also writes ``run.json`` into the folder of the run: validation metrics by step, the best value
     that a checkpoint was chosen by, steps, seconds (of all starts together), parameters and versions; ``lightning compare``
     reads it. ``report.html`` beside it is the page of the run: metrics, curves, pictures, samples, how to resume.
+
+    Attributes:
+        points: the record of the run's metrics, that of :class:`LearningCurves` where the trainer has it.
     """
 
     def __init__(self) -> None:
-        self.points: dict[str, list[tuple[int, float]]] = {}
+        self.points = MetricPoints()
         self._before = 0.0
         self._start = time.monotonic()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget an earlier fit."""
+        """Forget an earlier fit; share the record of :class:`LearningCurves`."""
         if stage == "fit":
-            self.points, self._before = {}, 0.0
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
+            shared = [callback.points for callback in callbacks if isinstance(callback, LearningCurves)]
+            self.points, self._before = shared[0] if shared else MetricPoints(), 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._start = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """Metrics and seconds so far."""
-        points = {name: [list(point) for point in points] for name, points in self.points.items()}
-        return {"points": points, "seconds": self._seconds(), "versions": versions()}
+        """Validation metrics and seconds so far: ``lightning export`` writes them into the card of the model."""
+        return {"points": as_lists(self.points.under("val/")), "seconds": self._seconds(), "versions": versions()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Metrics and seconds of the starts before."""
-        self.points = {name: [(p[0], p[1]) for p in points] for name, points in state_dict["points"].items()}
+        self.points.restore(state_dict["points"])
         self._before = state_dict["seconds"]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the validation metrics, and write the record."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        for name, value in trainer.callback_metrics.items():
-            points = self.points.setdefault(name, []) if name.startswith("val/") else []
-            if not points or points[-1][0] < trainer.global_step:
-                points.append((trainer.global_step, float(value)))
+        self.points.note_logged(trainer, "val/")
         self._write(trainer, pl_module, finished=False)
 
     def _seconds(self) -> float:
@@ -74,9 +77,10 @@ class RunReport(Callback):
         own = folder.resolve() != Path.cwd() and (trainer.loggers or (folder / "lock").exists())
         if not trainer.is_global_zero or not own or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        metrics = self.points.under("val/")
         best: dict[str, Any] = {}
         for callback in trainer.checkpoint_callbacks:
-            points = self.points.get(getattr(callback, "monitor", None) or "", [])
+            points = metrics.get(getattr(callback, "monitor", None) or "", [])
             finite = [point for point in points if math.isfinite(point[1])]
             if isinstance(callback, ModelCheckpoint) and finite:
                 choose = min if callback.mode == "min" else max
@@ -91,9 +95,7 @@ class RunReport(Callback):
             "trained_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             "processes": trainer.world_size,
             "best": best,
-            "metrics": {
-                name: [[step, _number(value)] for step, value in points] for name, points in self.points.items()
-            },
+            "metrics": {name: [[step, _number(value)] for step, value in points] for name, points in metrics.items()},
             "versions": versions(),
         }
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Rows of the log across a stop: none is lost, and none comes twice."""
+"""Log rows of a run that is stopped and resumed: each row is logged exactly once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from lightning_mhla.system.lightning_private import logged_step, logger_connector
 
 ROW = "row_to_log"
-"""Entry of a checkpoint: metrics of its last step, and the step's number, which the loggers did not have yet."""
+"""Key of the checkpoint entry that holds the metrics and the number of its last step, which the loggers do not have yet."""
 
 
 def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Put the row of the present step into a checkpoint.
+    """Store the log row of the current step in a checkpoint.
 
-    Lightning hands a row to the loggers once all callbacks, and so all checkpoints, are done with the step.
+    Lightning passes a row to the loggers only after all callbacks of the step, and so after its checkpoints.
     """
     connector = logger_connector(trainer)
     if connector.should_update_logs:
@@ -28,10 +28,16 @@ def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
-    """Log the row that the checkpoint of a resumed run kept; have TensorBoard show it and later points once."""
+    """Log the row that the checkpoint of a resumed run contains, unless the logger has it already.
+
+    Args:
+        trainer: trainer of the resumed run.
+        row: step and metrics from :func:`keep_row`, or None.
+    """
     row = row or {"step": trainer.global_step, "metrics": {}}
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+            # SessionLog.START: TensorBoard discards the points from this step on that the stopped run had logged.
             start = Event(step=row["step"], session_log=SessionLog(status=1))
             logger.experiment.file_writer.add_event(start)
         logged = isinstance(logger, CSVLogger) and _has_row(logger, row)
@@ -40,13 +46,13 @@ def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
 
 
 def _resumes_in(logger: Logger, trainer: Trainer) -> bool:
-    """Whether the log of the run that the checkpoint is from continues in the same folder."""
+    """Whether a logger continues in the folder of the run that the checkpoint belongs to."""
     folder, checkpoint = getattr(logger, "log_dir", None), trainer.ckpt_path
     return bool(folder and checkpoint) and Path(str(checkpoint)).resolve().is_relative_to(Path(str(folder)).resolve())
 
 
 def _has_row(logger: CSVLogger, row: dict[str, Any]) -> bool:
-    """Whether the table of an earlier start in the same folder holds the row: that start ended by itself."""
+    """Whether a table of an earlier start in the same folder contains the row, because that start was not killed."""
     for path in Path(logger.log_dir).glob("metrics*.csv"):
         with path.open(newline="") as stream:
             for line in csv.DictReader(stream):

@@ -1,4 +1,4 @@
-"""Random numbers of a training step as a function of the step, so that a resumed run draws the same."""
+"""Seeding of each training step from its number, so that a resumed run draws the same random numbers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lightning_mhla.data.sampling import seed_step
 
 
 class StepSeed(Callback):
-    """Seeds python's, numpy's and torch's generators before each batch from seed, batch count and rank.
+    """Seed the generators of Python, NumPy and torch before each batch from the seed, the number of batches and the rank.
 
-    Dropout, stochastic depth and mixup then need no saved state: nothing is lost with a killed process, on any rank.
+    Dropout, stochastic depth and mixup then need no saved generator state, so a killed process loses none on any rank.
 
     Args:
-        seed: None takes that of ``seed_everything``, or 0.
+        seed: the seed; None for that of ``seed_everything``, or 0 if there is none.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = seed
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Seed this process."""
+        """Seed the generators of this process for the batch."""
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
         rank, _ = process_share(trainer)
         seed_step(seed, batches_trained(trainer), rank)

@@ -1,6 +1,7 @@
-"""Says within a minute when training stands still: which process, where, and since when.
+"""Detection of stalled training: a warning within a minute names the slowest process, its position and the duration.
 
-faulthandler would write the stacks of all threads to a file of one process; here one stack goes to the process that warns.
+faulthandler is not used, because it writes the stacks of all threads of each process to a file. Here only the slowest process
+logs one stack.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from lightning_mhla.system.torch_private import get_default_store
 log = logging.getLogger(__name__)
 
 PHASES = ("has not begun it", "computes it", "validates before it")
-"""Phases of a process after a step, in their order."""
+"""Phases of a process after a batch, as predicates of a sentence, in their order."""
 
 
 class StallWatch(Callback):
-    """Every process tells the others each few seconds how far it is; when nothing moves, the slowest one is named.
+    """Warn when training makes no progress, and name the slowest process.
 
-    Warns on the first process; the process that is behind also says where its program stands. It changes nothing. A periodic
-    evaluation that takes long is only mentioned. A thread does it, over a connection of its own to the store that the
-    processes met at.
+    Each process publishes its progress every few seconds from a thread, over its own connection to the store of the process
+    group. The first process logs the warning, and the slowest process logs its stack. Training itself is not affected. A long
+    periodic evaluation is logged as information, not as a warning.
 
     Args:
-        seconds: without a step before it warns; again after twice as long, and so on.
-        interval: seconds between two looks.
+        seconds: seconds without progress before the first warning; the next one follows after twice the time, and so on.
+        interval: polling interval in seconds.
     """
 
     def __init__(self, seconds: float = 45.0, interval: float = 5.0) -> None:
@@ -45,7 +46,7 @@ class StallWatch(Callback):
         self._thread: threading.Thread | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start watching."""
+        """Connect to the store and start the thread."""
         self._rank, self._world = trainer.global_rank, trainer.world_size
         self._main = threading.get_ident()
         self._step, self._phase, self._evaluates, self._moved = trainer.global_step, 0, False, time.monotonic()
@@ -55,36 +56,36 @@ class StallWatch(Callback):
         self._thread.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """The batch is here."""
+        """Record that the process received a batch."""
         self._move(trainer, 1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """The step is done."""
+        """Record that the process finished a batch."""
         self._move(trainer, 0, after=1)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Validation moves."""
+        """Record that validation makes progress."""
         if self._thread is not None:
             self._move(trainer, 2)
 
     def evaluating(self) -> None:
-        """A periodic evaluation begins; the next step ends it."""
+        """Record the start of a periodic evaluation, which the next batch ends."""
         if self._thread is not None:
             self._evaluates, self._moved = True, time.monotonic()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop watching."""
+        """Stop the thread."""
         if self._thread is not None:
             self._over.set()
             self._thread.join()
             self._thread = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop watching; Lightning calls no teardown then."""
+        """Stop the thread, since Lightning does not call ``teardown`` after an exception."""
         self.teardown(trainer, pl_module, "fit")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Work after training takes its time."""
+        """Stop the thread, because work after training, such as a final evaluation, makes no steps."""
         self.teardown(trainer, pl_module, "fit")
 
     def _move(self, trainer: Trainer, phase: int, after: int = 0) -> None:
@@ -96,29 +97,37 @@ class StallWatch(Callback):
         seen: dict[int, tuple[str, float]] = {}
         while not self._over.wait(self.interval):
             moved = self._moved
-            still = time.monotonic() - moved
+            stalled_seconds = time.monotonic() - moved
             if moved != warned_for:
                 patience = self.seconds
             try:
-                everyone = self._exchange(seen)
-            except RuntimeError:  # the first process, which keeps the store, is gone
+                states = self._exchange(seen)
+            except RuntimeError:  # the first process, which serves the store, has ended
                 return
-            if still < patience:
+            if stalled_seconds < patience:
                 continue
-            patience, warned_for = 2 * still, moved
-            behind = min(everyone, key=lambda rank: self._order(everyone[rank]))
-            evaluates = everyone[behind]["evaluates"] and everyone[behind]["silent"] <= self.seconds / 2
+            # Wait twice as long before the next warning about the same stall.
+            patience, warned_for = 2 * stalled_seconds, moved
+            behind = min(states, key=lambda rank: self._order(states[rank]))
+            evaluates = states[behind]["evaluates"] and states[behind]["silent"] <= self.seconds / 2
             if self._rank == 0 and evaluates:
-                log.info("evaluating for %.0f s so far", still)
+                log.info("evaluating for %.0f s so far", stalled_seconds)
             elif self._rank == 0:
-                words = describe(behind, everyone[behind], self.seconds / 2, self._world)
-                log.warning("no step for %.0f s: %s", still, words)
+                words = describe(behind, states[behind], self.seconds / 2, self._world)
+                log.warning("no step for %.0f s: %s", stalled_seconds, words)
             if behind == self._rank and not evaluates:
-                log.warning("process %d stands at\n%s", self._rank, self._stack())
+                log.warning("stack of process %d:\n%s", self._rank, self._stack())
 
     def _exchange(self, seen: dict[int, tuple[str, float]]) -> dict[int, dict[str, Any]]:
-        """How far each process is, and for how long it has said nothing."""
-        mine = {
+        """Publish the progress of this process, and read that of all processes.
+
+        Args:
+            seen: latest text of each process and the time it arrived in seconds; updated in place.
+
+        Returns:
+            Progress of each process by rank, with the seconds since its latest sign of life under ``silent``.
+        """
+        own_state = {
             "at": [self._step, self._phase],
             "evaluates": self._evaluates,
             "host": platform.node(),
@@ -126,10 +135,10 @@ class StallWatch(Callback):
             "beat": time.monotonic(),
         }
         if self._store is None:
-            return {0: {**mine, "silent": 0.0}}
-        self._store.set(f"stall-watch/{self._rank}", json.dumps(mine))
+            return {0: {**own_state, "silent": 0.0}}
+        self._store.set(f"stall-watch/{self._rank}", json.dumps(own_state))
         now = time.monotonic()
-        everyone = {}
+        states = {}
         for rank in range(self._world):
             key = f"stall-watch/{rank}"
             text = (
@@ -137,17 +146,18 @@ class StallWatch(Callback):
                 if self._store.check([key])
                 else '{"at": [-1, 0], "evaluates": false, "host": "?", "waits": false}'
             )
+            # Clocks of machines differ, so silence is measured here, from when the text with its changing beat last changed.
             if seen.get(rank, ("", 0.0))[0] != text:
                 seen[rank] = (text, now)
-            everyone[rank] = {**json.loads(text), "silent": now - seen[rank][1]}
-        return everyone
+            states[rank] = {**json.loads(text), "silent": now - seen[rank][1]}
+        return states
 
     def _order(self, state: dict[str, Any]) -> tuple[bool, bool, list[int]]:
-        """Silent processes first, then those that do not wait for others, then those that are behind."""
+        """Return the sort key of a process: silent ones first, then those outside a collective, then those that are behind."""
         return state["silent"] < self.seconds / 2, state["waits"], state["at"]
 
     def _waits_for_others(self) -> bool:
-        """Whether the program stands in a call of torch.distributed, as far as Python knows."""
+        """Whether the main thread is inside a Python function of torch.distributed."""
         frame = sys._current_frames().get(self._main)
         return frame is not None and "/torch/distributed/" in frame.f_code.co_filename.replace("\\", "/")
 
@@ -157,12 +167,12 @@ class StallWatch(Callback):
 
 
 def describe(rank: int, state: dict[str, Any], silence: float, world: int) -> str:
-    """A sentence on the process that is behind.
+    """Describe the slowest process in one clause.
 
     Args:
-        rank: which.
-        state: ``at`` (batch and phase), ``host``, and the seconds it was ``silent``.
-        silence: seconds after which it is taken for stopped or lost.
+        rank: rank of the process.
+        state: its progress: ``at`` (batch and phase), ``host``, and ``silent`` (seconds since its latest sign of life).
+        silence: seconds without a sign of life after which the process counts as stopped or lost.
         world: number of processes.
     """
     step, phase = state["at"]
@@ -174,7 +184,11 @@ def describe(rank: int, state: dict[str, Any], silence: float, world: int) -> st
 
 
 def _connect() -> TCPStore | None:
-    """A connection of this thread's own: one that is waiting blocks the others that share it."""
+    """Open a separate connection to the store of the process group; a waiting call blocks all threads that share a connection.
+
+    Returns:
+        The store; None if the process group does not use a ``TCPStore``.
+    """
     store: Any = get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -1,1 +1,1 @@
-"""Checkpoints: written atomically, read without running code from them, sharded, and as a start for other models."""
+"""Checkpoints: atomic writing, reading without running code, sharded checkpoints, and weights for new models."""

@@ -1,4 +1,4 @@
-"""The checkpoint that a command uses: of a run's folder, by its path, or the best one."""
+"""Choice of the checkpoint that a command uses: from a run's folder, by path, or the best one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_mhla.checkpoints.io import CHECKPOINTS, find_checkpoints, read_he
 log = logging.getLogger(__name__)
 
 BEST, NEWEST = "best", "last"
-"""Words that name a checkpoint of a run."""
+"""Keywords that name a checkpoint of a run."""
 
 
 def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> str | None:
-    """The checkpoint that a command uses; None to start from nothing.
+    """Choose the checkpoint that a command uses; None to start from scratch.
 
     Args:
         run: folder of the run, if the command names one.
@@ -55,7 +55,7 @@ def choose_checkpoint(run: Path | None, asked: str | None, training: bool) -> st
 
 
 def best_checkpoint(run: Path) -> Path:
-    """The checkpoint of a run with the best monitored value.
+    """Find the checkpoint of a run with the best monitored value.
 
     Raises:
         FileNotFoundError: when the run has none, or it is gone.
@@ -76,7 +76,7 @@ def best_checkpoint(run: Path) -> Path:
 
 
 def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
-    """The state of ``Recovery`` in the latest checkpoint that can be read; empty for none."""
+    """Read the state of ``Recovery`` from the latest readable checkpoint; empty if there is none."""
     for path in checkpoints:
         if callbacks := _callbacks(path):
             saved = callbacks.get("Recovery")
@@ -85,13 +85,13 @@ def _recovery_state(checkpoints: list[Path]) -> dict[str, Any]:
 
 
 def name_of_start(path: Path, run: Path) -> str:
-    """A checkpoint as a run remembers that it started from it: relative to its own folder, which may be moved, or absolute."""
+    """Name the checkpoint that a run started from: relative to the run's folder, which may be moved, or absolute."""
     place, own = path.resolve(), run.resolve()
     return os.path.relpath(place, own) if place.is_relative_to(own) else str(place)
 
 
 def lies_in(path: Path, folder: Path) -> bool:
-    """Whether a path is inside a folder, links resolved."""
+    """Check whether a path is inside of a folder, after resolving links."""
     return path.resolve().is_relative_to(folder.resolve())
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written atomically, checked before they are read, and the latest complete one of a run found."""
+"""Checkpoint files: atomic writing, checks before reading, and search for the latest complete one of a run."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from lightning_mhla.system.untrusted import BROKEN, reason
 log = logging.getLogger(__name__)
 
 CHECKPOINTS, RECOVERY, LAST = "checkpoints", "recovery", "last.ckpt"
-"""Folder of a run's checkpoints; folder inside it, of those that the run resumes from; and a name for the latest of them."""
+"""Names of the folder of checkpoints, of the folder in it for those that the run resumes from, and of the latest one."""
 
 READ_FROM = "read_from"
-"""Entry that a checkpoint gets when it is read: its path."""
+"""Entry with the path of a checkpoint, added when it is read."""
 
 
 OPTIONS = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
-"""Entries of a checkpoint that hold options of the user."""
+"""Entries of a checkpoint that hold the user's options."""
 
 
 def remove_secrets(checkpoint: dict[str, Any]) -> None:
-    """Replace the secrets among the options that a checkpoint holds, in place; see :mod:`lightning_mhla.system.redaction`."""
+    """Redact secrets among the options in a checkpoint, in place; see :mod:`lightning_mhla.system.redaction`."""
     for name in OPTIONS:
         if name in checkpoint:
             checkpoint[name] = redacted(checkpoint[name])
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's reading and writing of checkpoints, for local paths: atomic and checked.
+    """Checkpoint plugin of Lightning for local paths, with atomic writes and checks.
 
     It also reads the folder of a sharded checkpoint. Given the folder of a run, it takes the run's latest complete checkpoint.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a file aside, flush it to the disk, rename it.
+        """Write a temporary file, flush it to disk, and rename it.
 
         Raises:
             OSError: when it cannot be written, with what to do; earlier checkpoints stay as they are.
@@ -69,7 +69,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Check a checkpoint and read it, onto the CPU; its path is the entry :data:`READ_FROM`.
+        """Check a checkpoint and read it onto the CPU; add its path as the entry :data:`READ_FROM`.
 
         Raises:
             ValueError: when it is damaged, or cannot be read without running code.
@@ -88,8 +88,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
         return {**content, READ_FROM: str(found)}
 
 
-def read_safely(strategy: Strategy) -> None:
-    """Have a strategy read and write its checkpoints by :class:`WholeCheckpointIO`.
+def replace_checkpoint_io(strategy: Strategy) -> None:
+    """Replace the ``checkpoint_io`` of a strategy by :class:`WholeCheckpointIO`; a plugin from outside Lightning stays.
 
     Raises:
         ValueError: for a strategy or a plugin of Lightning that would unpickle a checkpoint, which can run code.
@@ -108,7 +108,7 @@ def read_safely(strategy: Strategy) -> None:
 
 
 def _explained(error: Exception, path: Path) -> OSError:
-    """torch reports a failed write as an error of its zip writer; the disk's own is behind it, if there is one."""
+    """Replace the zip writer's error by the error of the disk behind it, if there is one."""
     behind = error.__cause__ or error.__context__
     cause = behind if isinstance(behind, OSError) and not isinstance(error, OSError) else error
     free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
@@ -120,7 +120,7 @@ def _explained(error: Exception, path: Path) -> OSError:
 
 @contextmanager
 def _told(path: str | Path) -> Iterator[None]:
-    """Turn the errors of torch about a checkpoint into one ValueError that names it."""
+    """Convert torch's errors about a checkpoint into a ValueError that names it."""
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -130,7 +130,7 @@ def _told(path: str | Path) -> Iterator[None]:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Read a checkpoint to its end and compare checksums: those that torch writes into a file, or a folder's manifest.
+    """Read a complete checkpoint and compare the checksums in the file or in the folder's manifest.
 
     Raises:
         ValueError: saying what is wrong with it.
@@ -154,7 +154,7 @@ def check_checkpoint(path: Path) -> None:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The entries of a checkpoint file, on the CPU, without running code.
+    """Read the entries of a checkpoint file onto the CPU, without running code.
 
     Raises:
         ValueError: when it is cut short, or holds anything but tensors and plain values.
@@ -168,7 +168,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def check_entries(path: Path, content: dict[str, Any]) -> None:
-    """Refuse a checkpoint whose entries are not what Lightning wrote, before something trips over them.
+    """Check that the entries of a checkpoint have the types that Lightning writes.
 
     Raises:
         ValueError: naming the entry.
@@ -189,12 +189,12 @@ def check_entries(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """All entries of a checkpoint but the tensors of a sharded one; tensors of a file stay on the disk."""
+    """Read all entries of a checkpoint, without the tensors of a sharded one. Tensors of a file are memory-mapped."""
     return load_rest(path) if path.is_dir() else read_file(path)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of one run, the latest first.
+    """List the checkpoints of a run, latest first.
 
     Those that ``Recovery`` wrote come before all others, in the order of their steps: only they hold what every callback
     knew at that step. File times do not count, since copies do not keep them. A file that cannot be read comes before the
@@ -212,13 +212,13 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
-    """Checkpoints directly inside a folder; names with a leading dot are temporary files of Lightning's tuners."""
+    """List the checkpoints in a folder, without temporary files of Lightning's tuners, whose names begin with a dot."""
     found = folder.glob("*.ckpt") if folder.is_dir() else ()
     return [path for path in found if path.name[0] != "." and (path.is_file() or is_sharded(path))]
 
 
 def _rank(path: Path) -> tuple[float, bool]:
-    """Step of a checkpoint; of two names of one step, Recovery's own first."""
+    """Sort key of a checkpoint: its step, then whether Recovery named it."""
     try:
         step = float(read_header(path)["global_step"])
     except (ValueError, KeyError, TypeError):
@@ -227,7 +227,7 @@ def _rank(path: Path) -> tuple[float, bool]:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """A checkpoint itself once it is checked, or the latest complete one of a run's folder; damaged ones are passed over.
+    """Check a checkpoint, or find the latest complete one in a run's folder, skipping damaged ones.
 
     A folder without checkpoints stands for the run below it, if that is only one.
 
@@ -287,7 +287,7 @@ def _latest_complete(folder: Path) -> Path:
 
 
 def _only_run_below(folder: Path) -> Path:
-    """The one run, or folder of checkpoints, below a folder that holds none itself.
+    """Find the only run, or folder of checkpoints, below a folder that has no checkpoints itself.
 
     Raises:
         FileNotFoundError: when there is none, or several, naming some.
@@ -303,7 +303,7 @@ def _only_run_below(folder: Path) -> Path:
 
 
 def _first_process(find: Callable[[], Path]) -> Path:
-    """The result of the first process, or its error, on every process."""
+    """Call a function on the first process, and return its result or raise its error on every process."""
     if not (dist.is_available() and dist.is_initialized()):
         return find()
     answer: list[Any] = [None]

@@ -1,4 +1,4 @@
-"""Weights to start from: those of a run, a checkpoint or an exported folder, fitted to a model of other sizes.
+"""Weights to start from: those of a run, a checkpoint or an exported folder, fitted to a model of different sizes.
 
 Positions and mixing coefficients are carried to the new grid, heads of another size start from new values, and a report
 lists what was taken, resized, newly initialised and left. Optimiser, averages and progress are not read; a resume reads them.
@@ -27,19 +27,19 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 log = logging.getLogger(__name__)
 
 COMMON = ("qkv.", "proj.")
-"""Parts of an attention layer that every kind has; others keep their start where they are missing, or of another size."""
+"""Parts of an attention layer that every kind has. Other parts keep initial values where missing or of a different size."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Weights by name, and the options of the model that they are of."""
+    """Weights by name, and the options of their model."""
 
     weights: dict[str, Tensor]
     options: dict[str, Any]
 
     @property
     def block_grid(self) -> tuple[int, ...] | None:
-        """Blocks along each axis that the mixing coefficients are for, if that is known."""
+        """Block grid of the mixing coefficients; None if unknown."""
         attention = self.options.get("attention")
         first = attention[0] if isinstance(attention, list) and attention else attention
         grid = first.get("block_grid") if isinstance(first, dict) else None
@@ -47,7 +47,7 @@ class Pretrained:
 
 
 def read_trained(path: str | Path) -> Pretrained | None:
-    """The network of a run's folder or a checkpoint (its moving average, where it has one); None for anything else.
+    """Read the network from a run's folder or a checkpoint, its moving average if there is one; None for other paths.
 
     Raises:
         ValueError: when it cannot be read safely.
@@ -65,7 +65,7 @@ def read_trained(path: str | Path) -> Pretrained | None:
 
 
 def read_pretrained(path: str | Path) -> Pretrained:
-    """Weights of a run, a checkpoint, or a folder with ``config.json`` and safetensors.
+    """Read weights from a run, a checkpoint, or a folder with ``config.json`` and safetensors.
 
     Raises:
         FileNotFoundError: when there is nothing of the kind.
@@ -89,7 +89,7 @@ def read_pretrained(path: str | Path) -> Pretrained:
 
 @dataclass
 class Report:
-    """Outcome for each tensor, by name."""
+    """Names of tensors by outcome."""
 
     taken: list[str] = field(default_factory=list)
     resized: list[str] = field(default_factory=list)
@@ -116,7 +116,7 @@ def adopt(
     heads: Sequence[str] = (),
     positions: Sequence[str] = (),
 ) -> Report:
-    """Give ``network`` the weights of another model of its width and depth, and log what became of each.
+    """Load the weights of a model of the same width and depth into ``network``, and log the outcome.
 
     Args:
         network: changed in place.
@@ -169,13 +169,13 @@ def _is_added(name: str) -> bool:
 
 
 def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None) -> bool:
-    """Whether coefficients of one size are for other blocks: 2 x 8 and 4 x 4, or exponentials on another grid."""
+    """Check whether coefficients of the same shape belong to different block grids, such as 2 x 8 and 4 x 4."""
     grid = getattr(module, "grid", None)
     return grid is not None and block_grid is not None and tuple(grid) != block_grid and len(grid) == len(block_grid)
 
 
 def resize_positions(position: Tensor, tokens: int) -> Tensor:
-    """Learned positions ``[1, N, dim]`` of a square grid, interpolated (bicubic) to another one of ``tokens`` tokens.
+    """Interpolate learned positions ``[1, N, dim]`` of a square grid to a square grid of ``tokens`` tokens (bicubic).
 
     Raises:
         ValueError: when either grid is not square.

@@ -1,4 +1,4 @@
-"""One folder for each run, whoever restarts it: found checkpoints, and a lock against a second process at work there.
+"""Run folders: their checkpoints, and a lock against a second process.
 
 The file ``lock``, which every start writes, marks a folder as that of a run. In it, only what a killed process of the suite
 had begun to write is removed, which its name tells (:data:`lightning_mhla.system.files.UNFINISHED`).
@@ -32,16 +32,16 @@ from lightning_mhla.system.processes import process_ranks
 log = logging.getLogger(__name__)
 
 LOCK, CONFIG = "lock", "config.yaml"
-"""Files in the folder of a run: who trains there, which marks it, and the configuration that it was started with."""
+"""Files in the folder of a run: the lock, which also marks the folder, and the configuration of the first start."""
 
 WRITTEN_BY_LIGHTNING = "# lightning"
-"""Beginning of a configuration that a start wrote."""
+"""First line of a configuration that a start wrote."""
 
 LOGS = re.compile(r"config\.yaml|hparams\.yaml|metrics\.csv|events\.out\.tfevents\..+")
 """Names of files that Lightning and its loggers write before the first step."""
 
 STARTED = time.time() - 1
-"""When this process started, about; a second earlier, since file systems round."""
+"""Approximate start time of this process, one second early because file systems round times."""
 
 BEFORE = re.compile(
     r"""
@@ -54,14 +54,14 @@ BEFORE = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""Names of files that a folder may hold before its run starts."""
+"""Names of files that a folder may contain before its run starts."""
 
 WAIT_AFTER_REQUEUE = 120.0
-"""Seconds that a requeued job waits for the lock: file servers let go of a dead node's locks after 90."""
+"""Seconds that a requeued job waits for the lock. File servers release the locks of a dead node after 90."""
 
 
 class RunFolder:
-    """The folder of a run, taken by this process.
+    """Run folder, locked by this process.
 
     Args:
         path: path of the folder; made if it is not there.
@@ -80,11 +80,11 @@ class RunFolder:
 
     @property
     def taken(self) -> bool:
-        """Whether this is the process that looks after the folder."""
+        """Whether this process manages the folder."""
         return is_first_process()
 
     def keep(self, name: str) -> None:
-        """Rename a file of an earlier start that a new one would delete: ``metrics.csv`` to ``metrics-1.csv`` and so on."""
+        """Rename a file of an earlier start that a new start would delete: ``metrics.csv`` to ``metrics-1.csv`` and so on."""
         _set_aside(self.path / name)
 
     def _take(self, patience: float) -> None:
@@ -116,13 +116,13 @@ class RunFolder:
         self._tidy()
 
     def _keep_configuration(self) -> None:
-        """Copy a configuration that the user has put here: the one with all options is going to take its name."""
+        """Copy the user's configuration, because the configuration with all options will get its name."""
         config = self.path / CONFIG
         if config.is_file() and not _head(config).startswith(WRITTEN_BY_LIGHTNING):
             _numbered(config).write_bytes(config.read_bytes())
 
     def _tidy(self) -> None:
-        """Remove what a killed process had begun to write; put a checkpoint back that it was about to replace."""
+        """Remove unfinished files of a killed process, and restore a checkpoint that it was about to replace."""
         for folder in (self.path, *_folders_of_checkpoints(self.path)):
             for path in list(folder.iterdir()):
                 replaced = REPLACED.fullmatch(path.name)
@@ -135,7 +135,7 @@ class RunFolder:
 
 
 def _folders_of_checkpoints(run: Path) -> list[Path]:
-    """The folder of a run's checkpoints and those below it; not the checkpoints that are folders, nor runs."""
+    """List the folder of a run's checkpoints and the folders below it, without sharded checkpoints and other runs."""
     found = []
     for place, folders, _ in os.walk(run / CHECKPOINTS):
         found.append(Path(place))
@@ -149,12 +149,12 @@ def _is_unit(folder: Path) -> bool:
 
 
 def _is_lost(old: Path) -> bool:
-    """Whether an earlier version was killed between renaming a checkpoint and putting another one in its place."""
+    """Check whether an earlier version was killed while it replaced a checkpoint."""
     return is_sharded(old) and (old / MANIFEST).is_file() and not os.path.lexists(old.with_suffix(""))
 
 
 def check_folder(path: Path) -> None:
-    """Check that a folder is that of a run, or holds nothing yet but what may be there before a run starts.
+    """Check that a folder is a run folder, or contains only files that may exist before a run starts.
 
     Raises:
         ValueError: naming something else in it.
@@ -168,7 +168,7 @@ def check_folder(path: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run: it has the mark, or it is one of an earlier version, with its checkpoints."""
+    """Check whether a folder is a run folder: it is marked, or has the checkpoints of an earlier version."""
     if _is_marked(path):
         return True
     if os.path.lexists(path / LOCK) and not _is_blank(path / LOCK):
@@ -183,7 +183,7 @@ def is_run(path: Path) -> bool:
 
 
 def _is_marked(run: Path) -> bool:
-    """Whether a start of the suite has taken a folder before."""
+    """Check whether a folder was locked by an earlier start."""
     with suppress(ValueError):
         owner = json.loads(_head(run / LOCK))
         return isinstance(owner, dict) and {"host", "pid", "job"} <= set(owner)
@@ -191,12 +191,12 @@ def _is_marked(run: Path) -> bool:
 
 
 def _is_blank(lock: Path) -> bool:
-    """Whether a process was killed before it wrote into the lock."""
+    """Check whether a process was killed before it wrote into the lock."""
     return stat.S_ISREG(lock.lstat().st_mode) and not _head(lock).strip(" \n\0")
 
 
 def _head(file: Path) -> str:
-    """The beginning of a text file; empty where there is none, or it is a link."""
+    """Read the beginning of a text file; empty if it does not exist or is a link."""
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
             return ""
@@ -207,7 +207,7 @@ def _head(file: Path) -> str:
 
 
 def _foreign(folder: Path) -> Iterator[Path]:
-    """Paths in a folder that neither a run nor a shell has put there before a run starts; other runs in it do not count."""
+    """List paths in a folder that neither a run nor a shell created, without other runs."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             yield from [] if is_run(path) else _foreign_in(path)
@@ -234,7 +234,7 @@ def _is_lock(path: Path) -> bool:
 
 
 def _is_our_output(path: Path) -> bool:
-    """Whether a shell has sent the output of this process to a file."""
+    """Check whether the output of this process is redirected to a file."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
@@ -243,7 +243,7 @@ def _is_our_output(path: Path) -> bool:
 
 
 def keep_tables(trainer: Trainer) -> None:
-    """Rename the tables that a ``CSVLogger`` would delete: it writes into a folder whose version the user has named."""
+    """Rename tables that a ``CSVLogger`` with a fixed version would delete."""
     for logger in trainer.loggers if is_first_process() else ():
         if isinstance(logger, CSVLogger):
             _set_aside(Path(logger.log_dir) / "metrics.csv")
@@ -255,13 +255,13 @@ def _set_aside(file: Path) -> None:
 
 
 def _numbered(file: Path) -> Path:
-    """The first of ``NAME-1``, ``NAME-2`` and so on that is free."""
+    """Find the first unused name of ``NAME-1``, ``NAME-2`` and so on."""
     names = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
 
 
 def remove_log_folder(folder: Path) -> None:
-    """Remove the log folder of a start that has failed, if it holds only what this process's loggers have written.
+    """Remove the log folder of a failed start if it contains only files of this process's loggers.
 
     A folder that was there before, whose version the user named, holds older files, and stays.
     """
@@ -274,7 +274,7 @@ def remove_log_folder(folder: Path) -> None:
 
 
 def in_use(path: Path) -> bool:
-    """Whether a process trains in the folder of a run."""
+    """Check whether a process trains in a run folder."""
     try:
         with (path / LOCK).open("r+") as stream:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -286,7 +286,7 @@ def in_use(path: Path) -> bool:
 
 
 def is_first_process() -> bool:
-    """Whether this is the first process of a run, before any process group is there."""
+    """Check whether this is the first process of a run, before there is a process group."""
     return process_ranks()[0] == 0 and not int(os.environ.get("LOCAL_RANK", "0")) + int(
         os.environ.get("NODE_RANK", "0")
     )

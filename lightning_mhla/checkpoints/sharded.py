@@ -1,4 +1,4 @@
-"""Sharded checkpoints: folders to which every process writes its share, atomic and read safely.
+"""Sharded checkpoints: folders to which every process writes its shards, atomic and read without running code.
 
 The tensors are in the format of ``torch.distributed.checkpoint``, see :mod:`lightning_mhla.checkpoints.sharded_tensors`;
 ``meta.pt`` holds the rest, as Lightning lays it out. ``manifest.json``, written last, lists every file with its size and
@@ -42,7 +42,7 @@ def check_sharded(path: Path) -> None:
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Compute the CRC-32 of a file."""
     value = 0
     with path.open("rb") as stream:
         while chunk := stream.read(1 << 22):
@@ -51,12 +51,12 @@ def checksum(path: Path) -> int:
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether a path is the folder of a sharded checkpoint."""
+    """Check whether a path is the folder of a sharded checkpoint."""
     return path.is_dir() and (path / REST).is_file()
 
 
 def load_rest(path: Path) -> dict[str, Any]:
-    """Entries that were saved beside the tensors."""
+    """Read the entries that were saved beside the tensors."""
     try:
         rest = torch.load(path / REST, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, OSError, *BROKEN) as error:

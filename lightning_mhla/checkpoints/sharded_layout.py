@@ -1,4 +1,4 @@
-"""The layout of a sharded checkpoint as JSON: torch's own list of it is a pickle, which can run code when it is read."""
+"""Layout of a sharded checkpoint as JSON, because torch's own ``.metadata`` is a pickle, which can run code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_mhla.system.checkpoint_private import StorageInfo
 
 
 def pack_layout(metadata: Metadata) -> dict[str, Any]:
-    """The plain values of torch's metadata, by name of each entry.
+    """Convert torch's metadata to plain values.
 
     Returns:
         ``entries``: dtype, size and chunks (offsets, sizes) of every tensor, or null for a value that is none;
@@ -46,7 +46,7 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
 
 
 def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
-    """torch's metadata from :func:`pack_layout`'s values, which anybody may have written.
+    """Convert untrusted values of :func:`pack_layout` to torch's metadata.
 
     Args:
         listed: the values.

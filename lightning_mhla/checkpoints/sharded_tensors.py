@@ -1,8 +1,14 @@
 """Tensors of sharded checkpoints, written and read by ``torch.distributed.checkpoint``.
 
-torch's own reader unpickles ``.metadata``, which can run code; the one here leaves that file alone and reads
-``layout.json``. The safetensors storage of ``torch.distributed.checkpoint`` is not used, since checkpoints that exist are in
-this format. Imported when a sharded checkpoint is written or read, not before: its imports take half a second.
+torch's own reader unpickles ``.metadata``, which can run code. The reader here leaves that file alone and reads
+``layout.json``.
+
+The safetensors storage of ``torch.distributed.checkpoint`` (``HuggingFaceStorageWriter`` and ``HuggingFaceStorageReader``)
+does not fit. It holds tensors alone: with the plain values of an optimizer (``param_groups``) it writes files that it cannot
+read ("header too large"). It also keeps no paths of nested dicts, which :func:`load_whole` needs to give one process what
+many have written. Both were tried with torch 2.14.1.
+
+Import this module only when a sharded checkpoint is written or read, because its imports take half a second.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 
 def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Write the folder of a checkpoint; every process calls it, with its share of the tensors.
+    """Write a sharded checkpoint. Every process calls this function with its shards of the tensors.
 
     Args:
         path: path of the folder; one that is there already is replaced once the new one is whole.
@@ -78,7 +84,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> N
 
 
 class _Reader(FileSystemReader):
-    """Reads the layout in place of torch's metadata."""
+    """Reader that reads the layout instead of torch's metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         where = Path(self.path) / LAYOUT
@@ -92,7 +98,7 @@ class _Reader(FileSystemReader):
 
 
 class _PlainValues:
-    """Reads values that are no tensors as plain data."""
+    """Mixin of planners that reads values other than tensors as plain data."""
 
     flatten_state_dict: bool
     original_state_dict: dict[str, Any]
@@ -118,7 +124,7 @@ class _WholePlanner(_PlainValues, EmptyStateDictLoadPlanner):
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Whatever torch raises on a broken folder, as a ValueError that names the folder."""
+    """Convert every exception of torch about a broken folder into a ValueError that names the folder."""
     try:
         yield
     except CheckpointException as error:
@@ -129,12 +135,12 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def saved_names(path: Path) -> set[str]:
-    """First words of the names under which tensors were saved: ``state_dict``, ``optimizer_0`` and so on."""
+    """Return the first parts of the names of saved tensors: ``state_dict``, ``optimizer_0`` and so on."""
     return {name.split(".")[0] for name in _Reader(path).read_metadata().state_dict_metadata}
 
 
 def load_tensors(path: Path, into: dict[str, Any]) -> None:
-    """Fill the tensors of nested dicts in place, each process its share; every process calls it.
+    """Load tensors into nested dicts in place, each process its shards. Every process calls this function.
 
     Args:
         path: path of the folder, written by any number of processes.
@@ -148,7 +154,7 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
 
 
 def load_whole(path: Path) -> dict[str, Any]:
-    """A sharded checkpoint as the one dict that training in one process writes; needs memory for all of it.
+    """Load a complete sharded checkpoint as the dict that training in one process writes.
 
     Raises:
         ValueError: when it is damaged or cannot be read safely.
@@ -164,7 +170,7 @@ def load_whole(path: Path) -> dict[str, Any]:
 
 
 def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an optimiser by number of the parameter, as it numbers them itself, in place of by name."""
+    """Convert an optimizer's state from names to numbers of parameters, as torch's optimizers number them."""
     groups = optimizer["param_groups"]
     names = [name for group in groups for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}

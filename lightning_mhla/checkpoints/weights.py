@@ -1,4 +1,4 @@
-"""Weights of a module, whole on every process or spread over them."""
+"""Weights of a module, replicated on every process or sharded."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import nn
 from lightning_mhla.system.sharding import is_shard
 
 LIVE = "current_model_state"
-"""Under this name a checkpoint keeps the weights as they are trained, where ``state_dict`` is their moving average."""
+"""Entry of a checkpoint with the trained weights, if ``state_dict`` is their moving average."""
 
 
 def shards_weights(trainer: Trainer) -> bool:
-    """Whether no process holds all weights."""
+    """Check whether weights are sharded, so that no process holds all of them."""
     return isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy)
 
 
 def load_weights(module: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-    """Copy weights into a module, of which every process may hold a share; every process calls it.
+    """Copy weights into a module, which may be sharded. Every process calls this function.
 
     Args:
         module: sharded or not.

@@ -1,4 +1,4 @@
-"""Shards fetched before they are needed."""
+"""Prefetching of shards."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_mhla.data.remote import DownloadStoppedError
 log = logging.getLogger(__name__)
 
 AT_ONCE = 4
-"""Shards that one process fetches ahead at the same time."""
+"""Number of shards that a process fetches at the same time."""
 
 
 class FetchAhead:
-    """Fetches shards in the order of their first use, as far ahead as the limit allows; a context in which it runs.
+    """Context in which shards are prefetched in the order of their first use, as far as the cache limit allows.
 
     Of several passes over one cache, training and validation, the one that moved last fetches; the others rest.
 
@@ -42,13 +42,13 @@ class FetchAhead:
         self._plan(0)
 
     def passed(self, samples: int) -> None:
-        """Say that so many samples have been read, by all processes together."""
+        """Report the number of samples read by all processes together."""
         self.cache.ahead = self
         if samples >= self._next:
             self._plan(samples)
 
     def _plan(self, samples: int) -> None:
-        """Decide which shards should be here: those that are needed next, as many as fit."""
+        """Choose the shards to keep: those that are needed next, as many as fit."""
         left = self._last >= samples
         self._next = int(self._last[left].min(initial=np.iinfo(np.int64).max - 1)) + 1
         coming = [self.paths[number] for number in self._numbers[left] if self.paths[number] in self.cache.urls]

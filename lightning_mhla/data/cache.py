@@ -1,4 +1,4 @@
-"""Remote shards on a disk that does not hold them all: fetched ahead, removed when done, never more than a limit.
+"""Cache of remote shards with a size limit: shards are prefetched, and removed after use.
 
 All processes of a machine share one folder. Each change of what lies there is made under one lock file; a shard that is
 being fetched has its room reserved, and a shard that is being read is locked, so it is not removed. All locks are the
@@ -40,11 +40,11 @@ from lightning_mhla.system.files import written_whole
 log = logging.getLogger(__name__)
 
 WAIT, PATIENCE = 0.05, 600.0
-"""Seconds between two looks at a full disk, and until waiting for room is an error."""
+"""Polling interval on a full disk, and timeout, in seconds."""
 
 
 class ShardCache:
-    """Remote shards, at most ``limit`` bytes of them on the local disk, member tables included.
+    """Cache of remote shards that holds at most ``limit`` bytes, including member tables.
 
     Args:
         folder: of the shards; several processes may share it.
@@ -59,7 +59,7 @@ class ShardCache:
         self._used: dict[Path, float] = {}
 
     def add(self, urls: Sequence[str]) -> list[Path]:
-        """Paths at which the shards of URLs lie once they are fetched; their small side files are fetched now."""
+        """Return the paths of the shards of URLs after fetching. Small files beside them are fetched immediately."""
         paths = [kept_at(url, self.folder) for url in urls]
         if not set(paths) <= set(self.urls):
             self.urls |= dict(zip(paths, urls, strict=True))
@@ -68,7 +68,7 @@ class ShardCache:
         return paths
 
     def table(self, path: Path) -> MemberTable:
-        """The member table of a shard: kept, from ``NAME.tar.index.npz`` beside it on the server, or scanned.
+        """Return the member table of a shard: from the cache, from ``NAME.tar.index.npz`` on the server, or by a scan.
 
         Raises:
             ShardUnavailableError: when the server fails.
@@ -96,14 +96,14 @@ class ShardCache:
         return table
 
     def _keep(self, file: Path, content: bytes) -> None:
-        """Write a small file, in room made for it."""
+        """Write a small file after making room for it."""
         with self._room_for(len(content), None):
             self._folder(file.parent)
             with written_whole(file) as aside:
                 aside.write_bytes(content)
 
     def _folder(self, folder: Path) -> Path:
-        """A folder of the cache, made if missing.
+        """Return a folder of the cache, created if missing.
 
         Raises:
             ForeignFileError: when it is a link, or of another user.
@@ -112,7 +112,7 @@ class ShardCache:
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
-        """Descriptor of a shard, which is fetched first if it is not there; not removed meanwhile.
+        """Open a shard, fetching it if needed, and keep it from being removed while it is open.
 
         Raises:
             ShardUnavailableError: when the server fails.
@@ -137,7 +137,7 @@ class ShardCache:
     def fetch(
         self, path: Path, keep: Collection[Path] | None = None, stop: threading.Event | None = None
     ) -> int | None:
-        """Fetch a shard, and remove the shards that have been unused for longest where it needs room.
+        """Fetch a shard, and remove the least recently used shards to make room.
 
         Args:
             path: the shard.
@@ -175,14 +175,14 @@ class ShardCache:
                 return descriptor
 
     def fetch_ahead(self, path: Path, keep: Collection[Path], stop: threading.Event) -> bool:
-        """Fetch a shard that nobody reads yet; False where ``keep`` leaves no room or another process fetches it."""
+        """Prefetch a shard; return False if ``keep`` leaves no room or another process fetches it."""
         descriptor = self.fetch(path, keep, stop)
         if descriptor is not None:
             _close(descriptor)
         return descriptor is not None
 
     def _fill(self, descriptor: int, path: Path, keep: Collection[Path] | None, stop: threading.Event | None) -> bool:
-        """Download a shard into an open file, once there is room; False where ``keep`` leaves none."""
+        """Download a shard into an open file when there is room; return False if ``keep`` leaves none."""
         url, size = self.urls[path], self._size(path)
         with self._room_for(size, keep) as found:
             if not found:
@@ -199,7 +199,7 @@ class ShardCache:
         return True
 
     def _check_table(self, path: Path) -> None:
-        """Compare a shard that has just come with its table, which is older.
+        """Compare a fetched shard with its older member table.
 
         Raises:
             ShardUnavailableError: when the server has a different shard now, whose table is kept for the next run.
@@ -215,7 +215,7 @@ class ShardCache:
             )
 
     def check_window(self, paths: Sequence[Path], window: int | None) -> None:
-        """Raise a ValueError where samples of more shards are shuffled together than the limit has room for."""
+        """Raise a ValueError if the limit has no room for the shards that are shuffled together."""
         sizes = sorted((self.sizes[path] for path in paths if path in self.sizes), reverse=True)
         shards = min(len(sizes), (len(sizes) if window is None else window) + 1)
         needed = sum(sizes[:shards])
@@ -229,7 +229,7 @@ class ShardCache:
 
     @property
     def room(self) -> int:
-        """Bytes for shards: the limit less what is kept of them all."""
+        """Bytes available for shards: the limit minus the size of member tables."""
         kept = 0
         for file in _files(self.folder):
             with suppress(FileNotFoundError):
@@ -252,7 +252,7 @@ class ShardCache:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Exclude all other processes from changes to the folder."""
+        """Lock the folder against changes by other processes."""
         self._folder(self.folder)
         lock = _open(self.folder / "lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -263,7 +263,7 @@ class ShardCache:
 
     @contextmanager
     def _room_for(self, size: int, keep: Collection[Path] | None) -> Iterator[bool]:
-        """Whether there is room for ``size`` bytes, which nobody else takes here; without ``keep``, it is waited for.
+        """Reserve room for ``size`` bytes; without ``keep``, wait for it. Return whether there is room.
 
         Raises:
             ShardUnavailableError: when there was none for :data:`PATIENCE` seconds.
@@ -289,7 +289,7 @@ class ShardCache:
             time.sleep(WAIT)
 
     def _make_room(self, size: int, keep: Collection[Path] | None) -> bool:
-        """Remove what may go until there is room for ``size`` bytes; whether there is."""
+        """Remove unused shards until there is room for ``size`` bytes; return whether there is."""
         used, shards = 0, []
         for file in _files(self.folder):
             with suppress(FileNotFoundError):

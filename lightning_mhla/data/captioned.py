@@ -1,4 +1,4 @@
-"""Files with captions, as members of shards or beside each other in a folder."""
+"""Files with captions, in shards or in a folder."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ METADATA = "metadata.jsonl"
 """File of a folder with a line for each caption: a ``file_name`` and the caption (Hugging Face's imagefolder)."""
 
 LONGEST_CAPTION = 1 << 20
-"""Bytes of a caption and what comes with it."""
+"""Maximum size of a file with captions, in bytes."""
 
 MOST_CAPTIONS = 32
-"""Captions of a sample."""
+"""Maximum number of captions of a sample."""
 
 
 class CaptionedFiles:
@@ -41,11 +41,11 @@ class CaptionedFiles:
     shard_sizes: Sequence[int]
 
     def describe(self, index: int) -> str:
-        """Where a sample lies, for messages."""
+        """Describe where a sample lies, for messages."""
         raise NotImplementedError
 
     def member(self, index: int, wanted: Sequence[str]) -> tuple[str, bytes]:
-        """The first of ``wanted`` extensions that a sample has, and its bytes.
+        """Read the member with the first of the ``wanted`` extensions that a sample has.
 
         Raises:
             BrokenSampleError: if it has none of them.
@@ -53,11 +53,11 @@ class CaptionedFiles:
         raise NotImplementedError
 
     def head(self, index: int, wanted: Sequence[str], count: int) -> bytes:
-        """The first bytes of the member that :meth:`member` gives."""
+        """Read the first bytes of the member that :meth:`member` returns."""
         raise NotImplementedError
 
     def captions(self, index: int) -> list[str]:
-        """The captions of a sample, at least one.
+        """Return the captions of a sample, at least one.
 
         Raises:
             BrokenSampleError: if it has none.
@@ -65,7 +65,7 @@ class CaptionedFiles:
         raise NotImplementedError
 
     def caption(self, index: int) -> str:
-        """The caption of a sample; of several, one drawn by torch's random numbers, which are seeded for each sample."""
+        """Return the caption of a sample, drawn at random if there are several. The random state is seeded for each sample."""
         captions = self.captions(index)
         return captions[0] if len(captions) == 1 else captions[int(torch.randint(len(captions), ()))]
 
@@ -147,7 +147,7 @@ class FolderFiles(CaptionedFiles):
         return beside.suffix.lstrip("."), read_sample(beside)
 
     def _beside(self, index: int, wanted: Sequence[str]) -> Path | None:
-        """The first file with one of the extensions beside a sample."""
+        """Find the first file with one of the extensions beside a sample."""
         paths = (self.paths[index].with_suffix(f".{name}") for name in wanted)
         return next((path for path in paths if path.is_file()), None)
 
@@ -166,7 +166,7 @@ class FolderFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
     def origins(self) -> list[Origin]:
-        """The files and the captions of each sample."""
+        """List the origins: the files and the captions of each sample."""
         found = []
         for index, path in enumerate(self.paths):
             lines = self._lines.get(path)
@@ -208,7 +208,7 @@ class FolderFiles(CaptionedFiles):
 
 
 def parse_captions(data: bytes, extension: str, key: str, where: str) -> list[str]:
-    """The captions in a ``.txt`` or ``.json`` file: a text is one; the entry ``key`` of an object is one, or a list of them.
+    """Parse the captions in a ``.txt`` file, or in a ``.json`` file under the entry ``key``, a text or a list of texts.
 
     Raises:
         BrokenSampleError: naming ``where``, if there is none.
@@ -225,7 +225,7 @@ def parse_captions(data: bytes, extension: str, key: str, where: str) -> list[st
 
 
 def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
-    """The caption in a ``.txt`` or ``.json`` file that has one; see :func:`parse_captions`.
+    """Parse the only caption in a ``.txt`` or ``.json`` file; see :func:`parse_captions`.
 
     Raises:
         BrokenSampleError: naming ``where``, if there is none, or more than one.
@@ -237,14 +237,14 @@ def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
 
 
 def caption_members(captions: Sequence[str]) -> dict[str, bytes]:
-    """The member of a shard that holds a sample's captions: ``.txt`` for one, ``.json`` with a list for several."""
+    """Create the member of a shard that holds a sample's captions: ``.txt`` for one, ``.json`` with a list for several."""
     if len(captions) == 1:
         return {TEXT: captions[0].encode()}
     return {JSON: json.dumps(list(captions)).encode()}
 
 
 def _listed(content: Any, key: str, where: str) -> list[Any]:
-    """The captions in a value of JSON: a list of them, or the entry ``key`` of an object, which may be a list."""
+    """Extract captions from a JSON value: a list, or the entry ``key`` of an object, a text or a list."""
     found = content.get(key) if isinstance(content, dict) else content if isinstance(content, list) else None
     if found is None:
         raise BrokenSampleError(f"{where} holds no caption under {key!r}; set caption_key")

@@ -1,4 +1,4 @@
-"""Names of classes: one list for a data set, by which the labels of every folder and shard are matched."""
+"""Names of classes: one list per data set, which maps the labels of every folder and shard."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ log = logging.getLogger(__name__)
 
 
 MOST_CLASSES = 1 << 24
-"""Classes of a data set, far above any published one."""
+"""Maximum number of classes of a data set."""
 
 LARGEST_LIST = 1 << 26
-"""Bytes of a ``PREFIX-classes.txt``."""
+"""Maximum size of a ``PREFIX-classes.txt``, in bytes."""
 
 
 def check_count(num_classes: int) -> int:
-    """The number of classes, if a model can have as many.
+    """Return the number of classes if a model can have as many.
 
     Raises:
         ValueError: when it is not positive, or above :data:`MOST_CLASSES`.
@@ -32,12 +32,12 @@ def check_count(num_classes: int) -> int:
 
 
 def folder_classes(folder: Path) -> list[str]:
-    """The classes of a folder that holds one folder for each: their names, in alphabetical order."""
+    """List the classes of a folder with one subfolder per class, in alphabetical order."""
     return [shown(path.name) for path in visible_folders(folder)]
 
 
 def read_classes(file: Path) -> list[str] | None:
-    """The names in a ``PREFIX-classes.txt``, a line each; None if there is no such file.
+    """Read the names in a ``PREFIX-classes.txt``, one per line; None if there is no such file.
 
     Raises:
         ValueError: when a name comes twice, or the file is too large.
@@ -60,7 +60,7 @@ def write_classes(file: Path, names: Sequence[str]) -> None:
 
 
 def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
-    """The classes by which shards of other prefixes in a folder are labelled, such as ``train-classes.txt``; None without.
+    """Read the classes of shards with a different prefix in a folder, such as ``train-classes.txt``; None if there are none.
 
     Raises:
         ValueError: when they have different lists, so that it is not clear which to follow.
@@ -77,7 +77,7 @@ def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
 
 
 def match_classes(own: Sequence[str], wanted: Sequence[str], where: str) -> list[int]:
-    """The label in the data set of each class of one of its parts, by name.
+    """Map each class of a part of a data set to its label in the data set, by name.
 
     Args:
         own: names of the part's classes, in the order of its labels.

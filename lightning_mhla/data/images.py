@@ -1,4 +1,4 @@
-"""Images with labels from shards, and images without labels from a folder."""
+"""Sources of images: labelled images from shards or folders, and unlabelled images from a folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mhla.data.classes import folder_classes, match_classes, read_classes
 from lightning_mhla.data.module import ShardSets
@@ -24,25 +25,25 @@ log = logging.getLogger(__name__)
 
 EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 FORMATS = ("JPEG", "PNG", "WEBP")
-"""Formats that Pillow may open. Without a list it tries all of its own, and starts Ghostscript for a file of PostScript."""
+"""Formats that Pillow may open. Without this list, it tries all of its formats, and starts Ghostscript for PostScript."""
 
 LARGEST_IMAGE, NARROWEST = 178_956_970, 256
-"""Pixels of an image (Pillow's own limit), and the ratio of its sides, beyond which it counts as broken or hostile."""
+"""Maximum number of pixels (Pillow's own limit) and maximum aspect ratio; images beyond them are rejected."""
 
 BACKGROUND = "white"
-"""Colour behind transparent pixels."""
+"""Background color of transparent pixels."""
 
 ORIENTATION = 0x0112
-"""EXIF tag of the orientation; 5 to 8 are images on their side."""
+"""EXIF tag of the orientation, whose values 5 to 8 swap height and width."""
 
 CLASSES = "classes.txt"
-"""Ending of the file beside the shards of a prefix that names their classes, a line each."""
+"""Suffix of the file beside the shards of a prefix that lists their classes, one per line."""
 
 Transform = Callable[[Image.Image], Tensor]
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Read the header of a JPEG, PNG or WebP image; whatever opens an image here does it through this function.
+    """Open a JPEG, PNG or WebP image and read its header. All images are opened by this function.
 
     Raises:
         OSError: when the data is not such an image.
@@ -52,7 +53,7 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
-    """Decode a JPEG, PNG or WebP image as a viewer shows it.
+    """Decode a JPEG, PNG or WebP image the way a viewer shows it.
 
     It is rotated as its EXIF orientation says, transparent pixels are composed on :data:`BACKGROUND`, and grey levels of 16
     bits are divided by 256.
@@ -84,7 +85,7 @@ def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
 
 
 def _as_shown(image: Image.Image) -> Image.Image:
-    """Upright, opaque, and of 8 bits a channel."""
+    """Convert an image to upright, opaque pixels of 8 bits per channel."""
     image = ImageOps.exif_transpose(image)
     if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would cut levels above 255 off
         levels = np.asarray(image).astype(np.uint32) >> 8
@@ -96,14 +97,44 @@ def _as_shown(image: Image.Image) -> Image.Image:
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Height and width of an image as :func:`decode_image` gives it, from its header."""
+    """Return height and width of an image after :func:`decode_image`, from its header."""
     width, height = image.size
     on_its_side = image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
     return (width, height) if on_its_side else (height, width)
 
 
-class ShardImages:
-    """Images and class labels from WebDataset shards: ``KEY.jpg`` (or png, webp) and ``KEY.cls``.
+class LabelledImages:
+    """Images with class labels, by index; a subclass knows where they lie.
+
+    Args:
+        transform: image to tensor; None leaves the image.
+        shard_sizes: samples in each shard.
+    """
+
+    def __init__(self, transform: Transform | None, shard_sizes: Sequence[int]) -> None:
+        self.transform, self.shard_sizes = transform, shard_sizes
+
+    def encoded(self, index: int) -> tuple[bytes, str, int]:
+        """The bytes of an image, a description of where it lies, and its label.
+
+        Raises:
+            BrokenSampleError: when it cannot be read.
+        """
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return sum(self.shard_sizes)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return the transformed ``image``, ``label`` and ``index``."""
+        data, name, label = self.encoded(index)
+        image: Any = decode_image(data, name)
+        return {"image": self.transform(image) if self.transform else image, "label": label, "index": index}
+
+
+class ShardImages(LabelledImages):
+    """Source of images and class labels in WebDataset shards: ``KEY.jpg`` (or png, webp) and ``KEY.cls``.
 
     Args:
         reader: the shards.
@@ -115,23 +146,18 @@ class ShardImages:
     def __init__(
         self, reader: ShardReader, transform: Transform, num_classes: int, labels: Sequence[int] | None = None
     ) -> None:
-        self.reader, self.transform, self.num_classes, self.labels = reader, transform, num_classes, labels
-        self.shard_sizes: Sequence[int] = reader.shard_sizes
+        super().__init__(transform, reader.shard_sizes)
+        self.reader, self.num_classes, self.labels = reader, num_classes, labels
 
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self.reader)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """``image`` as the transform gives it, ``label`` and ``index``."""
+    @override
+    def encoded(self, index: int) -> tuple[bytes, str, int]:
         label = self.reader.label(index, self.num_classes, self.labels)
         data = self.reader.read(index, self.reader.extension(index, EXTENSIONS))
-        image = self.transform(decode_image(data, self.reader.describe(index)))
-        return {"image": image, "label": label, "index": index}
+        return data, self.reader.describe(index), label
 
 
-class LabelledFolder:
-    """Images of a folder that holds one folder for each class.
+class LabelledFolder(LabelledImages):
+    """Source of images in a folder with one subfolder per class.
 
     Args:
         folder: with the class folders; hidden ones are not classes, links are followed.
@@ -147,7 +173,7 @@ class LabelledFolder:
     def __init__(
         self, folder: str | Path, transform: Transform | None = None, classes: Sequence[str] | None = None
     ) -> None:
-        self.folder, self.transform = Path(folder), transform
+        self.folder = Path(folder)
         folders = visible_folders(self.folder) if self.folder.is_dir() else []
         if not folders:
             raise FileNotFoundError(f"{folder} must hold one folder of images for each class")
@@ -157,20 +183,15 @@ class LabelledFolder:
         self.labelled = [
             (path, label) for label, place in zip(labels, folders, strict=True) for path in image_files(place)
         ]
-        self.shard_sizes: Sequence[int] = [len(self.labelled)]
+        super().__init__(transform, [len(self.labelled)])
 
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self.labelled)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """``image`` as the transform gives it, ``label`` and ``index``."""
+    @override
+    def encoded(self, index: int) -> tuple[bytes, str, int]:
         path, label = self.labelled[index]
-        image: Any = decode_file(path)
-        return {"image": self.transform(image) if self.transform else image, "label": label, "index": index}
+        return read_sample(path), shown(path), label
 
     def origins(self) -> list[Origin]:
-        """The file and the class of each image."""
+        """List the origins: the file and the class of each image."""
         return [
             Origin(str(path.relative_to(self.folder)), (path,), self.classes[label]) for path, label in self.labelled
         ]
@@ -178,8 +199,8 @@ class LabelledFolder:
 
 def labelled_images(
     sets: ShardSets, stage: str, transform: Transform, num_classes: int, classes: Sequence[str] | None
-) -> ShardImages | LabelledFolder:
-    """Images and labels of a stage, from shards or from a folder that holds one folder for each class.
+) -> LabelledImages:
+    """Create the source of a stage, from shards or from a folder with one subfolder per class.
 
     Args:
         sets: the shards or folders.
@@ -200,7 +221,7 @@ def labelled_images(
 
 
 def shard_labels(sets: ShardSets, stage: str, classes: Sequence[str] | None) -> list[int] | None:
-    """The label in the data set of each label in a stage's shards, by name; None where they are the same, or not named."""
+    """Map labels of a stage's shards to labels of the data set, by name; None if they are the same or have no names."""
     own = class_names(sets, stage)
     if own is None or classes is None or own == list(classes):
         return None
@@ -208,7 +229,7 @@ def shard_labels(sets: ShardSets, stage: str, classes: Sequence[str] | None) -> 
 
 
 def class_names(sets: ShardSets, stage: str = "train") -> list[str] | None:
-    """Names of the classes of a stage: of its folders, or of ``PREFIX-classes.txt`` beside its shards; None without.
+    """Return the names of the classes of a stage, from its folders or ``PREFIX-classes.txt``; None if there are none.
 
     Raises:
         ValueError: when shards of several prefixes have different lists.
@@ -220,7 +241,7 @@ def class_names(sets: ShardSets, stage: str = "train") -> list[str] | None:
 
 
 def shard_classes(shards: Sequence[Path]) -> list[str] | None:
-    """Names of the classes of shards, of the ``PREFIX-classes.txt`` beside them; None without.
+    """Read the names of the classes of shards from ``PREFIX-classes.txt`` beside them; None if there is no such file.
 
     Raises:
         ValueError: when shards of several prefixes have different lists.
@@ -237,7 +258,7 @@ def shard_classes(shards: Sequence[Path]) -> list[str] | None:
 
 
 class FolderImages:
-    """Every file below a folder, in order of its path, as an image.
+    """Source of all files below a folder as images, sorted by path.
 
     Args:
         folder: searched with all folders in it; hidden files are left out.
@@ -260,7 +281,7 @@ class FolderImages:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``image`` as the transform gives it, ``index`` into ``paths``, and ``broken``: a black image, after a warning."""
+        """Return the transformed ``image``, ``index`` into ``paths``, and ``broken``: whether it is a black replacement."""
         path = self.paths[index]
         try:
             image, broken = decode_file(path, self.mode), False
@@ -271,7 +292,7 @@ class FolderImages:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Paths of all images below ``folder``, sorted: visible files, links followed. Other files are mentioned.
+    """List the images below ``folder``, sorted. Links are followed, hidden files skipped, other files reported.
 
     Raises:
         FileNotFoundError: when there is no such folder or no image in it.

@@ -28,10 +28,10 @@ from lightning_mhla.system.redaction import check_secrets
 from lightning_mhla.system.untrusted import reason
 
 Source = str | os.PathLike[str]
-"""A path, or a URL that fsspec opens."""
+"""Path, or URL that fsspec opens."""
 
 CHUNK = 1 << 20
-"""Bytes that are decoded at a time."""
+"""Number of bytes that are decoded at a time."""
 
 LONGEST_LINE, LONGEST_ARRAY = 1 << 25, 1 << 27
 """Characters of a line, which is read into memory and made into tokens at once, and of one that holds all rows of a table."""
@@ -40,7 +40,7 @@ LARGEST_UNPACKED = 1 << 28
 """Characters of a compressed file that is read at once. One that is not compressed costs its author as much as its reader."""
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-"""Suffixes of compressed files that are read."""
+"""Suffixes of the supported compressed files."""
 
 MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
@@ -70,7 +70,7 @@ SIGNATURES = (
     (b"PAR1", "a Parquet table", "give it the suffix .parquet"),
     (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer, not the file itself", "run git lfs pull"),
 )
-"""First bytes of files that are not text, their names, and what to do about them."""
+"""Signatures of files that are not text, their names, and remedies."""
 
 PRINTABLE_SIGNATURES = (b"BZh", b"PAR1")
 """Signatures that a text could begin with; the name counts only where the rest is not text either."""
@@ -89,7 +89,7 @@ class NotTextError(ValueError):
 
 
 def file_name(source: Source) -> str:
-    """The last part of a path or URL, without the query of the URL."""
+    """Return the last part of a path or URL, without the query of the URL."""
     text = os.fspath(source)
     return PurePosixPath(urlsplit(text).path if "://" in text else text).name
 
@@ -142,7 +142,7 @@ def _zstandard(raw: BinaryIO, source: Source) -> BinaryIO:
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """The text in the bytes of a file.
+    """Decode the bytes of a text file.
 
     Args:
         data: all bytes of the file.
@@ -238,7 +238,7 @@ def json_lines(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_object(text: str, where: str) -> dict[str, Any]:
-    """The JSON object in a text.
+    """Parse the JSON object in a text.
 
     Args:
         text: the object, such as a line of a JSON lines file.
@@ -254,7 +254,7 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The JSON value in a text.
+    """Parse the JSON value in a text.
 
     Raises:
         ValueError: naming ``where``, if it is not JSON.
@@ -275,7 +275,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def text_entry(row: dict[str, Any], key: str, where: str) -> str:
-    """The text under a key of a JSON object.
+    """Return the text under a key of a JSON object.
 
     Args:
         row: the object.
@@ -305,7 +305,7 @@ def has_surrogates(text: str) -> bool:
 
 
 def _decode(stream: BinaryIO, where: str) -> Iterator[str]:
-    """The text of a stream in pieces.
+    """Decode a stream in pieces.
 
     Raises:
         NotTextError: naming ``where`` and the line.
@@ -347,7 +347,7 @@ def _reject_nul(where: str, line: int) -> None:
 
 
 def _check_signature(head: bytes, where: str) -> None:
-    """Reject a file that its first bytes give away.
+    """Reject a file that is not text by its signature.
 
     Raises:
         NotTextError: naming ``where`` and what it is.

@@ -1,4 +1,4 @@
-"""A loader whose position is the number of batches trained, so that a resumed run continues with the very next sample."""
+"""Loader whose position is the number of trained batches, so that a resumed run continues with the very next sample."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 
 
 def sample_groups(source: SampleSource) -> np.ndarray | None:
-    """``[samples]`` int64, the groups whose samples may share a batch; None where all may."""
+    """Return the group of each sample, ``[samples]`` int64; only samples of a group share a batch. None if all may."""
     groups: np.ndarray | None = getattr(source, "groups", None)
     return groups
 
 
 class _SeededSamples(Dataset):
-    """Reads tickets; each with random numbers of its own. Broken training samples give way to the next good one.
+    """Dataset that reads tickets, each with its own random numbers. Broken training samples are replaced by the next good one.
 
     A sample says in ``skipped`` which ones it replaces: pairs of index and reason.
     """
@@ -67,7 +67,7 @@ class _SeededSamples(Dataset):
                     raise
 
     def _following(self, index: int) -> int:
-        """The next sample of the same shape; after the last, the first."""
+        """Return the index of the next sample of the same shape, cyclically."""
         groups = sample_groups(self.source)
         if groups is None:
             return (index + 1) % len(self.source)
@@ -76,13 +76,13 @@ class _SeededSamples(Dataset):
 
 
 def _collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of stacked tensors, and the list of all broken samples that its samples replace."""
+    """Collate samples into stacked tensors, and a list of the broken samples that they replace."""
     skipped = [broken for sample in samples for broken in sample.pop("skipped")]
     return {**default_collate(samples), "skipped": skipped}
 
 
 class _Batches(Sampler[list[Ticket]]):
-    """The batches that the next pass over the loader yields; set before each pass."""
+    """Batch sampler that yields the batches of the next pass, set before each pass."""
 
     def __init__(self) -> None:
         self.pending: Iterator[list[Ticket]] = iter(())
@@ -92,7 +92,7 @@ class _Batches(Sampler[list[Ticket]]):
 
 
 class Progress(NamedTuple):
-    """Where a training run stands: its epoch, the batches done in it, and the batches that an epoch is cut to."""
+    """Position of a training run: its epoch, the batches done in it, and the limit of batches per epoch."""
 
     epoch: int = 0
     done: int = 0
@@ -100,7 +100,7 @@ class Progress(NamedTuple):
 
 
 def samples_each(batch_size: int, world: int) -> int:
-    """Samples of a batch for each of ``world`` processes.
+    """Compute the number of samples in a batch for each of ``world`` processes.
 
     Raises:
         ValueError: when they cannot share it, naming one that they can.
@@ -114,14 +114,14 @@ def samples_each(batch_size: int, world: int) -> int:
 
 
 UNSAID = {"groups": None, "repeats": 1}
-"""Options of the order that checkpoints from before they existed do not name."""
+"""Defaults of options of the order that old checkpoints do not contain."""
 
 WORKER_SECONDS = 120
-"""Time that a signal leaves a worker process, for the training process to finish its step and save."""
+"""Seconds that a worker process continues after a signal, while the training process finishes its step and saves."""
 
 
 def outlive_signals(worker: int = 0) -> None:
-    """Let a worker process run on for a while after SIGTERM, SIGUSR1 or SIGINT.
+    """Let a worker process continue for a while after SIGTERM, SIGUSR1 or SIGINT.
 
     Ctrl+C and many schedulers send their signal to all processes of a group; a worker that ended at once would end training
     before it has saved.
@@ -142,7 +142,7 @@ def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, A
 
 
 class ResumableLoader:
-    """Batches of a source, in an order that depends on seed and epoch alone.
+    """Loader of batches in an order that depends on seed and epoch only.
 
     Batches are dicts of stacked tensors, with ``valid`` ``[B]`` bool beside what the source gives: False marks samples
     that only fill up an evaluation batch. Lightning takes the loader as it is, adds no sampler, and keeps its
@@ -206,12 +206,12 @@ class ResumableLoader:
         )
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Number of batches in a complete epoch."""
         counts = [len(self.source)] if self.groups is None else np.bincount(self.groups).tolist()
         return sum(count // self.batch_size if self.train else -(-count // self.batch_size) for count in counts)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rest of the epoch that the run stands in."""
+        """Iterate over the rest of the current epoch."""
         order, copies, epoch = self._order()
         if self.train:
             self._batches.pending = training_batches(order, epoch, self.batch_size, self.rank, self.world, copies)
@@ -282,7 +282,7 @@ class ResumableLoader:
             self.check_order(state)
 
     def check_order(self, state: dict[str, Any]) -> None:
-        """Reject another order than that of a checkpoint.
+        """Reject an order that differs from that of a checkpoint.
 
         Raises:
             ValueError: naming what differs.

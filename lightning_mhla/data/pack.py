@@ -1,4 +1,4 @@
-"""Folders of files with captions, packed into shards byte for byte."""
+"""Packing of folders with captioned files into shards, byte for byte."""
 
 from __future__ import annotations
 

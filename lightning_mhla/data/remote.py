@@ -1,4 +1,4 @@
-"""Files behind URLs: which are opened, where they are kept, and downloads that outlast a failing server."""
+"""Remote files: permitted URLs, local paths, and downloads that resume after failures."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from lightning_mhla.system.untrusted import reason
 log = logging.getLogger(__name__)
 
 SCHEMES = ("http", "https", "s3", "gs", "hf")
-"""Remote locations that shards may come from; everything else but a plain path is rejected, ``pipe:`` above all."""
+"""Schemes of permitted URLs. All others are rejected, above all ``pipe:``."""
 
 HTTP = ("http", "https")
 
 ATTEMPTS, FIRST_ATTEMPTS = 8, 4
-"""Attempts in a row that may bring nothing before a download fails, in training and at the start."""
+"""Number of consecutive attempts without progress before a download fails, in training and at the start."""
 
 PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds after the first attempt, each further one twice as long, and at most."""
+"""Pause after the first attempt in seconds, doubled after each further one, and its maximum."""
 
 SILENCE = 60
-"""Seconds without a byte after which an attempt has failed."""
+"""Seconds without a byte after which an attempt fails."""
 
 CHUNK = 1 << 23
-"""Bytes of one read."""
+"""Number of bytes of one read."""
 
 PROGRESS = 1 << 16
-"""Bytes that an attempt has to bring, and that have to come in :data:`SILENCE` seconds, to count as progress."""
+"""Number of bytes per attempt, and per :data:`SILENCE` seconds, that count as progress."""
 
 ABSENT, PASSING, NEVER, RANGE_OUTSIDE = (401, 403, 404, 410), (408, 429), (501, 505), 416
 """HTTP's statuses of a file that is not there, or not for us; of a server that is busy; of one that will never send it; and
@@ -54,21 +54,21 @@ CUT = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError, ssl.SSLWant
 """TLS errors of a connection that was cut, rather than of one that cannot be trusted."""
 
 INNER = ("os_error", "certificate_error", "reason")
-"""Attributes in which aiohttp's and urllib3's errors keep the one that they stand for."""
+"""Attributes in which errors of aiohttp and urllib3 store their cause."""
 
 LARGEST_SIDE_FILE = 1 << 26
-"""Bytes of a file beside the shards."""
+"""Maximum size of a file beside the shards, in bytes."""
 
 SIDE_FILES = ("manifest.json", "empty-caption.npy", "classes.txt")
 """Files shared by all shards of a prefix, see :func:`lightning_mhla.data.shards.beside_shard`."""
 
 
 class DownloadStoppedError(Exception):
-    """A download was given up because nobody wants it any more."""
+    """Raised when a download is cancelled because it is no longer needed."""
 
 
 def url_scheme(name: str) -> str | None:
-    """The scheme of a URL; None for a local path.
+    """Return the scheme of a URL; None for a local path.
 
     Raises:
         ValueError: for a scheme that is not allowed.
@@ -95,12 +95,12 @@ def kept_at(url: str, folder: Path) -> Path:
 
 
 def is_kept_folder(name: str) -> bool:
-    """Whether a folder has a name that :func:`kept_at` gives."""
+    """Check whether a folder has a name that :func:`kept_at` returns."""
     return re.fullmatch(r"[0-9a-f]{16}", name) is not None
 
 
 def remote_size(url: str) -> int:
-    """Bytes of a remote file.
+    """Return the size of a remote file in bytes.
 
     Raises:
         FileNotFoundError: when there is no such file.
@@ -122,7 +122,7 @@ def remote_size(url: str) -> int:
 
 @dataclass(frozen=True)
 class Version:
-    """Marks of one content of a file, by which a server lets it be told from the next.
+    """Version of a remote file, as the server identifies it.
 
     Attributes:
         tag: its ETag; None where the server sends none.
@@ -135,7 +135,7 @@ class Version:
     size: int | None = None
 
     def differs(self, later: Version) -> bool:
-        """Whether anything that both say is different."""
+        """Check whether two versions differ in anything that both contain."""
         pairs = ((self.tag, later.tag), (self.written, later.written), (self.size, later.size))
         return any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
@@ -147,7 +147,7 @@ class Version:
 
 
 class Download:
-    """A download that goes on where it was cut, as long as the server has the same content.
+    """Download that resumes after interruptions while the content on the server is the same.
 
     Args:
         url: the file.
@@ -170,12 +170,12 @@ class Download:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what has come, which the next attempt fetches again."""
+        """Discard the received bytes, so that the next attempt starts from the beginning."""
         self.sink.seek(0)
         self.version, self.check = Version(), self.make_check()
 
     def attempt(self) -> None:
-        """Fetch all that is missing.
+        """Fetch all missing bytes.
 
         Raises:
             ShardUnavailableError: when the file is larger than it may be, or cannot be kept.
@@ -247,7 +247,7 @@ class Download:
 
 
 def _described(answer: Any, encoded: bool) -> tuple[Version, int]:
-    """Version of the file that an HTTP response describes, and the offset of the response's first byte in the file."""
+    """Return the version of the file in an HTTP response, and the offset of the response's first byte in the file."""
     if answer.status not in (200, 206):
         raise ShardUnavailableError(f"{answer.url} does not send a file (status {answer.status})")
     size, first = answer.content_length, 0
@@ -318,7 +318,7 @@ def side_files(urls: Sequence[str], folder: Path) -> Iterator[tuple[Path, bytes]
 
 
 def _system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it."""
+    """Return the file system of a URL, and the path in it."""
     options: dict[str, Any] = {}
     if url_scheme(url) in HTTP:
         from aiohttp import ClientTimeout  # its own limit of five minutes cuts large shards
@@ -359,7 +359,7 @@ def _root(error: Exception) -> Exception:
 
 
 def _status(error: Exception) -> int | None:
-    """HTTP's status of a failure, by any of the libraries; None without."""
+    """Return the HTTP status of an error of any library; None if it has none."""
     error = _root(error)
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None

@@ -1,4 +1,4 @@
-"""Which sample comes when, and with which random numbers: pure functions of seed, epoch and position.
+"""Order and random numbers of samples, as pure functions of seed, epoch and position.
 
 Nothing here has a state, so nothing can be lost: the position of a run is the number of batches that it has trained on.
 The order does not depend on the number of processes or workers either: global batch b of an epoch holds the same
@@ -19,7 +19,7 @@ _ORDER, _SAMPLE, _STEP, _NOISE = range(4)  # one stream of random numbers for ea
 
 
 class Ticket(NamedTuple):
-    """One sample to be read: for which epoch (its random numbers depend on it), and whether it counts.
+    """Sample to read: its index, the epoch, which its random numbers depend on, and whether it counts.
 
     ``valid`` is False for samples that only fill up a batch, so that all processes run equally many. ``copy`` counts how
     often the sample came before in its epoch: copies have random numbers of their own.
@@ -32,7 +32,7 @@ class Ticket(NamedTuple):
 
 
 def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int | None = None) -> np.ndarray:
-    """Order of all samples in one epoch.
+    """Compute the order of all samples in one epoch.
 
     Args:
         shard_sizes: samples in each shard.
@@ -57,7 +57,7 @@ def epoch_order(shard_sizes: Sequence[int], seed: int, epoch: int, window: int |
 
 
 def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarray:
-    """Samples in whole batches of one group each; a batch stands where its last sample stood.
+    """Reorder samples into full batches of one group each, placed where their last samples were.
 
     Args:
         order: ``[n]``, samples.
@@ -134,14 +134,14 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def sample_generator(seed: int, index: int) -> torch.Generator:
-    """Random numbers of one generated sample; on the CPU, so that they are the same for every device."""
+    """Create the generator of one sample, on the CPU, so that it is the same for every device."""
     word = int(np.random.SeedSequence([seed, _NOISE, index]).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(word)
 
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Leave the CPU's global random generators as they were."""
+    """Context that restores the CPU's global random state."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

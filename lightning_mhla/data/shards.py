@@ -30,19 +30,19 @@ from lightning_mhla.system.listing import is_visible
 from lightning_mhla.system.untrusted import parse_array, reason
 
 LARGEST_SHARD = 1 << 44
-"""Bytes of a shard that is downloaded whole."""
+"""Maximum size of a downloaded shard, in bytes."""
 
 MOST_SHARDS, LONGEST_PATTERN, LONGEST_NAMES = 1 << 20, 1 << 12, 1 << 28
-"""Names that a pattern with braces may stand for; characters of the pattern, and of all the names."""
+"""Limits of brace expansion: number of names, characters of the pattern, and characters of all names."""
 
 OPEN_FILES = 64
-"""Shards that one process keeps open."""
+"""Number of shards that a process keeps open."""
 
 
 def find_shards(
     where: str | Sequence[str], cache: Path | None = None, streamed: ShardCache | None = None
 ) -> list[Path]:
-    """Local paths of the shards that ``where`` names.
+    """Return the local paths of shards, after downloading them if needed.
 
     Args:
         where: a folder of ``*.tar``, a path or URL with braces (``train-{0000..1023}.tar``), a name with wildcards, or a list.
@@ -64,7 +64,7 @@ def find_shards(
 
 
 def expand_braces(name: str) -> list[str]:
-    """All names that a pattern with braces stands for.
+    """Expand a pattern with braces.
 
     Raises:
         ValueError: naming the pattern, when its braces are not balanced, or stand for too many names.
@@ -83,7 +83,7 @@ def expand_braces(name: str) -> list[str]:
 
 
 def _count_names(pattern: str) -> int:
-    """How many names a pattern stands for, without making them."""
+    """Count the names of a pattern without expanding it."""
     sums, products, starts = (
         [0],
         [1],
@@ -147,17 +147,17 @@ def _download(urls: list[str], folder: Path) -> list[Path]:
 
 
 def holds_shards(folder: Path) -> bool:
-    """Whether a folder holds shards, rather than files of samples."""
+    """Check whether a folder contains shards, not sample files."""
     return any(is_visible(path.name) for path in folder.glob("*.tar"))
 
 
 def beside_shard(shard: Path, name: str) -> Path:
-    """A file that belongs to all shards of one prefix: ``train-manifest.json`` beside ``train-00017.tar``."""
+    """Path of a file that belongs to all shards of a prefix, such as ``train-manifest.json`` beside ``train-00017.tar``."""
     return shard.with_name(f"{shard.stem.rpartition('-')[0]}-{name}")
 
 
 class ShardReader:
-    """Members of samples by index, over many shards. Safe to share between processes.
+    """Reader of members of samples by index, over many shards. Processes may share it.
 
     Args:
         shards: local paths, see :func:`find_shards`.
@@ -182,18 +182,18 @@ class ShardReader:
         self._owner = os.getpid()
 
     def __len__(self) -> int:
-        """Samples in all shards."""
+        """Number of samples in all shards."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def describe(self, index: int) -> str:
-        """Shard and key of a sample, for messages."""
+        """Return shard and key of a sample, for messages."""
         shard, row = self._find(index)
         key = str(self.tables[shard].keys[row])
         where = self._urls.get(self.shards[shard], self.shards[shard])
         return f"{where}: sample {key if key.isprintable() and len(key) < 200 else repr(key)[:200]}"
 
     def extension(self, index: int, wanted: Sequence[str]) -> str:
-        """The first of ``wanted`` that the sample has.
+        """Return the first of the ``wanted`` extensions that a sample has.
 
         Raises:
             BrokenSampleError: if it has none of them.
@@ -225,13 +225,13 @@ class ShardReader:
         return counts
 
     def size(self, index: int, extension: str) -> int:
-        """Bytes of one member that the sample has."""
+        """Return the size of a member in bytes."""
         shard, row = self._find(index)
         table = self.tables[shard]
         return int(table.sizes[row, table.extensions.index(extension)])
 
     def read(self, index: int, extension: str, start: int = 0, count: int | None = None) -> bytes:
-        """The bytes of one member that the sample has: all, or ``count`` of them from ``start`` on.
+        """Read a member, or ``count`` bytes of it from ``start`` on.
 
         Raises:
             BrokenSampleError: if the shard is cut short, or the member too large to be read at once.
@@ -260,7 +260,7 @@ class ShardReader:
         return data
 
     def array(self, index: int, extension: str) -> np.ndarray:
-        """The array of one ``.npy`` member.
+        """Read a ``.npy`` member.
 
         Raises:
             BrokenSampleError: if it is missing, or no array of finite floating-point numbers.
@@ -277,7 +277,7 @@ class ShardReader:
         return values
 
     def label(self, index: int, num_classes: int, labels: Sequence[int] | None = None) -> int:
-        """The class label in a sample's ``.cls``.
+        """Read the class label in a sample's ``.cls``.
 
         Args:
             index: the sample.
@@ -316,5 +316,5 @@ class ShardReader:
         yield self._open[shard]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without open files, for worker processes that are started afresh."""
+        """Drop open files when pickled for a worker process."""
         return {**self.__dict__, "_open": OrderedDict()}

@@ -1,4 +1,4 @@
-"""A data set as the pipeline sees it: samples by index."""
+"""Sources: data sets as samples by index."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from lightning_mhla.system.listing import shown
 
 
 class BrokenSampleError(ValueError):
-    """A sample that cannot be used; the message names where it lies and what is wrong with it."""
+    """Raised for an unusable sample. The message says where it lies and what is wrong."""
 
 
 class ShardUnavailableError(OSError):
-    """A shard that cannot be fetched now; the message names it. No sample is skipped for it: the run can resume."""
+    """Raised for a shard that cannot be fetched. No sample is skipped; the run can resume."""
 
 
 LARGEST_SAMPLE = 1 << 30
-"""Bytes of a file of a sample, which is read into memory at once."""
+"""Maximum size of a sample's file in bytes, which is read into memory at once."""
 
 
 def read_sample(path: Path) -> bytes:
-    """The bytes of a file of a sample.
+    """Read a file of a sample.
 
     Raises:
         BrokenSampleError: naming the file, when it has more than :data:`LARGEST_SAMPLE` bytes.
@@ -34,11 +34,11 @@ def read_sample(path: Path) -> bytes:
 
 
 class BrokenContentError(ValueError):
-    """A download whose first bytes show that it is not what it should be; the message names its address."""
+    """Raised for a download whose first bytes show that it is not the expected file."""
 
 
 class SampleSource(Protocol):
-    """Samples by index. Reading one uses the global random generators freely: they are seeded for each sample.
+    """Protocol of sources: samples by index. Reading may use the global random generators, which are seeded for each sample.
 
     A source whose samples have several shapes has an attribute ``groups`` too, ``[samples]`` int64: samples of one group have
     one shape, and a batch holds samples of one group.
@@ -54,7 +54,7 @@ class SampleSource(Protocol):
         ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One sample, of tensors and numbers of the same keys and shapes for every index.
+        """Read a sample: tensors and numbers with the same keys and shapes for every index.
 
         Raises:
             BrokenSampleError: if the sample cannot be used.

@@ -1,4 +1,4 @@
-"""Where the members of a tar shard lie: scanned once, checked, and kept beside the shard or in the cache folder."""
+"""Member tables of tar shards: scanned once, checked, and saved beside the shard or in the cache folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONGEST_NAME, MOST_EXTENSIONS, LONGEST_TAIL = 1024, 64, 1 << 24
 """Of a member, in characters; kinds of members; bytes of zeros at a tar file's end. A shard beyond them is rejected."""
 
 MOST_MEMBERS = 100_000
-"""Members of a shard, which are read in two seconds."""
+"""Maximum number of members of a shard, which takes two seconds to scan."""
 
 LONGEST_HEADER, MOST_HEADERS = 1 << 20, 1 << 24
 """Bytes of a header that carries a long name or attributes (PAX, GNU), which is read into memory, and of all of a shard."""
@@ -41,17 +41,17 @@ PARSING = threading.Lock()
 Python 3.11.8 and 3.12.2 (python/cpython #106905)."""
 
 INDEX = ".index.npz"
-"""Ending of the file beside a shard that keeps its member table."""
+"""Suffix of the file beside a shard with its member table."""
 
 
 def default_cache() -> Path:
-    """Folder for downloaded shards and member tables: ``$XDG_CACHE_HOME/lightning-mhla``."""
+    """Return the folder for downloaded shards and member tables: ``$XDG_CACHE_HOME/lightning-mhla``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-mhla"
 
 
 @dataclass(frozen=True, eq=False)
 class MemberTable:
-    """Where the members of one shard lie.
+    """Member table of one shard.
 
     Attributes:
         keys: ``[n]`` str, the samples.
@@ -70,7 +70,7 @@ class MemberTable:
     written: int
 
     def agrees(self, other: MemberTable) -> bool:
-        """Whether the same members lie in the same places."""
+        """Check whether two tables have the same members at the same offsets."""
         arrays = ((self.keys, other.keys), (self.offsets, other.offsets), (self.sizes, other.sizes))
         same = (self.size, self.extensions) == (other.size, other.extensions)
         return same and all(np.array_equal(one, two) for one, two in arrays)
@@ -94,7 +94,7 @@ FURTHER = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
-"""Types of tar headers that are followed by text for the next one."""
+"""Types of tar headers followed by text that applies to the next header."""
 
 
 class TarCheck:
@@ -111,7 +111,7 @@ class TarCheck:
         self._zeros = self._members = 0
 
     def __call__(self, data: bytes) -> None:
-        """Take the next bytes.
+        """Process the next bytes.
 
         Raises:
             BrokenContentError: naming the file, when they do not continue a shard.
@@ -239,7 +239,7 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
 
 
 def _is_own(file: Path) -> bool:
-    """Whether a file is there, and nobody else put it into the cache."""
+    """Check whether a file exists and was not put into the cache by a different user."""
     try:
         check_own(file.parent, is_kind=S_ISDIR)
         check_own(file)
@@ -249,12 +249,12 @@ def _is_own(file: Path) -> bool:
 
 
 def table_file(shard: Path) -> Path:
-    """The file beside a shard that keeps its member table."""
+    """Return the path of the member table beside a shard."""
     return shard.with_name(shard.name + INDEX)
 
 
 def table_bytes(table: MemberTable) -> bytes:
-    """The file that keeps a member table."""
+    """Return the path of a saved member table."""
     stream = io.BytesIO()
     np.savez(
         stream,

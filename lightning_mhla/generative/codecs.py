@@ -1,4 +1,4 @@
-"""Between samples and what a network denoises: a frozen VAE of diffusers, or nothing."""
+"""Frozen autoencoders of diffusers, which encode samples into the latents that a network denoises."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 CHUNK = 8
-"""Images that go through the VAE together: its activations are far larger than the images."""
+"""Number of images that the VAE processes at once. Its activations are far larger than the images."""
 
 
 class FrozenVAE:
-    """A VAE of diffusers, loaded when first used; not a module, so that it is neither trained nor kept in checkpoints.
+    """VAE of diffusers, loaded on first use. It is not a module, and thus neither trained nor saved in checkpoints.
 
     Args:
         path: folder of the VAE (or of a pipeline that has one in ``vae/``), or a name on the hub.
@@ -21,7 +21,7 @@ class FrozenVAE:
     """
 
     vae_class: ClassVar[str]
-    """Of diffusers."""
+    """Name of the class in diffusers."""
 
     def __init__(self, path: str, model: Any = None) -> None:
         self.path = path
@@ -31,12 +31,12 @@ class FrozenVAE:
         return self  # the weight average copies the module
 
     def rest(self) -> None:
-        """Leave the GPU to training."""
+        """Move the VAE off the GPU."""
         if self._model is not None:
             self._model.cpu()
 
     def model(self, device: torch.device) -> Any:
-        """The VAE on ``device``, in float32.
+        """Return the VAE on ``device``, in float32.
 
         Raises:
             FileNotFoundError: when there is none at the path.
@@ -46,7 +46,7 @@ class FrozenVAE:
         return self._model.to(device)
 
     def _read(self) -> Any:
-        """The VAE in ``vae/`` of a pipeline, or at the path itself."""
+        """Load the VAE from ``vae/`` of a pipeline, or from the path itself."""
         import diffusers
 
         kind, local = getattr(diffusers, self.vae_class), Path(self.path)
@@ -62,20 +62,20 @@ class FrozenVAE:
 
 
 class LatentCodec(FrozenVAE):
-    """Images by a diffusers ``AutoencoderKL``; arguments as for :class:`FrozenVAE`."""
+    """Codec of images by ``AutoencoderKL`` of diffusers. Arguments as for :class:`FrozenVAE`."""
 
     vae_class = "AutoencoderKL"
 
     @torch.no_grad()
     def moments(self, images: Tensor) -> Tensor:
-        """Mean and standard deviation ``[B, 2 * C, s, s]`` float32 of the latents of images ``[B, 3, S, S]`` in -1 .. 1."""
+        """Compute mean and deviation of latents, ``[B, 2 * C, s, s]`` float32, for images ``[B, 3, S, S]`` in -1 .. 1."""
         model = self.model(images.device)
         with torch.autocast(images.device.type, enabled=False):
             posteriors = [model.encode(part).latent_dist for part in images.float().split(CHUNK)]
         return torch.cat([torch.cat([posterior.mean, posterior.std], 1) for posterior in posteriors])
 
     def encode(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Latents ``[B, C, s, s]`` drawn from the posterior, scaled as diffusion wants them.
+        """Draw latents ``[B, C, s, s]`` from the posterior, scaled for diffusion.
 
         Args:
             images: ``[B, 3, S, S]`` in -1 .. 1.
@@ -85,25 +85,25 @@ class LatentCodec(FrozenVAE):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Images ``[B, 3, S, S]`` in about -1 .. 1 of scaled latents."""
+        """Decode scaled latents into images ``[B, 3, S, S]`` in about -1 .. 1."""
         model = self.model(latents.device)
         scaled = (latents.float() / self.scale(latents.device)).to(model.dtype)
         with torch.autocast(latents.device.type, enabled=False):
             return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
 
     def scale(self, device: torch.device) -> float:
-        """Factor from the VAE's latents to those that diffusion works on."""
+        """Factor from the VAE's latents to those of diffusion."""
         return float(self.model(device).config.scaling_factor)
 
 
 class ClipCodec(FrozenVAE):
-    """Clips by Wan's VAE; arguments as for :class:`FrozenVAE`."""
+    """Codec of clips by Wan's VAE. Arguments as for :class:`FrozenVAE`."""
 
     vae_class = "AutoencoderKLWan"
 
     @torch.no_grad()
     def encode(self, clips: Tensor) -> Tensor:
-        """Latents ``[B, C, f, h, w]`` float32 of clips ``[B, 3, F, H, W]`` in -1 .. 1: the posterior's mean, normalised.
+        """Encode clips ``[B, 3, F, H, W]`` in -1 .. 1 into normalized posterior means ``[B, C, f, h, w]`` float32.
 
         Wan is trained on means, not on draws from the posterior; mean and deviation of each channel are the VAE's own.
 
@@ -111,7 +111,7 @@ class ClipCodec(FrozenVAE):
             ValueError: for sizes that the VAE does not compress evenly.
         """
         model = self.model(clips.device)
-        self.check_size(clips.shape[2:])
+        self.latent_size(*clips.shape[2:])
         with torch.autocast(clips.device.type, enabled=False):
             latents = torch.cat([model.encode(clip[None].float()).latent_dist.mode() for clip in clips])
         mean, deviation = self._moments(clips.device)
@@ -119,54 +119,48 @@ class ClipCodec(FrozenVAE):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Clips ``[B, 3, F, H, W]`` in about -1 .. 1 of normalised latents, one after another: they are large."""
+        """Decode normalized latents, one clip at a time, into clips ``[B, 3, F, H, W]`` in about -1 .. 1."""
         model = self.model(latents.device)
         mean, deviation = self._moments(latents.device)
         with torch.autocast(latents.device.type, enabled=False):
             return torch.cat([model.decode(latent[None].float() * deviation + mean).sample for latent in latents])
 
     def _moments(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of each channel of the VAE's latents."""
+        """Return mean and standard deviation of each channel of the VAE's latents."""
         config = self._model.config
         mean, deviation = (torch.tensor(values, device=device) for values in (config.latents_mean, config.latents_std))
         return mean.view(1, -1, 1, 1, 1), deviation.view(1, -1, 1, 1, 1)
 
     def latent_size(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Frames, rows and columns of the latent of a clip."""
-        config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
-        space = config.scale_factor_spatial
-        return (frames - 1) // config.scale_factor_temporal + 1, height // space, width // space
-
-    def check_size(self, size: tuple[int, ...]) -> None:
-        """Refuse clips whose size the VAE would round.
+        """Return the number of frames, rows and columns of the latent of a clip.
 
         Raises:
-            ValueError: naming the existing sizes.
+            ValueError: for a size that the VAE would round.
         """
-        config = self._model.config
+        config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
         time, space = config.scale_factor_temporal, config.scale_factor_spatial
-        frames, height, width = size
         if frames % time != 1 or height % space or width % space:
             raise ValueError(
                 f"clips of {frames} frames of {height} x {width}: the VAE wants 1 frame more than a multiple of {time}, and "
                 f"sides that are multiples of {space}"
             )
+        return (frames - 1) // time + 1, height // space, width // space
 
 
 def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> Tensor:
-    """Scaled latents drawn from ``[..., 2 * C, s, s]`` of means and standard deviations, with ``noise`` if given."""
+    """Draw scaled latents from means and standard deviations ``[..., 2 * C, s, s]``, with ``noise`` if given."""
     mean, deviation = moments.float().chunk(2, dim=-3)
     return (mean + deviation * (torch.randn_like(mean) if noise is None else noise)) * scale
 
 
 class ImageCodec(FrozenVAE):
-    """Images by SANA's deep compression autoencoder (arXiv 2410.10733); arguments as for :class:`FrozenVAE`."""
+    """Codec of images by SANA's deep compression autoencoder (arXiv 2410.10733). Arguments as for :class:`FrozenVAE`."""
 
     vae_class = "AutoencoderDC"
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
-        """Latents ``[B, C, h, w]`` float32 of images ``[B, 3, H, W]`` in -1 .. 1, scaled as diffusion wants them.
+        """Encode images ``[B, 3, H, W]`` in -1 .. 1 into latents ``[B, C, h, w]`` float32, scaled for diffusion.
 
         Raises:
             ValueError: for sizes that the autoencoder does not divide.
@@ -179,14 +173,14 @@ class ImageCodec(FrozenVAE):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Images ``[B, 3, H, W]`` in about -1 .. 1 of scaled latents."""
+        """Decode scaled latents into images ``[B, 3, H, W]`` in about -1 .. 1."""
         model = self.model(latents.device)
         scaled = (latents.float() / model.config.scaling_factor).to(model.dtype)
         with torch.autocast(latents.device.type, enabled=False):
             return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of the latent of an image.
+        """Return the number of rows and columns of the latent of an image.
 
         Raises:
             ValueError: for sizes that the autoencoder does not divide.

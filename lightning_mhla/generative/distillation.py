@@ -1,4 +1,4 @@
-"""Learning from the softmax model that was replaced: the outputs of its layers, then its velocity."""
+"""Distillation of generative models: its options, and how transformers of diffusers learn from the model before the swap."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
+from lightning import Trainer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from lightning_mhla.swap import SwappedAttention, attention_layers, swapped_layers
 from lightning_mhla.swap.diffusers import patch_convolution
+from lightning_mhla.swap.transfer import matching_loss
+from lightning_mhla.training.linearize import LinearizedHost, check_layer_steps
 
 
 @dataclass(frozen=True)
@@ -38,58 +40,47 @@ class DistillationConfig:
         if min(self.layer_steps, self.velocity_weight, self.flow_weight) < 0:
             raise ValueError("distillation.layer_steps, velocity_weight and flow_weight must not be negative")
 
+    def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
+        """See :meth:`lightning_mhla.training.linearize.TwoStageOptions.weighted`."""
+        return self.flow_weight * plain + self.velocity_weight * distance
 
-class Teacher:
-    """A frozen transformer without replaced layers; no module, so that it is neither trained, averaged nor kept.
+
+@dataclass(frozen=True)
+class VelocityHost(LinearizedHost):
+    """Transformers of diffusers that predict a velocity.
+
+    diffusers does not keep the attention that was replaced, so that layers are matched to those of a teacher, for the
+    teacher's inputs: no layer has to make up for the error of an earlier one. All of a replaced layer is trained meanwhile.
 
     Args:
-        model: a transformer of diffusers, with its weights.
-        predict: its velocity for noisy samples, times and text.
+        velocity: returns a transformer's velocity for noisy samples, times and text.
     """
 
-    def __init__(self, model: Any, predict: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> None:
-        self.model, self._predict = model.eval().requires_grad_(False), predict
+    loss_name = "train/flow_loss"
+    distance_name = "train/teacher_distance"
+    velocity: Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Teacher:
-        return self
+    @override
+    def check(self, trainer: Trainer, network: nn.Module, trained: str) -> None:
+        check_layer_steps(trainer, network, trained)
 
-    @torch.no_grad()
-    def velocity(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """The teacher's prediction, float32."""
-        return self._predict(self.model, noisy, times, text).float()
-
-    def layer_loss(self, student: Any, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """How far each replaced layer's output is from the teacher's for the same input, mean over the layers.
-
-        A layer's distance is the mean square of the difference over the variance of the teacher's output, so that all
-        layers count alike. Each is given the teacher's own input: none has to mend what an earlier one does.
-        """
-        hosts, theirs = attention_layers(student), attention_layers(self.model)
-        distances: list[Tensor] = []
-        hooks = []
-        for index in swapped_layers(student):
-            processor = hosts[index].processor
+    @override
+    def layer_loss(self, network: Any, teacher: Any, *inputs: Tensor) -> Tensor:
+        layers, originals = attention_layers(network), attention_layers(teacher)
+        replaced: dict[nn.Module, nn.Module] = {}
+        for index in swapped_layers(network):
+            processor = layers[index].processor
             assert isinstance(processor, SwappedAttention)
-            processor.grid(patch_convolution(student), (noisy,))
-            compare = partial(_compare, hosts[index], student.is_gradient_checkpointing, distances)
-            hooks.append(theirs[index].register_forward_hook(compare, with_kwargs=True))
-        try:
-            self.velocity(noisy, times, text)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return torch.stack(distances).mean()
+            processor.grid(patch_convolution(network), inputs[:1])
+            replaced[originals[index]] = layers[index]
+        run = partial(self.predict, teacher, *inputs)
+        return matching_loss(network, replaced, run, network.is_gradient_checkpointing)
 
+    @override
+    def predict(self, network: Any, *inputs: Tensor) -> Tensor:
+        """Return the velocity of noisy samples, times and text, float32."""
+        return self.velocity(network, *inputs).float()
 
-def _compare(
-    layer: nn.Module,
-    recompute: bool,
-    distances: list[Tensor],
-    teacher: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Tensor,
-) -> None:
-    with torch.enable_grad():
-        own = checkpoint(layer, *args, use_reentrant=False, **kwargs) if recompute else layer(*args, **kwargs)
-        distances.append((own.float() - output.float()).square().mean() / output.float().var())
+    @override
+    def distance(self, predicted: Tensor, wanted: Tensor) -> Tensor:
+        return (predicted - wanted).square().mean()

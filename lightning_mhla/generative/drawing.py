@@ -1,4 +1,4 @@
-"""Samples drawn while a model trains, for any module that draws images of numbered conditions."""
+"""Sample images during training, from any module that draws images of numbered conditions."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GRID = 10
-"""Rows and columns of a picture of samples."""
+"""Number of rows and columns in a picture of samples."""
 
 
 @runtime_checkable
 class ImageGenerator(Protocol):
-    """A LightningModule that draws images and knows their conditions.
+    """LightningModule that draws images for numbered conditions.
 
     Attributes:
         device: device of the weights.
@@ -44,27 +44,27 @@ class ImageGenerator(Protocol):
 
     @property
     def num_conditions(self) -> int:
-        """Conditions that samples are balanced over: classes, or prompts of a list."""
+        """Number of conditions: classes, or prompts of a list."""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image; of latents, whose size the VAE knows, any size with its channels."""
+        """Channels, height and width of an image. For latents, whose image size only the VAE knows, the size is arbitrary."""
 
     def check_drawable(self, sampling: Any = None) -> None:
-        """Raise ValueError or FileNotFoundError unless it can draw so."""
+        """Check that images can be drawn with these options; raise ValueError or FileNotFoundError if not."""
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: Any) -> Tensor:
-        """Images ``[b, C, H, W]`` uint8 by number: sample i has condition i modulo their number, and noise of its own."""
+        """Draw images ``[b, C, H, W]`` uint8. Sample i has condition i modulo their number, and its own noise."""
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """Options that a metric depends on: ``sampler``, ``sampling_steps``, ``guidance`` and others."""
+        """Return the options that metrics depend on, such as ``sampler``, ``sampling_steps`` and ``guidance``."""
 
     def all_gather(self, data: Any) -> Any:
-        """As of LightningModule."""
+        """See LightningModule."""
 
 
 class SampleGrid(PeriodicEvaluation):
-    """Draws a grid of samples, balanced over the conditions, from the weights that validation uses; it needs no features.
+    """Draw a grid of samples, balanced over the conditions, with the weights that validation uses.
 
     The grid goes to ``pictures/`` in the log folder and to TensorBoard. Sample i has condition i modulo their number (a
     class, say) and noise of its own, so any number of processes draws the same.
@@ -99,11 +99,11 @@ class SampleGrid(PeriodicEvaluation):
 
     @property
     def state_key(self) -> str:
-        """Under which the checkpoint keeps this callback."""
+        """Key of this callback's state in checkpoints."""
         return f"{type(self).__qualname__}{{{self.name}}}"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out now, not hours later, whether samples can be drawn: VAE and sampler.
+        """Check before training that samples can be drawn with this VAE and sampler.
 
         Raises:
             ValueError: for what does not fit together.
@@ -129,7 +129,7 @@ class SampleGrid(PeriodicEvaluation):
 
     @contextmanager
     def _drawing(self, trainer: Trainer, module: LightningModule) -> Iterator[None]:
-        """The weights that validation uses, its precision, and random numbers of training left alone."""
+        """Context with the weights and the precision of validation, which restores the random state of training."""
         with (
             kept_random_state(),
             evaluation_weights(trainer, module),
@@ -139,7 +139,7 @@ class SampleGrid(PeriodicEvaluation):
         _rest(module)
 
     def _rounds(self, trainer: Trainer, module: ImageGenerator, samples: int) -> Iterator[tuple[list[Ticket], Tensor]]:
-        """Tickets that this process draws in each round, and their pixels ``[b, C, S, S]``."""
+        """Yield the tickets that this process draws in each round, and their pixels ``[b, C, S, S]``."""
         rank, world = process_share(trainer)
         rounds = list(evaluation_batches(samples, self.batch_size * world, rank, world))
         for tickets in track(rounds, f"drawing {samples} samples", disable=not trainer.is_global_zero):
@@ -168,13 +168,13 @@ class SampleGrid(PeriodicEvaluation):
 
 
 def _rest(module: Any) -> None:
-    """Let encoders and VAEs of a module leave the GPU to training."""
+    """Move the text encoders and VAEs of a module off the GPU."""
     if hasattr(module, "rest"):
         module.rest()
 
 
 def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, *columns: Tensor) -> list[Tensor]:
-    """Pixels, indices and further columns of one round over all processes, in order of the index, each sample once."""
+    """Gather one round of all processes: pixels, indices and further columns, sorted by index, without repeated samples."""
     valid = torch.tensor([ticket.valid for ticket in tickets], device=module.device)
     indices = torch.tensor([ticket.index for ticket in tickets], device=module.device)
 
@@ -188,7 +188,7 @@ def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, 
 
 
 def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:
-    """Images ``[n, C, S, S]`` uint8, image i of class i modulo ``num_classes``.
+    """Arrange images ``[n, C, S, S]`` uint8, image i of class i modulo ``num_classes``, in a grid.
 
     With ten classes at most, a row for each, with its label; else in order.
     """

@@ -1,4 +1,4 @@
-"""Flow matching on straight paths from data to noise (arXiv 2210.02747, 2209.03003): what image and video share."""
+"""Flow matching on straight paths from data to noise (arXiv 2210.02747, 2209.03003)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 FlowTimes = Literal["uniform", "logit_normal"]
 
 TIMESTEPS = 1000
-"""The time of pure noise, as networks see it; data are at 0."""
+"""Timestep of pure noise, as networks receive it; data have timestep 0."""
 
 
 @dataclass(frozen=True)
 class FlowConfig:
-    """Flow matching: the network predicts noise minus data on straight paths between them.
+    """Options of flow matching, where the network predicts noise minus data on straight paths between them.
 
     Args:
         times: distribution of the timesteps in training, uniform or logit_normal.
@@ -39,7 +39,7 @@ class FlowConfig:
 def draw_flow_times(
     times: FlowTimes, shift: float, count: int, generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
-    """Times ``[count]`` float32 to train on.
+    """Draw timesteps ``[count]`` float32 to train on.
 
     Args:
         times: distribution of the times; logit_normal (mean 0, deviation 1) prefers the middle (arXiv 2403.03206).
@@ -55,7 +55,7 @@ def draw_flow_times(
 
 
 def flow_point(clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-    """Where samples are at ``times`` on the way to ``noise``, and the velocity there: noise minus data.
+    """Compute noisy samples at ``times``, and the velocity there, noise minus data.
 
     Args:
         clean: ``[B, ...]``.

@@ -1,4 +1,4 @@
-"""Images as pixels, and the files that predict writes: a folder of PNGs, or one npz as ADM's evaluator reads it."""
+"""Conversion of images to pixels, and the files that predict writes: a folder of PNGs, or an npz for ADM's evaluator."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 OutputFormat = Literal["png", "npz"]
 
 NAME = re.compile(r"\d{6,}-class-?\d+\.png")
-"""Names of samples, as :class:`SampleWriter` gives them."""
+"""Pattern of the file names that :class:`SampleWriter` writes."""
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """Images in -1 .. 1 as 8-bit pixels."""
+    """Convert images in -1 .. 1 to 8-bit pixels."""
     return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 class SampleWriter(Callback):
-    """Writes samples as they are drawn, every process its own.
+    """Callback that writes the samples of each process as they are drawn.
 
     ``png``: ``samples/000017-class3.png`` and so on. ``npz``: ``samples.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8 and
     ``arr_1`` ``[N]`` int64, in order of the index; the processes fill one file together, so they must share the folder.
@@ -51,7 +51,7 @@ class SampleWriter(Callback):
         self._folder, self._count = Path(), 0
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the folder, on every rank."""
+        """Determine the output folder, on every rank."""
         self._folder = run_folder(trainer)
         loaders: Any = trainer.predict_dataloaders
         self._count = len(loaders.source)
@@ -78,7 +78,7 @@ class SampleWriter(Callback):
             _write_rows(path, indices, np.ascontiguousarray(values))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the arrays together, on the first process."""
+        """Join the arrays of all processes, on the first one."""
         trainer.strategy.barrier()
         if not trainer.is_global_zero:
             return
@@ -98,7 +98,7 @@ class SampleWriter(Callback):
         return self._folder / "samples" / "images.npy.mhla-part", self._folder / "samples" / "labels.npy.mhla-part"
 
     def _make(self, trainer: Trainer, side: int) -> None:
-        """The files that all processes fill, made by the first."""
+        """Create the files that all processes fill, on the first process."""
         shapes = ((self._count, side, side, 3), np.uint8), ((self._count,), np.int64)
         if trainer.is_global_zero:
             for path, (shape, dtype) in zip(self._arrays(), shapes, strict=True):
@@ -108,7 +108,7 @@ class SampleWriter(Callback):
 
 
 def _write_rows(path: Path, indices: list[int], rows: np.ndarray) -> None:
-    """Put rows into an array file, byte for byte: mapped memory would write whole pages, neighbours' rows with them."""
+    """Write rows into an array file. Mapped memory would write complete pages, including rows of other processes."""
     with path.open("r+b") as stream:
         version = read_magic(stream)
         assert version == (1, 0)

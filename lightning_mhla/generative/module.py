@@ -1,4 +1,4 @@
-"""Training modules of generative models: validation that draws the same times and noise for a sample each time."""
+"""Base of the training modules of generative models, whose validation uses fixed times and noise for each sample."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
 
 VALIDATION_SEED = 0
-"""Of the noise and timesteps that validation uses: for each sample the same, each time and on any number of processes."""
+"""Seed of the noise and timesteps of validation. Each sample has the same ones every time, on any number of processes."""
 
 
 class GenerativeModule(TrainingModule):
-    """A module whose validation loss is the mean of :meth:`sample_losses`; arguments as for :class:`TrainingModule`."""
+    """Module whose validation loss is the mean of :meth:`sample_losses`. Arguments as for :class:`TrainingModule`."""
 
     def __init__(
         self, optimizer: OptimizerConfig, ema_decay: float | None, compile_options: CompileOptions | None = None
@@ -29,7 +29,7 @@ class GenerativeModule(TrainingModule):
 
     @abstractmethod
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """The training loss ``[B]`` of samples, at times and with noise of their own.
+        """Compute the training loss ``[B]`` of samples, at times and with noise from their own generators.
 
         Args:
             batch: batch of the data module.
@@ -37,11 +37,11 @@ class GenerativeModule(TrainingModule):
         """
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """The training loss, at timesteps and with noise that belong to each sample."""
+        """Update the validation loss, with fixed timesteps and noise for each sample."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """As in validation."""
+        """Update the test loss, as in validation."""
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
@@ -56,5 +56,5 @@ class GenerativeModule(TrainingModule):
 
 
 def sample_noise(like: Tensor, generators: list[torch.Generator]) -> Tensor:
-    """Standard normal noise of the shape, dtype and device of ``like`` ``[B, ...]``, one generator a sample."""
+    """Draw standard normal noise with the shape, dtype and device of ``like`` ``[B, ...]``, one generator per sample."""
     return torch.stack([torch.randn(like.shape[1:], generator=generator) for generator in generators]).to(like)

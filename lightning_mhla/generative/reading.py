@@ -1,4 +1,4 @@
-"""Weights of published models: from files, folders of diffusers, or the hub; nothing in them is executed."""
+"""Weights of published models, read from files, folders of diffusers or the hub without running code from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 @contextmanager
 def read_safely(path: str | Path) -> Iterator[None]:
-    """Inside, whatever a broken or hostile file raises becomes a ValueError that names it."""
+    """Convert every exception that a broken or hostile file causes into a ValueError that names the file."""
     try:
         yield
     except (ValueError, FileNotFoundError):
@@ -30,7 +30,7 @@ def read_safely(path: str | Path) -> Iterator[None]:
 def read_weights_file(
     path: Path, containers: Sequence[str] = (), classes: Sequence[Any] = (), mixed: bool = False
 ) -> dict[str, Tensor]:
-    """Tensors by name of a ``.safetensors`` file, or of what ``torch.save`` wrote.
+    """Read tensors by name from a ``.safetensors`` file or a file of ``torch.save``.
 
     Args:
         path: the file.
@@ -57,12 +57,12 @@ def read_weights_file(
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """Tensors by name of all ``.safetensors`` files in a folder."""
+    """Read tensors by name from all ``.safetensors`` files in a folder."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[str, Tensor]:
-    """Weights of a model of diffusers, or of the ``transformer`` of a pipeline.
+    """Read the weights of a model of diffusers, or of the ``transformer`` of a pipeline.
 
     Args:
         path: folder or name on the hub.

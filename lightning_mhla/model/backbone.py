@@ -1,4 +1,4 @@
-"""The transformer that every domain stands on: pre-norm blocks over tokens of a layout."""
+"""The transformer that all domains share: pre-norm blocks over the tokens of a layout."""
 
 from __future__ import annotations
 
@@ -19,33 +19,38 @@ from lightning_mhla.model.block import Block, MlpKind, NormKind, make_norm
 from lightning_mhla.model.cache import GenerationCache
 
 SHARED_BLOCK = 64
-"""Tokens in a block of a sequence that processes share, where no layer uses blocks."""
+"""Unit in which processes share a sequence, in tokens, if no layer uses blocks."""
 
 
 class Backbone(LayoutTables):
-    """Blocks over the tokens of one layout, and a final norm. Tokens are put in block order once, and back once.
+    """Transformer blocks over the tokens of one layout, and a final norm.
+
+    Tokens are brought into block order before the first block, and back into raster order after the last one.
 
     Args:
         dim: width of the tokens.
         depth: number of blocks.
-        heads: attention heads.
+        heads: number of attention heads.
         grid: tokens along each axis.
-        attention: one configuration, or one for each layer (their blocks must agree).
-        prefix_tokens: tokens before the grid (class, register).
-        drop_path: stochastic depth of the last block; it rises linearly from 0 at the first.
-        checkpointing: recompute each block in the backward pass instead of keeping its activations.
+        attention: one configuration for all layers, or one for each (their block layouts must agree).
+        prefix_tokens: number of tokens before the grid (class or register tokens).
+        drop_path: stochastic depth rate of the last block; the rate rises linearly from 0 at the first.
+        checkpointing: whether to recompute each block in the backward pass instead of keeping its activations.
         block: class of the blocks.
-        mlp_ratio: see :class:`Block`, as are all that follow.
-        mlp: see :class:`Block`.
-        norm: see :class:`Block`.
-        mlp_norm_eps: see :class:`Block`.
-        condition_dim: see :class:`Block`.
-        context_dim: see :class:`Block`.
-        causal: see :class:`Block`.
-        bias: see :class:`Block`.
-        key_value_heads: see :class:`Block`.
-        key_width: see :class:`Block`.
-        value_width: see :class:`Block`.
+        mlp_ratio: inner width of the MLPs divided by ``dim``.
+        mlp: kind of the MLPs, see :class:`Block`.
+        norm: ``"layernorm"`` or ``"rmsnorm"``.
+        mlp_norm_eps: epsilon of the norms before the MLPs.
+        condition_dim: width of the conditioning vector, see :class:`Block`; None for no conditioning.
+        context_dim: width of the tokens of cross-attention; None for no cross-attention.
+        causal: whether the self-attention is causal.
+        bias: whether the linear layers of attention and MLPs have a bias.
+        key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
+        key_width: width of a key; None for ``dim // heads``.
+        value_width: width of a value; None for ``dim // heads``.
+
+    Raises:
+        ValueError: if the number of configurations is not ``depth``.
     """
 
     order: Tensor | None
@@ -103,11 +108,12 @@ class Backbone(LayoutTables):
             for index, config in enumerate(configs)
         )
         self.norm = make_norm(norm, dim, affine=condition_dim is None)
-        moves = not self.layout.is_raster
-        self.register_buffer("order", self.layout.order if moves else None, persistent=False)
-        self.register_buffer("inverse", self.layout.inverse if moves else None, persistent=False)
+        reorders = not self.layout.is_raster
+        # not persistent, since the order follows from the options
+        self.register_buffer("order", self.layout.order if reorders else None, persistent=False)
+        self.register_buffer("inverse", self.layout.inverse if reorders else None, persistent=False)
         self.apply(_init_linear)
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.named_parameters():  # adaLN-Zero: the gates of attention and MLP start at zero
             if ".modulation." in name:
                 nn.init.zeros_(parameter)
 
@@ -123,11 +129,22 @@ class Backbone(LayoutTables):
         positions: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Tokens ``[B, N, dim]`` in raster order, prefix first, to the same; arguments as for :class:`Block`.
+        """Apply all blocks and the final norm.
 
         Args:
-            positions: ``[N]`` or ``[B, N]``, what rotary turns by; None counts the tokens of each sequence.
-            states: what goes into each block and what comes out in the end is appended here.
+            x: tokens ``[B, N, dim]`` in raster order, prefix tokens first.
+            condition: see :meth:`Block.forward`.
+            context: see :meth:`Block.forward`.
+            key_mask: mask of tokens that may be attended to, ``[B, N]`` bool, in raster order; None for all.
+            context_mask: see :meth:`Block.forward`.
+            cu_seqlens: see :meth:`Block.forward`.
+            share: this process's part of sequences that several processes share; None for complete sequences.
+            positions: positions of the rotary embedding, ``[N]`` or ``[B, N]``; None to count the tokens of each sequence.
+            states: list to which the input of each block and the final output are appended, ``[B, N, dim]`` each in raster
+                order; None to skip this.
+
+        Returns:
+            ``[B, N, dim]`` in raster order.
         """
         if self.order is not None:
             x = x.index_select(1, self.order)
@@ -139,6 +156,7 @@ class Backbone(LayoutTables):
         for block in self.layers:
             self._keep(x, states)
             rotary = angles.get(block.attn.config.rotary_base)
+            # draw_kept runs outside of the block, since a compiled block would draw different random numbers
             options = (condition, context, key_mask, context_mask, rotary, cu_seqlens, share, block.draw_kept(x))
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, *options, use_reentrant=False)
@@ -160,14 +178,17 @@ class Backbone(LayoutTables):
         positions: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Causal: the next tokens ``[B, N, dim]`` of every row to the same shape; ``cache`` takes them in.
+        """Process the next tokens of every row in a causal backbone, and update the cache with them.
 
         Args:
-            x: tokens; whatever a row has beyond its count is padding at its right.
-            cache: states so far, changed in place.
-            counts: number of real tokens in each row.
-            positions: as for :meth:`forward`; None for those that follow the state's.
-            states: as for :meth:`forward`.
+            x: next tokens, ``[B, N, dim]``; tokens of a row beyond its count are padding.
+            cache: states of the earlier tokens, updated in place.
+            counts: number of tokens in each row that are not padding.
+            positions: see :meth:`forward`; None for the positions that follow those in the cache.
+            states: see :meth:`forward`.
+
+        Returns:
+            ``[B, N, dim]``.
         """
         angles = self._angles(next_positions(cache.lengths, x) if positions is None else positions)
         for index, block in enumerate(self.layers):
@@ -180,7 +201,7 @@ class Backbone(LayoutTables):
         return x
 
     def share(self, group: dist.ProcessGroup, tokens: int) -> SequenceShare:
-        """This process's share of sequences of ``tokens`` tokens that ``group`` trains on together."""
+        """This process's part of sequences of ``tokens`` tokens that the processes of ``group`` share."""
         in_blocks = any(block.attn.uses_blocks for block in self.layers)
         size = self.layout.operator_blocks["block_size"] if in_blocks else SHARED_BLOCK
         return SequenceShare(group, tokens, int(size))
@@ -196,12 +217,12 @@ class Backbone(LayoutTables):
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens of the longest sequence; None for sequences of any length."""
+        """Number of tokens in the longest sequence that all layers take; None for sequences of any length."""
         limits = [block.attn.max_tokens for block in self.layers]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def extend(self, tokens: int) -> None:
-        """Let a causal backbone take sequences of ``tokens`` tokens; what it does on shorter ones stays the same."""
+        """Extend a causal backbone to sequences of ``tokens`` tokens. Its results for shorter ones stay the same."""
         if tokens <= self.layout.num_tokens:
             return
         for block in self.layers:
@@ -209,14 +230,14 @@ class Backbone(LayoutTables):
         self.layout = self.layers[0].attn.layout
 
     def _angles(self, positions: Tensor) -> dict[float, Rotary]:
-        """Rotary angles of the layers, by their base; layers that do not turn by them take none."""
+        """Rotary angles by rotary base, for the layers that rotate by sequence positions; computed once for each base."""
         layers = [block.attn for block in self.layers if block.attn.rotary and not block.attn.turns_by_grid]
         using = {layer.config.rotary_base: layer for layer in layers}
         return {base: layer.angles(positions) for base, layer in using.items()}
 
 
 def _init_linear(module: nn.Module) -> None:
-    """Truncated normal of standard deviation 0.02 for weights, zeros for biases (ViT and DeiT alike)."""
+    """Initialise weights from a truncated normal of standard deviation 0.02 and biases with zeros, as ViT and DeiT do."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

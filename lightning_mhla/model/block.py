@@ -1,4 +1,4 @@
-"""A layer of the backbone: attention and an MLP, each behind a norm."""
+"""One layer of the backbone: attention and an MLP, each after a norm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,17 @@ MLPS: dict[MlpKind, Callable[..., nn.Module]] = {
 
 
 def make_norm(kind: NormKind, dim: int, affine: bool = True, eps: float = 1e-6) -> nn.Module:
-    """Normalisation over the last axis of width ``dim``."""
+    """Make a normalisation layer over the last axis, of width ``dim``.
+
+    Args:
+        kind: ``"layernorm"`` or ``"rmsnorm"``.
+        dim: width of the axis.
+        affine: whether the layer has learned factors (and offsets).
+        eps: added to the variance or the mean square.
+
+    Raises:
+        ValueError: for a different kind.
+    """
     if kind == "layernorm":
         return nn.LayerNorm(dim, eps=eps, elementwise_affine=affine)
     if kind == "rmsnorm":
@@ -38,27 +48,27 @@ def _keep(kept: tuple[Tensor, ...] | None, branch: int, x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Self-attention, optional cross-attention, and an MLP, each behind a norm and added to the stream.
+    """Self-attention, optional cross-attention and an MLP, each after a norm and with a residual connection.
 
     Args:
         dim: width of the tokens.
-        heads: attention heads.
+        heads: number of attention heads.
         layout: token grid and blocks.
-        attention: the self-attention.
-        mlp_ratio: inner width of the MLP over ``dim``.
-        mlp: ``"gelu"``, ``"gelu_tanh"`` (its approximation) or ``"swiglu"``.
+        attention: configuration of the self-attention.
+        mlp_ratio: inner width of the MLP divided by ``dim``.
+        mlp: ``"gelu"``, ``"gelu_tanh"`` (its tanh approximation) or ``"swiglu"``.
         norm: ``"layernorm"`` or ``"rmsnorm"``.
         mlp_norm_eps: epsilon of the norm before the MLP.
         drop_path: probability that a sample skips a branch while training (stochastic depth).
-        condition_dim: width of a conditioning vector that shifts, scales and gates the branches (adaLN-Zero, DiT,
-            arXiv 2212.09748); None for none. The branches start switched off.
+        condition_dim: width of a conditioning vector that shifts, scales and gates attention and MLP (adaLN-Zero, DiT,
+            arXiv 2212.09748); None for no conditioning. The gates start at zero.
         context_dim: width of the tokens that cross-attention attends to; None for no cross-attention.
         causal: whether the self-attention is causal.
         bias: whether the linear layers of attention and MLP have a bias.
-        key_value_heads: see :class:`lightning_mhla.attention.Attention`, like the two that follow.
-        key_width: see there.
-        value_width: see there.
-        block_ordered: see there.
+        key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
+        key_width: width of a key; None for ``dim // heads``.
+        value_width: width of a value; None for ``dim // heads``.
+        block_ordered: whether tokens come in the block order of the layout instead of raster order.
     """
 
     def __init__(
@@ -120,18 +130,22 @@ class Block(nn.Module):
         share: SequenceShare | None = None,
         kept: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
-        """Tokens ``[B, N, dim]`` to the same shape, in block order where ``block_ordered``.
+        """Apply attention, cross-attention and the MLP to a batch of tokens.
 
         Args:
-            x: tokens.
-            condition: ``[B, condition_dim]``, with ``condition_dim``.
-            context: ``[B, L, context_dim]``, with ``context_dim``.
-            key_mask: ``[B, N]`` bool, False tokens are not attended to.
-            context_mask: ``[B, L]`` bool, False tokens of the context are not attended to.
+            x: tokens, ``[B, N, dim]``, in block order if ``block_ordered``.
+            condition: conditioning vectors, ``[B, condition_dim]``; required with ``condition_dim``.
+            context: tokens for cross-attention, ``[B, L, context_dim]``; required with ``context_dim``.
+            key_mask: mask of tokens that may be attended to, ``[B, N]`` bool; None for all.
+            context_mask: mask of context tokens that may be attended to, ``[B, L]`` bool; None for all.
             rotary: see :meth:`lightning_mhla.attention.Attention.forward`.
-            cu_seqlens: see there.
-            share: see there.
-            kept: what :meth:`draw_kept` gave, where that is called outside of what is compiled or recomputed.
+            cu_seqlens: see :meth:`lightning_mhla.attention.Attention.forward`.
+            share: see :meth:`lightning_mhla.attention.Attention.forward`.
+            kept: result of :meth:`draw_kept`, if the caller draws it outside of a compiled or recomputed block; None to
+                draw it here.
+
+        Returns:
+            ``[B, N, dim]``, in the order of ``x``.
         """
         if kept is None:
             kept = self.draw_kept(x)
@@ -147,14 +161,27 @@ class Block(nn.Module):
         return x + _keep(kept, -1, gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
 
     def draw_kept(self, x: Tensor) -> tuple[Tensor, ...] | None:
-        """Factors ``[B, 1, 1]`` of the branches, 0 for the samples that skip one; None where none does."""
+        """Draw the factors of stochastic depth, one tensor ``[B, 1, 1]`` for each residual branch.
+
+        A factor is 0 for a sample that skips the branch. Returns None if no sample can skip one.
+        """
         if not (self.training and self.drops):
             return None
         ones = x.new_ones(len(x), 1, 1)
         return tuple(self.drop_path(ones) for _ in range(2 if self.cross is None else 3))
 
     def next_tokens(self, x: Tensor, state: Any, counts: Sequence[int], rotary: Rotary | None) -> tuple[Tensor, Any]:
-        """The next tokens ``[B, N, dim]`` of every row, and the state after them; see :meth:`Attention.next_tokens`."""
+        """Process the next tokens of every row; see :meth:`lightning_mhla.attention.Attention.next_tokens`.
+
+        Args:
+            x: next tokens, ``[B, N, dim]``.
+            state: state of the attention; None before any token.
+            counts: number of tokens in each row that are not padding.
+            rotary: rotary angles of the tokens.
+
+        Returns:
+            ``[B, N, dim]``, and the state after these tokens.
+        """
         assert self.modulation is None
         assert self.cross is None
         out, state = self.attn.next_tokens(self.norm1(x), state, counts, rotary)
@@ -167,6 +194,6 @@ class Block(nn.Module):
         if self.cross is None or self.norm_context is None:
             return x
         assert context is not None, "a block with context_dim needs a context"
-        hidden = None if context_mask is None else ~context_mask
-        seen, _ = self.cross(self.norm_context(x), context, context, key_padding_mask=hidden, need_weights=False)
-        return x + _keep(kept, 1, seen)
+        hidden = None if context_mask is None else ~context_mask  # torch's mask is True for tokens to ignore
+        out, _ = self.cross(self.norm_context(x), context, context, key_padding_mask=hidden, need_weights=False)
+        return x + _keep(kept, 1, out)

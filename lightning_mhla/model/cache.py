@@ -1,4 +1,4 @@
-"""State of a model between calls while it generates: that of every layer."""
+"""State of a model between the calls of generation: one state for each layer."""
 
 from __future__ import annotations
 
@@ -10,40 +10,44 @@ from torch import Tensor
 
 
 class GenerationCache:
-    """States of all layers of a :class:`lightning_mhla.Backbone`, changed in place as tokens arrive.
+    """States of all layers of a :class:`lightning_mhla.Backbone`, updated in place as tokens arrive.
 
-    A state of mhla and linear attention has a size of its own; keys and values of softmax attention grow with the tokens.
+    The state of mhla and linear attention does not grow with every token; the keys and values of softmax attention do.
 
     Attributes:
         layers: the state of each layer; None before any token.
-        columns: columns of the batch so far, padding included.
+        columns: number of columns of the batch so far, padding included.
     """
 
-    is_compileable = is_croppable = False  # asked for by transformers' generate
+    is_compileable = is_croppable = False  # read by transformers' generate
 
     def __init__(self, depth: int) -> None:
         self.layers: list[Any] = [None] * depth
         self.columns = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the batch so far, padding included; asked for by transformers' generate."""
+        """Number of columns of the batch so far, padding included. transformers' generate calls this method."""
         return self.columns
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens so far in each row; empty before any."""
+        """Number of tokens so far in each row, without padding; empty before the first token."""
         return () if self.layers[0] is None else self.layers[0].lengths
 
     def select(self, rows: Tensor | Sequence[int]) -> None:
-        """Keep other rows, for example the beams that survive: ``rows`` are indices, repeats allowed."""
-        chosen = rows if isinstance(rows, Tensor) else torch.tensor(list(rows))
-        self.layers = [None if state is None else state.select(chosen) for state in self.layers]
+        """Replace the rows by a selection of them, for example by the beams that survive.
+
+        Args:
+            rows: indices of rows; an index may occur several times.
+        """
+        indices = rows if isinstance(rows, Tensor) else torch.tensor(list(rows))
+        self.layers = [None if state is None else state.select(indices) for state in self.layers]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """:meth:`select`, under the name by which transformers' beam search calls it."""
+        """Select rows, as :meth:`select` does. transformers' beam search calls this method."""
         self.select(beam_idx)
 
     @property
     def bytes(self) -> int:
-        """Memory of all states."""
+        """Memory of all states, in bytes."""
         return sum(state.bytes for state in self.layers if state is not None)

@@ -1,20 +1,27 @@
-"""Width, depth and heads of a model: by a published name, or one by one."""
+"""Width, depth and heads of a model, given by a published name or one by one; sizes of one or two sides."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 Shape = tuple[int, int, int]
-"""Width, depth and heads."""
+"""Width, depth and number of heads."""
 
 
 def model_shape(
     named: Mapping[str, Shape], size: str | None, dim: int | None, depth: int | None, heads: int | None
 ) -> Shape:
-    """Width, depth and heads of the size called ``size``, or those given.
+    """Width, depth and heads of a model, from the name of a published size or from three numbers.
+
+    Args:
+        named: published sizes by name.
+        size: name of a published size; None to give the three numbers.
+        dim: width of the tokens.
+        depth: number of blocks.
+        heads: number of attention heads.
 
     Raises:
-        ValueError: for an unknown name, or when both or neither are given.
+        ValueError: for an unknown name, and if both or neither of name and numbers are given.
     """
     if size is not None:
         if size not in named:
@@ -28,14 +35,14 @@ def model_shape(
 
 
 def both_sides(name: str, size: int | Sequence[int]) -> tuple[int, int]:
-    """Height and width of a size that may be one number for both.
+    """Height and width from an option that is one number for both, or a pair.
 
     Args:
         name: name of the option, for messages.
         size: side of a square, or height and width.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for a different number of values, and for values below 1.
     """
     sides = [size, size] if isinstance(size, int) else list(size)
     if len(sides) != 2 or min(sides) < 1:

@@ -1,8 +1,8 @@
-"""Linear attention by recurrences with decay: the operators of the baselines, as functions of tensors.
+"""Operators of the baselines: linear attention as recurrences with decay, in functions of tensors.
 
-Every function takes q, k ``[B, N, H, Dk]`` and v ``[B, N, H, Dv]`` and returns ``(out, final_state)``, ``[B, N, H, Dv]`` and
-``[B, H, Dk, Dv]``. On a CPU they work on chunks of tokens, without a loop over tokens; on a GPU through the kernels of
-flash-linear-attention where ``fla-core`` is installed.
+Every function takes q and k ``[B, N, H, Dk]`` and v ``[B, N, H, Dv]``. It returns ``(out, final_state)``, of the shapes
+``[B, N, H, Dv]`` and ``[B, H, Dk, Dv]``. The functions process chunks of tokens in PyTorch, without a loop over tokens. On a
+GPU they use the kernels of flash-linear-attention if ``fla-core`` is installed.
 """
 
 from lightning_mhla.recurrence.decay import retention, state_space_dual

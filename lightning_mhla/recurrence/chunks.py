@@ -1,7 +1,7 @@
-"""Chunks of tokens, and the scan over them that all recurrences share.
+"""Checks, the split into chunks, and the scan over chunks that the recurrences share.
 
 Shape letters: B batch, N tokens, H heads, K and V widths of a key and a value, M chunks, C tokens of a chunk, S sequences
-that are packed in one row.
+packed in one row.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch.autograd.function import once_differentiable
 
 
 def chunk_tokens(width: int) -> int:
-    """Tokens of a chunk for keys and values of up to ``width`` features.
+    """Number of tokens in a chunk for keys and values of up to ``width`` features.
 
-    A chunk's matrix of weights costs as much as its width, a state as much as the square of that; 32 and 64 tokens measured
-    fastest on a CPU below and above 32 features, forward and backward.
+    A longer chunk has a larger matrix of weights, and a shorter one has more states. On a CPU, 32 tokens measured fastest for
+    up to 32 features and 64 tokens for more, forward and backward.
     """
     return 32 if width <= 32 else 64
 
 
-class Problem(NamedTuple):
-    """Checked inputs of a recurrence, in chunks.
+class ChunkedInputs(NamedTuple):
+    """Checked inputs of a recurrence, split into chunks, in float32 (float64 for float64 inputs).
 
     Attributes:
-        q: ``[B, H, M, C, K]``, scaled, in float32 (float64 for float64 inputs). Slots without a token hold zeros.
-        k: ``[B, H, M, C, K]``.
-        v: ``[B, H, M, C, V]``.
-        initial: ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.
+        q: scaled queries, ``[B, H, M, C, K]``. Slots without a token hold zeros, also in k and v.
+        k: keys, ``[B, H, M, C, K]``.
+        v: values, ``[B, H, M, C, V]``.
+        initial: initial states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.
         bounds: first chunk of each sequence, and M.
         partition: partition of the tokens into chunks.
         dtype: dtype of the output.
@@ -47,22 +47,32 @@ class Problem(NamedTuple):
     dtype: torch.dtype
 
     def split(self, x: Tensor) -> Tensor:
-        """``[B, N, H, ...]`` to ``[B, H, M, C, ...]``, as q, k and v."""
+        """Split a tensor into chunks like q, k and v: ``[B, N, H, ...]`` to ``[B, H, M, C, ...]``, with 3 or 4 dimensions."""
         wide = x.to(self.q.dtype)
         return self.partition.split(wide) if x.dim() == 4 else self.partition.split(wide[..., None])[..., 0]
 
     def merge(self, out: Tensor) -> Tensor:
-        """``[B, H, M, C, V]`` to ``[B, N, H, V]`` in the dtype of the output."""
+        """Join the chunks of an output: ``[B, H, M, C, V]`` to ``[B, N, H, V]``, in the dtype of the output."""
         return self.partition.merge(out).to(self.dtype)
 
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | Sequence[int] | None
 ) -> list[int] | None:
-    """Bounds of packed sequences as numbers; None for one sequence in each row.
+    """Check the inputs that all recurrences share.
+
+    Args:
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, H, Dk]``.
+        v: values, ``[B, N, H, Dv]``.
+        initial_state: ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for zeros.
+        cu_seqlens: first token of each packed sequence, and N; None for one sequence in each row.
+
+    Returns:
+        ``cu_seqlens`` as a list of integers, or None.
 
     Raises:
-        ValueError: for tensors that do not fit together.
+        ValueError: for shapes that do not match, and for bounds that do not rise from 0 to N.
     """
     if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
         raise ValueError(
@@ -72,19 +82,28 @@ def check(
     if cu_seqlens is not None:
         bounds = [int(bound) for bound in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
         if len(q) != 1:
-            raise ValueError(f"cu_seqlens packs sequences in one row, but the batch has {len(q)}")
+            raise ValueError(f"cu_seqlens needs a batch of one row, but q has {len(q)} rows")
         rising = len(bounds) > 1 and all(start <= end for start, end in pairwise(bounds))
         if not rising or bounds[0] != 0 or bounds[-1] != q.shape[1]:
             raise ValueError(f"cu_seqlens={bounds} must rise from 0 to the number of tokens, {q.shape[1]}")
     rows = len(q) if bounds is None else len(bounds) - 1
-    wanted = (rows, q.shape[2], q.shape[3], v.shape[3])
-    if initial_state is not None and initial_state.shape != wanted:
-        raise ValueError(f"initial_state must be {list(wanted)}; got {list(initial_state.shape)}")
+    state_shape = (rows, q.shape[2], q.shape[3], v.shape[3])
+    if initial_state is not None and initial_state.shape != state_shape:
+        raise ValueError(f"initial_state must be {list(state_shape)}; got {list(initial_state.shape)}")
     return bounds
 
 
 def check_gate(name: str, gate: Tensor, shape: Sequence[int]) -> None:
-    """Raise ValueError when a tensor of gates has another shape than ``shape``."""
+    """Check that a tensor of gates or decays has the given shape.
+
+    Args:
+        name: name of the argument, for the message.
+        gate: the tensor.
+        shape: the required shape.
+
+    Raises:
+        ValueError: for a tensor of a different shape.
+    """
     if tuple(gate.shape) != tuple(shape):
         raise ValueError(f"{name} must be {list(shape)}; got {list(gate.shape)}")
 
@@ -96,8 +115,17 @@ def prepare(
     scale: float | None,
     initial_state: Tensor | None,
     bounds: list[int] | None,
-) -> Problem:
-    """Checked inputs in chunks; every packed sequence has chunks of its own."""
+) -> ChunkedInputs:
+    """Split checked inputs into chunks, in the dtype of the sums. No chunk holds tokens of two packed sequences.
+
+    Args:
+        q: queries, ``[B, N, H, K]``.
+        k: keys, ``[B, N, H, K]``.
+        v: values, ``[B, N, H, V]``.
+        scale: factor on the queries; None for ``K ** -0.5``.
+        initial_state: initial states; None for zeros.
+        bounds: result of :func:`check`.
+    """
     wide = torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, device="cpu")
     tokens = q.shape[1]
@@ -115,26 +143,26 @@ def prepare(
     )
     q = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
     q, k, v_split = (partition.split(x.to(wide)) for x in (q, k, v))
-    return Problem(q, k, v_split, initial, chunks, partition, v.dtype)
+    return ChunkedInputs(q, k, v_split, initial, chunks, partition, v.dtype)
 
 
 def scan_chunks(decay: Tensor, update: Tensor, initial: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """States before every chunk, and after the last one of each sequence, of ``state = decay * state + update``.
+    """Run ``state = decay * state + update`` over the chunks of each sequence.
 
     Args:
-        decay: ``[B, H, M, K, 1]`` or ``[B, H, M, 1, 1]``.
-        update: ``[B, H, M, K, V]``.
-        initial: ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.
+        decay: decay over each chunk, ``[B, H, M, K, 1]`` or ``[B, H, M, 1, 1]``.
+        update: what each chunk adds to the state, ``[B, H, M, K, V]``.
+        initial: initial states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.
         bounds: first chunk of each sequence, and M.
 
     Returns:
-        ``[B, H, M, K, V]``, and a tensor like ``initial``.
+        The state before every chunk, ``[B, H, M, K, V]``, and the final state of each sequence, shaped as ``initial``.
     """
     return _Scan.apply(decay, update, initial, tuple(bounds))
 
 
 def rows_of(initial: Tensor, bounds: Sequence[int], sequence: int) -> Tensor:
-    """The state that a sequence starts from: all rows, or one of packed sequences."""
+    """Initial state of a sequence: all rows of ``initial`` if sequences are not packed, else the sequence's row."""
     return initial if len(bounds) == 2 else initial[sequence : sequence + 1]
 
 
@@ -143,28 +171,29 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: Any, decay: Tensor, update: Tensor, initial: Tensor, bounds: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        before, final = torch.empty_like(update), []
+        # written by hand, since autograd would record every step of the loop and save the state of each
+        states, final = torch.empty_like(update), []
         for sequence, (first, last) in enumerate(pairwise(bounds)):
             state = rows_of(initial, bounds, sequence)
             for chunk in range(first, last):
-                before[:, :, chunk] = state
+                states[:, :, chunk] = state
                 state = torch.addcmul(update[:, :, chunk], decay[:, :, chunk], state)
             final.append(state)
-        ctx.save_for_backward(decay, before)
+        ctx.save_for_backward(decay, states)
         ctx.bounds = bounds
-        return before, torch.cat(final)
+        return states, torch.cat(final)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        to_before, to_final = grads
-        decay, before = ctx.saved_tensors
-        to_update, to_initial = torch.empty_like(before), []
+        d_states, d_final = grads
+        decay, states = ctx.saved_tensors
+        d_update, d_initial = torch.empty_like(states), []
         for sequence, (first, last) in enumerate(pairwise(ctx.bounds)):
-            slope = rows_of(to_final, ctx.bounds, sequence)
+            slope = rows_of(d_final, ctx.bounds, sequence)
             for chunk in reversed(range(first, last)):
-                to_update[:, :, chunk] = slope
-                slope = torch.addcmul(to_before[:, :, chunk], decay[:, :, chunk], slope)
-            to_initial.append(slope)
-        to_decay = (to_update * before).sum_to_size(decay.shape)
-        return to_decay, to_update, torch.cat(to_initial), None
+                d_update[:, :, chunk] = slope
+                slope = torch.addcmul(d_states[:, :, chunk], decay[:, :, chunk], slope)
+            d_initial.append(slope)
+        d_decay = (d_update * states).sum_to_size(decay.shape)
+        return d_decay, d_update, torch.cat(d_initial), None

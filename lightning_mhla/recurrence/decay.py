@@ -1,4 +1,4 @@
-"""Recurrences whose state decays by one number a head: retention and the state-space dual."""
+"""Recurrences whose state decays by one number for each head: retention and the state-space dual."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mhla_kernels.backend import Backend
 from torch import Tensor
 
 from lightning_mhla.recurrence import kernels
-from lightning_mhla.recurrence.chunks import Problem, check, check_gate, prepare, scan_chunks
+from lightning_mhla.recurrence.chunks import ChunkedInputs, check, check_gate, prepare, scan_chunks
 from lightning_mhla.recurrence.products import decay_weights
 from lightning_mhla.recurrence.step import one_token
 
@@ -28,20 +28,23 @@ def retention(
     """Retention (RetNet, arXiv 2307.08621, equation 5): ``out_t = scale * sum_{j <= t} exp(-decay (t - j)) (q_t . k_j) v_j``.
 
     Args:
-        q: ``[B, N, H, Dk]``.
-        k: ``[B, N, H, Dk]``.
-        v: ``[B, N, H, Dv]``.
-        decay: ``[H]``, at least 0.
-        scale: scale of the products; None for ``Dk ** -0.5``.
-        initial_state: ``[B, H, Dk, Dv]``, of the tokens before; ``[S, H, Dk, Dv]`` for packed sequences; None for zeros.
-        cu_seqlens: first token of each of the S sequences that are packed in the one row (B = 1), and N.
-        backend: ``"torch"``; ``"triton"`` for the kernels of fla-core; ``"auto"`` for those where they can run.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, H, Dk]``.
+        v: values, ``[B, N, H, Dv]``.
+        decay: decay rate of each head, ``[H]``, at least 0.
+        scale: factor on the products; None for ``Dk ** -0.5``.
+        initial_state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for packed sequences; None for
+            zeros.
+        cu_seqlens: first token of each of the S sequences packed in one row (B = 1), and N; None for one sequence in each
+            row.
+        backend: ``"torch"``; ``"triton"`` for the kernels of fla-core; ``"auto"`` for these kernels if they can run.
 
     Returns:
-        ``[B, N, H, Dv]`` in v's dtype, and the state ``[B, H, Dk, Dv]`` (``[S, ...]``) in float32, or float64.
+        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for
+        float64 inputs).
 
     Raises:
-        ValueError: for tensors that do not fit together, and for kernels that cannot run.
+        ValueError: for shapes that do not match, and for ``backend="triton"`` if the kernels cannot run.
     """
     check_gate("decay", decay, q.shape[2:3])
     log_decay = -decay.expand(q.shape[:3])
@@ -61,28 +64,29 @@ def state_space_dual(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """State-space dual (Mamba-2, arXiv 2405.21060, section 6), as attention.
+    """State-space dual (Mamba-2, arXiv 2405.21060, section 6) in the notation of attention.
 
         state_t = exp(log_decay_t) state_{t-1} + k_t v_t^T
         out_t = scale * q_t state_t
 
-    In the names of Mamba-2, q is C, k is B, v is ``dt x`` and log_decay is ``dt A``; its scale is 1.
+    In the notation of Mamba-2, q is C, k is B, v is ``dt x``, log_decay is ``dt A``, and the scale is 1.
 
     Args:
-        q: see :func:`retention`, like the rest.
-        k: see there.
-        v: see there.
-        log_decay: ``[B, N, H]``, at most 0.
-        scale: see there.
-        initial_state: see there.
-        cu_seqlens: see there.
-        backend: see there.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, H, Dk]``.
+        v: values, ``[B, N, H, Dv]``.
+        log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.
+        scale: factor on the products; None for ``Dk ** -0.5``.
+        initial_state: see :func:`retention`.
+        cu_seqlens: see :func:`retention`.
+        backend: see :func:`retention`.
 
     Returns:
-        See :func:`retention`.
+        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for
+        float64 inputs).
 
     Raises:
-        ValueError: see there.
+        ValueError: for shapes that do not match, and for ``backend="triton"`` if the kernels cannot run.
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape[:3])
@@ -96,12 +100,12 @@ def state_space_dual(
         return _in_chunks(problem, problem.split(log_decay))
 
 
-def _in_chunks(problem: Problem, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+def _in_chunks(problem: ChunkedInputs, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = problem.q, problem.k, problem.v
     weights = decay_weights(log_decay)
-    to_end = weights[..., -1, :, None]
+    to_end = weights[..., -1, :, None]  # not a quotient of running decays, which may be 0 / 0
     from_start = log_decay.cumsum(-1)[..., None].exp()
     update = (k * to_end).transpose(-1, -2) @ v
-    before, final = scan_chunks(from_start[..., -1:, :], update, problem.initial, problem.bounds)
-    out = (q * from_start) @ before + (q @ k.transpose(-1, -2) * weights) @ v
+    states, final = scan_chunks(from_start[..., -1:, :], update, problem.initial, problem.bounds)
+    out = (q * from_start) @ states + (q @ k.transpose(-1, -2) * weights) @ v
     return problem.merge(out), final

@@ -1,4 +1,4 @@
-"""The gated delta rule: a state that decays, and in which a key's old value is replaced by its new one."""
+"""Gated delta rule: a recurrence whose state decays, and in which a key's new value replaces its old one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mhla_kernels.backend import Backend
 from torch import Tensor
 
 from lightning_mhla.recurrence import kernels
-from lightning_mhla.recurrence.chunks import Problem, check, check_gate, prepare, rows_of
+from lightning_mhla.recurrence.chunks import ChunkedInputs, check, check_gate, prepare, rows_of
 from lightning_mhla.recurrence.products import decay_weights
 from lightning_mhla.recurrence.step import one_token
 
@@ -33,25 +33,26 @@ def gated_delta_rule(
         state_t = exp(log_decay_t) (I - beta_t k_t k_t^T) state_{t-1} + beta_t k_t v_t^T
         out_t = scale * q_t state_t
 
-    Inside a chunk the tokens' replacements of each other are a triangular system, solved at once (the form of arXiv
-    2406.06484, section 3, with decay).
+    Inside a chunk, the values that tokens replace depend on earlier tokens. They are the solution of a triangular system,
+    which is solved for the complete chunk (the form of arXiv 2406.06484, section 3, with decay).
 
     Args:
-        q: see :func:`lightning_mhla.recurrence.retention`, like the rest.
-        k: see there; the caller brings keys to length 1, or the state may grow without bound.
-        v: see there.
-        beta: ``[B, N, H]``, in 0 .. 2.
-        log_decay: ``[B, N, H]``, at most 0.
-        scale: see there.
-        initial_state: see there.
-        cu_seqlens: see there.
-        backend: see there.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys of length 1, ``[B, N, H, Dk]``. The caller normalises them; with longer keys the state may grow without bound.
+        v: values, ``[B, N, H, Dv]``.
+        beta: share of the old value that is replaced, ``[B, N, H]``, in 0 .. 2.
+        log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.
+        scale: factor on the products; None for ``Dk ** -0.5``.
+        initial_state: see :func:`lightning_mhla.recurrence.retention`.
+        cu_seqlens: see :func:`lightning_mhla.recurrence.retention`.
+        backend: see :func:`lightning_mhla.recurrence.retention`; the kernels take keys of up to 256 features.
 
     Returns:
-        See :func:`lightning_mhla.recurrence.retention`.
+        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for
+        float64 inputs).
 
     Raises:
-        ValueError: see there.
+        ValueError: for shapes that do not match, and for ``backend="triton"`` if the kernels cannot run.
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape[:3])
@@ -66,24 +67,25 @@ def gated_delta_rule(
         return _in_chunks(problem, problem.split(beta)[..., None], problem.split(log_decay))
 
 
-def _in_chunks(problem: Problem, beta: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+def _in_chunks(problem: ChunkedInputs, beta: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = problem.q, problem.k, problem.v
     weights = decay_weights(log_decay)
     from_start, to_end = log_decay.cumsum(-1)[..., None].exp(), weights[..., -1, :, None]
     overlap = (k @ k.transpose(-1, -2) * weights * beta).tril(-1)
-    # the new value of each token, and what it takes of the state before the chunk
-    both = torch.cat([v, k * from_start], -1) * beta
-    solved = torch.linalg.solve_triangular(overlap, both, upper=False, unitriangular=True)
-    new, taken = solved.split([v.shape[-1], k.shape[-1]], -1)
+    # One solve for both right-hand sides: the value that each token writes with a zero state before the chunk, and the key
+    # by which it reads from that state what it has to subtract.
+    right_sides = torch.cat([v, k * from_start], -1) * beta
+    solutions = torch.linalg.solve_triangular(overlap, right_sides, upper=False, unitriangular=True)
+    written, state_keys = solutions.split([v.shape[-1], k.shape[-1]], -1)
     scores, queries = q @ k.transpose(-1, -2) * weights, q * from_start
     keys, decay = (k * to_end).transpose(-1, -2), from_start[..., -1:, :]
     outs, final = [], []
-    pieces = [x.unbind(2) for x in (new, taken, scores, queries, keys, decay)]
+    pieces = [x.unbind(2) for x in (written, state_keys, scores, queries, keys, decay)]
     for sequence, (first, last) in enumerate(pairwise(problem.bounds)):
         state = rows_of(problem.initial, problem.bounds, sequence)
         for chunk in range(first, last):
-            new_c, taken_c, scores_c, queries_c, keys_c, decay_c = (piece[chunk] for piece in pieces)
-            values = new_c - taken_c @ state
+            written_c, state_keys_c, scores_c, queries_c, keys_c, decay_c = (piece[chunk] for piece in pieces)
+            values = written_c - state_keys_c @ state
             outs.append(queries_c @ state + scores_c @ values)
             state = decay_c * state + keys_c @ values
         final.append(state)

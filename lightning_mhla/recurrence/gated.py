@@ -1,4 +1,4 @@
-"""Gated linear attention: a state that decays by one number for each feature of the keys."""
+"""Gated linear attention: a recurrence whose state decays by one number for each feature of the keys."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ def gated_linear_attention(
         out_t = scale * q_t state_t
 
     Args:
-        q: see :func:`lightning_mhla.recurrence.retention`, like the rest.
-        k: see there.
-        v: see there.
-        log_decay: ``[B, N, H, Dk]``, at most 0.
-        scale: see there.
-        initial_state: see there.
-        cu_seqlens: see there.
-        backend: see there.
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, ``[B, N, H, Dk]``.
+        v: values, ``[B, N, H, Dv]``.
+        log_decay: logarithm of the decay at each token and feature of the key, ``[B, N, H, Dk]``, at most 0.
+        scale: factor on the products; None for ``Dk ** -0.5``.
+        initial_state: see :func:`lightning_mhla.recurrence.retention`.
+        cu_seqlens: see :func:`lightning_mhla.recurrence.retention`.
+        backend: see :func:`lightning_mhla.recurrence.retention`.
 
     Returns:
-        See :func:`lightning_mhla.recurrence.retention`.
+        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for
+        float64 inputs).
 
     Raises:
-        ValueError: see there.
+        ValueError: for shapes that do not match, and for ``backend="triton"`` if the kernels cannot run.
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape)
@@ -58,7 +59,8 @@ def gated_linear_attention(
         q, k, v = problem.q, problem.k, problem.v
         decay = problem.split(log_decay)
         from_start = decay.cumsum(-2).exp()
+        # suffix sums, not the difference of two prefix sums: a weak decay would be lost in it behind a strong one
         update = (k * suffix_sums(decay).exp()).transpose(-1, -2) @ v
-        before, final = scan_chunks(from_start[..., -1:, :].transpose(-1, -2), update, problem.initial, problem.bounds)
-        out = (q * from_start) @ before + decayed_products(q, k, decay) @ v
+        states, final = scan_chunks(from_start[..., -1:, :].transpose(-1, -2), update, problem.initial, problem.bounds)
+        out = (q * from_start) @ states + decayed_products(q, k, decay) @ v
         return problem.merge(out), final

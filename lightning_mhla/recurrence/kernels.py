@@ -1,4 +1,4 @@
-"""The kernels of flash-linear-attention (fla-core), on a GPU."""
+"""Calls of flash-linear-attention's kernels (fla-core) on a GPU."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 
 @cache
 def installed() -> bool:
-    """Whether fla-core is there; it is imported by the first call that needs it."""
+    """Whether fla-core is installed. It is imported by the first call that uses it."""
     return find_spec("fla") is not None
 
 
 def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
-    """Whether the kernels run a call with queries ``q``.
+    """Whether a call with queries ``q`` uses the kernels of fla-core.
 
     Args:
-        backend: see :func:`lightning_mhla.recurrence.retention`.
-        q: ``[B, N, H, Dk]``.
-        widest: Dk that the kernels take at most; None for any.
+        backend: ``"torch"``, ``"triton"`` or ``"auto"``.
+        q: queries, ``[B, N, H, Dk]``.
+        widest: largest Dk that the kernels support; None for any.
 
     Raises:
-        ValueError: for an unknown backend, and for kernels asked for where they cannot run.
+        ValueError: for an unknown backend, and for ``"triton"`` if the kernels cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}")
@@ -52,7 +52,7 @@ def state_space_dual(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`lightning_mhla.recurrence.state_space_dual`."""
+    """Run :func:`lightning_mhla.recurrence.state_space_dual` with fla-core's kernel, on checked arguments."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     out, final = chunk_simple_gla(
@@ -70,7 +70,7 @@ def gated_linear_attention(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`lightning_mhla.recurrence.gated_linear_attention`."""
+    """Run :func:`lightning_mhla.recurrence.gated_linear_attention` with fla-core's kernel, on checked arguments."""
     from fla.ops.gla import chunk_gla
 
     out, final = chunk_gla(q, k.to(q.dtype), v.to(q.dtype), g=log_decay.float(), **_options(q, scale, state, bounds))
@@ -87,7 +87,7 @@ def gated_delta_rule(
     state: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`lightning_mhla.recurrence.gated_delta_rule`."""
+    """Run :func:`lightning_mhla.recurrence.gated_delta_rule` with fla-core's kernel, on checked arguments."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     keys, values, beta = (x.to(q.dtype) for x in (k, v, beta))

@@ -1,9 +1,9 @@
-"""Weights between the tokens of a chunk whose state decays, exact for decays of any strength.
+"""Decay weights between the tokens of a chunk, without overflow or cancellation for decays of any strength.
 
-A chunk is halved, and its halves again. Of two neighbouring halves, the later one's tokens have decayed from its start on, and
-the earlier one's up to its end: a weight between the two is the product of two factors, both at most 1. So nothing overflows;
-and since sums of decays are only ever added to, a weak decay is not lost behind a strong one, as it would be in the
-difference of two running sums.
+A chunk is divided into halves, and these again. A weight between a token of a half and one of the half before it is the
+product of two factors: the decay from the start of the later half to its token, and the decay from the token of the earlier
+half to its end. Both are at most 1, so nothing overflows. Sums of decays are only added, never subtracted. So a weak decay is
+not lost beside a strong one, as it would be in the difference of two running sums.
 """
 
 from __future__ import annotations
@@ -18,17 +18,27 @@ from torch.nn import functional as F
 
 
 def decay_weights(log_decay: Tensor) -> Tensor:
-    """``exp(log_decay[j + 1] + ... + log_decay[i])`` for ``j <= i``, 0 for ``j > i``: ``[..., C]`` to ``[..., C, C]``."""
+    """Decay weights between the tokens of a chunk.
+
+    Args:
+        log_decay: logarithms of the decays, at most 0, ``[..., C]``.
+
+    Returns:
+        ``[..., C, C]``: entry (i, j) is ``exp(log_decay[j + 1] + ... + log_decay[i])`` for ``j <= i``, and 0 for ``j > i``.
+    """
     return _DecayWeights.apply(log_decay)
 
 
 def decayed_products(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
-    """``sum_d q[i, d] k[j, d] exp(log_decay[j + 1, d] + ... + log_decay[i, d])`` for ``j <= i``, 0 for ``j > i``.
+    """Products of queries and keys of a chunk whose features decay by their own rates.
+
+    Entry (i, j) is ``sum_d q[i, d] k[j, d] exp(log_decay[j + 1, d] + ... + log_decay[i, d])`` for ``j <= i``, and 0 for
+    ``j > i``.
 
     Args:
-        q: ``[..., C, D]``.
-        k: ``[..., C, D]``.
-        log_decay: ``[..., C, D]``.
+        q: queries, ``[..., C, D]``.
+        k: keys, ``[..., C, D]``.
+        log_decay: logarithms of the decays, at most 0, ``[..., C, D]``.
 
     Returns:
         ``[..., C, C]``.
@@ -37,7 +47,7 @@ def decayed_products(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def suffix_sums(x: Tensor) -> Tensor:
-    """Sums over the later tokens of a chunk, ``x[j + 1] + ... + x[C - 1]``, along axis -2."""
+    """Sum over the later tokens of a chunk, ``x[j + 1] + ... + x[C - 1]``, along axis -2; the shape stays."""
     return F.pad(x[..., 1:, :].flip(-2).cumsum(-2).flip(-2), (0, 0, 0, 1))
 
 
@@ -59,14 +69,15 @@ class _DecayWeights(torch.autograd.Function):
         (weights,) = ctx.saved_tensors
         size = weights.shape[-1]
         (slope,) = _padded(F.pad(grads[0] * weights, (0, (1 << (size - 1).bit_length()) - size)))
-        to_decay = torch.zeros_like(slope[..., :1])
+        d_decay = torch.zeros_like(slope[..., :1])
         half = 1
-        while half < slope.shape[-1]:  # both sums have terms of one half only: nothing is added that is taken off again
+        # The sums stay inside one half, so that nothing is added that would have to be subtracted again.
+        while half < slope.shape[-1]:
             part = _below(slope, half).movedim(-1, -3)
-            _part(to_decay, half, 1).add_(part.sum(-1)[..., None].flip(-2).cumsum(-2).flip(-2))
-            _part(to_decay, half, 0)[..., 1:, :].add_(part.sum(-2)[..., :-1, None].cumsum(-2))
+            _part(d_decay, half, 1).add_(part.sum(-1)[..., None].flip(-2).cumsum(-2).flip(-2))
+            _part(d_decay, half, 0)[..., 1:, :].add_(part.sum(-2)[..., :-1, None].cumsum(-2))
             half *= 2
-        return to_decay[..., :size, 0]
+        return d_decay[..., :size, 0]
 
 
 class _DecayedProducts(torch.autograd.Function):
@@ -88,38 +99,46 @@ class _DecayedProducts(torch.autograd.Function):
         size = q.shape[-2]
         q, k, decay = _padded(q, k, log_decay)
         slope = F.pad(grads[0], (0, q.shape[-2] - size) * 2)
-        to_q, to_k = torch.zeros_like(q), torch.zeros_like(k)
+        d_q, d_k = torch.zeros_like(q), torch.zeros_like(k)
         for half, from_start, to_end in _halves(decay):
             queries, keys = _part(q, half, 1) * from_start, _part(k, half, 0) * to_end
             part = _below(slope, half).movedim(-1, -3)
-            _part(to_q, half, 1).addcmul_(part @ keys, from_start)
-            _part(to_k, half, 0).addcmul_(part.transpose(-1, -2) @ queries, to_end)
-        to_decay = (q * to_q - k * to_k).flip(-2).cumsum(-2).flip(-2)
+            _part(d_q, half, 1).addcmul_(part @ keys, from_start)
+            _part(d_k, half, 0).addcmul_(part.transpose(-1, -2) @ queries, to_end)
+        # A decay at token t counts positively for queries from t on and negatively for keys from t on. The diagonal has no
+        # decay, so it is added to the gradients of q and k after this sum.
+        d_decay = (q * d_q - k * d_k).flip(-2).cumsum(-2).flip(-2)
         diagonal = slope.diagonal(dim1=-2, dim2=-1)[..., None]
-        to_q, to_k = to_q.addcmul_(diagonal, k), to_k.addcmul_(diagonal, q)
-        return to_q[..., :size, :], to_k[..., :size, :], to_decay[..., :size, :]
+        d_q, d_k = d_q.addcmul_(diagonal, k), d_k.addcmul_(diagonal, q)
+        return d_q[..., :size, :], d_k[..., :size, :], d_decay[..., :size, :]
 
 
 def _padded(*tensors: Tensor) -> list[Tensor]:
-    """Tensors ``[..., C, D]`` with zeros up to a power of two."""
+    """Pad tensors ``[..., C, D]`` with zeros so that C is a power of two."""
     size = tensors[0].shape[-2]
     more = (1 << (size - 1).bit_length()) - size if size else 0
     return [F.pad(x, (0, 0, 0, more)) if more else x for x in tensors]
 
 
 def _part(x: Tensor, half: int, side: int) -> Tensor:
-    """The first (side 0) or second halves of the pairs of ``half`` tokens: a view ``[..., C / 2 half, half, D]``."""
+    """View of the first (side 0) or second (side 1) halves of all pairs of halves: ``[..., C / (2 half), half, D]``."""
     return x.unflatten(-2, (-1, 2, half)).select(-3, side)
 
 
 def _below(products: Tensor, half: int) -> Tensor:
-    """Products of the second with the first half of each pair: a view ``[..., half, half, C / 2 half]``."""
-    both = products.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
-    return both.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2)
+    """View of the products of the second half with the first half of each pair: ``[..., half, half, C / (2 half)]``."""
+    by_halves = products.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
+    return by_halves.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2)
 
 
 def _halves(log_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For halves of 1, 2, 4, ... tokens: that number, decays of the second ones from their start, of the first to their end."""
+    """Iterate over halves of 1, 2, 4, ... tokens.
+
+    Yields:
+        The number of tokens in a half; for the second halves, the decay from their start to each token; for the first halves,
+        the decay from each token to their end; both ``[..., C / (2 half), half, D]``.
+    """
+    # `prefix` and `suffix` are sums inside halves. They are extended in place to halves of twice the size, by additions alone.
     prefix, suffix = log_decay.clone(), torch.zeros_like(log_decay)
     half = 1
     while half < log_decay.shape[-2]:

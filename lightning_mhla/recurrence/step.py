@@ -1,4 +1,4 @@
-"""One token of a recurrence, for generation: the definition itself."""
+"""One step of a recurrence by its definition, for generation token by token."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ def one_token(
     initial_state: Tensor | None,
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[B, 1, H, V]`` and state ``[B, H, K, V]`` after one token.
+    """Update the state with one token, and read the output from it.
 
     Args:
-        q: ``[B, 1, H, K]``.
-        k: ``[B, 1, H, K]``.
-        v: ``[B, 1, H, V]``.
-        log_decay: ``[B, 1, H]`` or ``[B, 1, H, K]``.
-        scale: scale of the products; None for ``K ** -0.5``.
-        initial_state: ``[B, H, K, V]``; None for zeros.
-        beta: ``[B, 1, H]``, of the delta rule; None without it.
+        q: query, ``[B, 1, H, K]``.
+        k: key, ``[B, 1, H, K]``.
+        v: value, ``[B, 1, H, V]``.
+        log_decay: logarithm of the decay, ``[B, 1, H]``, or ``[B, 1, H, K]`` for one for each feature of the key.
+        scale: factor on the products; None for ``K ** -0.5``.
+        initial_state: state before the token, ``[B, H, K, V]``; None for zeros.
+        beta: factor of the delta rule, ``[B, 1, H]``; None without the delta rule.
+
+    Returns:
+        Output, ``[B, 1, H, V]`` in v's dtype, and the state after the token, ``[B, H, K, V]`` in float32 (float64 for float64
+        inputs).
     """
     wide = torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32)
     query, key, value, decay = (x[:, 0].to(wide) for x in (q, k, v, log_decay))

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, Projections
 from lightning_mhla.attention.positions import Rotary
-from lightning_mhla.swap.host import Host, TokenGrid, blocks_along, build_beside, fit
+from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build_beside, fit
 
 HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor", "processor")
 PROCESSORS = {
@@ -243,7 +243,7 @@ def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
     )
 
 
-class DiffusersHost(Host):
+class DiffusersHost(HostLibrary):
     """Wan, DiT, PixArt, SANA and their kin. Wherever they turn queries and keys by positions, so does the new attention,
     after the feature map."""
 

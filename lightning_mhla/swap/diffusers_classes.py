@@ -23,7 +23,7 @@ from lightning_mhla.swap.host import SAVED
 from lightning_mhla.swap.saved import (
     NOTICE,
     REMOTE,
-    blank,
+    SwappedClass,
     check_complete,
     derive,
     guarded,
@@ -36,10 +36,8 @@ DTYPE = "dtype"
 """Entry of the saved record: dtype of the weights, which diffusers does not save."""
 
 
-class SwappedModel:
+class SwappedDiffusersModel(SwappedClass):
     """A model of diffusers that is built with the attention that its configuration records."""
-
-    host: type
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -118,10 +116,6 @@ class SwappedModel:
             suffix = "safetensors" if given.get("safe_serialization", True) else "bin"
             remove_stale(given["save_directory"], "diffusion_pytorch_model", given.get("variant"), suffix)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        parts: Any = super().__reduce_ex__(protocol)
-        return (blank, (SwappedModel, self.host), *parts[2:])
-
 
 def __getattr__(name: str) -> Any:
     """Classes by the names that saved modules and pipelines look for."""
@@ -133,7 +127,7 @@ def __getattr__(name: str) -> Any:
         return diffusers.ModelMixin
     host = getattr(diffusers, name, None)
     if isinstance(host, type) and issubclass(host, diffusers.ModelMixin):
-        return SwappedModel.derive_from(host)
+        return SwappedDiffusersModel.derive_from(host)
     raise AttributeError(f"diffusers has no model {name}")
 
 
@@ -147,7 +141,7 @@ class DiffusersFolders(DiffusersHost):
     @override
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
         model.register_to_config(**{SAVED: dict(record)})
-        model.__class__ = SwappedModel.derive_from(type(model))
+        model.__class__ = SwappedDiffusersModel.derive_from(type(model))
 
     @override
     def wrote(self, config: Mapping[str, Any]) -> bool:
@@ -167,7 +161,7 @@ class DiffusersFolders(DiffusersHost):
             )
         folder = Path(source, options.get("subfolder") or "")
         saved = getattr(torch, config[SAVED][DTYPE]) if DTYPE in config[SAVED] else _saved_dtype(folder)
-        return SwappedModel.derive_from(host).from_pretrained(source, torch_dtype=dtype or saved, **options)
+        return SwappedDiffusersModel.derive_from(host).from_pretrained(source, torch_dtype=dtype or saved, **options)
 
 
 def _saved_dtype(folder: Path) -> torch.dtype | None:

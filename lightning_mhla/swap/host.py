@@ -1,4 +1,4 @@
-"""A library whose models can be given other attention: one subclass of :class:`Host` for each."""
+"""A library whose models can be given other attention: one subclass of :class:`HostLibrary` for each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +29,7 @@ HUB_OPTIONS = (
 """Options that transformers and diffusers take where they load a model."""
 
 
-class Host(ABC):
+class HostLibrary(ABC):
     """A library of models, and how attention is replaced in them.
 
     Attributes:
@@ -87,11 +87,16 @@ class Host(ABC):
         self.check(model, chosen, configs)
         return self.replace(model, chosen, configs)
 
-    @abstractmethod
     def swapped(self, model: Any) -> dict[int, Attention]:
         """The attention that :meth:`replace` put in, by the number of its layer."""
+        return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
 
-    def original(self, model: Any, layers: Collection[int] | None = None) -> AbstractContextManager[None]:
+    def use_original(self, model: Any, layer: Any, original: bool) -> None:
+        """Let a replaced layer compute what it did before the swap, or its new attention again; see :meth:`original`."""
+        raise NotImplementedError(f"models of {self.package} do not keep the attention that was replaced")
+
+    @contextmanager
+    def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
         """Within it, replaced layers compute what they did before the swap, with their projections as they are now.
 
         Args:
@@ -101,7 +106,15 @@ class Host(ABC):
         Raises:
             NotImplementedError: where the library's models do not keep what was replaced.
         """
-        raise NotImplementedError(f"models of {self.package} do not keep the attention that was replaced")
+        every = self.layers(model)
+        replaced = [every[index] for index in self.swapped(model) if layers is None or index in layers]
+        for layer in replaced:
+            self.use_original(model, layer, True)
+        try:
+            yield
+        finally:
+            for layer in replaced:
+                self.use_original(model, layer, False)
 
     def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
         """Which tokens of a layer's call are no padding, ``[B, N]`` bool; None for all.

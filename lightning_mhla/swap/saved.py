@@ -48,8 +48,26 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
         attributes: of the new class.
     """
     if (mixin, host) not in _derived:
-        _derived[mixin, host] = type(name, (mixin, host), {"__module__": mixin.__module__, "host": host, **attributes})
+        own = {"__module__": mixin.__module__, "mixin": mixin, "host": host}
+        _derived[mixin, host] = type(name, (mixin, host), {**own, **attributes})
     return _derived[mixin, host]
+
+
+class SwappedClass:
+    """Base of the classes that know the swap and that :func:`derive` puts over a class of the library.
+
+    Attributes:
+        host: class of the library.
+        mixin: class that knows the swap.
+    """
+
+    host: type
+    mixin: type
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """See Python; a copy or a pickle finds the class again by what it is derived from."""
+        parts: Any = super().__reduce_ex__(protocol)
+        return (blank, (self.mixin, self.host), *parts[2:])
 
 
 def blank(mixin: Any, host: type) -> Any:

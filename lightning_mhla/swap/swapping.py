@@ -25,21 +25,21 @@ from torch import nn
 from lightning_mhla.attention import MHLA, Attention, AttentionConfig
 from lightning_mhla.swap.diffusers import SwappedAttention, attention_layers
 from lightning_mhla.swap.diffusers_classes import DiffusersFolders
-from lightning_mhla.swap.host import SAVED, Host
+from lightning_mhla.swap.host import SAVED, HostLibrary
 from lightning_mhla.swap.layers import KEEP, kinds_of_layers
 from lightning_mhla.swap.saved import restored
 from lightning_mhla.swap.timm_folders import TimmFolders
 from lightning_mhla.swap.transformers_classes import TransformersFolders
 from lightning_mhla.system.untrusted import read_json, reason
 
-HOSTS: tuple[Host, ...] = (DiffusersFolders(), TimmFolders(), TransformersFolders())
+HOSTS: tuple[HostLibrary, ...] = (DiffusersFolders(), TimmFolders(), TransformersFolders())
 """Libraries whose models can be swapped."""
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 """Names of models on the hub."""
 
 
-def host_of(model: nn.Module) -> Host:
+def host_of(model: nn.Module) -> HostLibrary:
     """The library that a model is of.
 
     Raises:

@@ -13,8 +13,7 @@ images of any size. What the new attention adds is found under ``...attn.swapped
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
-from lightning_mhla.swap.host import Host, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
+from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
 
 MODELS = ("VisionTransformer", "Eva")
 """Classes of timm whose attention is known, and those derived from them: ViT, DeiT, DINOv2, SigLIP, CLIP, EVA, DINOv3 .."""
@@ -32,7 +31,7 @@ ATTENTION = ("timm.layers.attention.Attention", "timm.layers.attention.Attention
 """Attention modules that are known."""
 
 
-class PatchGrid(TokenGrid):
+class TimmPatchGrid(TokenGrid):
     """The grid of a model's present image, a forward pre-hook of its patch embedding."""
 
     def __call__(self, embedding: Any, args: tuple[Any, ...]) -> None:
@@ -40,7 +39,7 @@ class PatchGrid(TokenGrid):
         self.enter(tuple(embedding.dynamic_feat_size(tuple(args[0].shape[-2:]))))
 
 
-class TimmHost(Host):
+class TimmHost(HostLibrary):
     """Models of :data:`MODELS`."""
 
     package = "timm"
@@ -83,7 +82,7 @@ class TimmHost(Host):
         from lightning_mhla.swap.timm_attention import install
 
         transformer = vision_transformer(model)
-        grid = PatchGrid(transformer.num_prefix_tokens)
+        grid = TimmPatchGrid(transformer.num_prefix_tokens)
         built = {index: _build(layer, configs[index], grid.prefix_tokens) for index, layer in layers.items()}
         for index, attention in built.items():
             install(layers[index], attention, grid)
@@ -92,21 +91,8 @@ class TimmHost(Host):
         return built
 
     @override
-    def swapped(self, model: Any) -> dict[int, Attention]:
-        return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
-
-    @override
-    @contextmanager
-    def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
-        every = self.layers(model)
-        replaced = [every[index] for index in self.swapped(model) if layers is None or index in layers]
-        for layer in replaced:
-            layer.as_before = True
-        try:
-            yield
-        finally:
-            for layer in replaced:
-                layer.as_before = False
+    def use_original(self, model: Any, layer: Any, original: bool) -> None:
+        layer.as_before = original
 
 
 def vision_transformer(model: Any) -> Any:

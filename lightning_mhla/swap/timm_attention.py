@@ -49,7 +49,7 @@ class _Swapped:
         return _merge(self, self.swapped(x, projections=host, layout=layout), x)
 
 
-class SwappedAttention(_Swapped, PlainAttention):
+class SwappedPlainAttention(_Swapped, PlainAttention):
     """Of ViT, DeiT, DINOv2, SigLIP."""
 
 
@@ -61,7 +61,7 @@ class SwappedEvaAttention(_Swapped, EvaAttention):
     """Of EVA."""
 
 
-KINDS = {PlainAttention: SwappedAttention, AttentionRope: SwappedAttentionRope, EvaAttention: SwappedEvaAttention}
+KINDS = {PlainAttention: SwappedPlainAttention, AttentionRope: SwappedAttentionRope, EvaAttention: SwappedEvaAttention}
 
 
 def install(module: Any, attention: Attention, grid: TokenGrid) -> None:

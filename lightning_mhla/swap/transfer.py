@@ -1,14 +1,17 @@
 """Attention transfer: replaced layers learn the outputs of the attention that they replaced, each by itself.
 
 The first stage of LoLCATs (arXiv 2410.10254, section 3.2). The model is its own teacher: while it runs with its original
-attention, every replaced layer is given the same input with its new attention.
+attention, every replaced layer is given the same input with its new attention. Where a library does not keep
+the original attention, the layers of a second model take its place (:func:`matching_loss`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,30 +104,62 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
     """
     host = host_of(model)
     layers = host.layers(model)
-    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Tensor]] = []
 
-    def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        calls.append((layer, args, kwargs, _first(output).float()))
+    def run_original() -> None:
+        with host.original(model):
+            run()
 
-    hooks = [layers[index].register_forward_hook(keep, with_kwargs=True) for index in swapped_layers(model)]
-    if not hooks:
+    recomputes = bool(getattr(model, "is_activation_checkpointing", False))
+    itself = {layers[index]: layers[index] for index in swapped_layers(model)}
+    return matching_loss(model, itself, run_original, recomputes, partial(only_new_trained, model))
+
+
+def matching_loss(
+    model: nn.Module,
+    replaced: Mapping[nn.Module, nn.Module],
+    run: Callable[[], Any],
+    recomputes: bool,
+    trained: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Tensor:
+    """Return the distance of replaced layers' outputs from those of the original layers, mean over the layers and tokens.
+
+    See :func:`transfer_loss` for the distance of a layer.
+
+    Args:
+        model: model with the replaced layers.
+        replaced: the replaced layer for each original one, which may be the same module, in another state while ``run`` lasts.
+        run: calls the model of the original layers as a whole, without a cache.
+        recomputes: whether replaced layers are computed again in the backward pass, to save memory.
+        trained: context in which replaced layers are called, which decides what gets gradients.
+
+    Raises:
+        ValueError: when no layer is replaced.
+    """
+    if not replaced:
         raise ValueError("no layer is replaced, so there is nothing to transfer")
+    real_tokens = host_of(model).real_tokens
+    calls: deque[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Tensor]] = deque()
+
+    def record(original: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls.append((replaced[original], args, kwargs, _first(output).float()))
+
+    hooks = [original.register_forward_hook(record, with_kwargs=True) for original in replaced]
     try:
-        with torch.no_grad(), host.original(model):
+        with torch.no_grad():
             run()
     finally:
         for hook in hooks:
             hook.remove()
-    recomputes = model.is_activation_checkpointing if hasattr(model, "is_activation_checkpointing") else False
     distances = []
-    for layer, args, kwargs, output in calls:
+    while calls:  # outputs are freed one by one, while the differences from them take their memory
+        layer, args, kwargs, output = calls.popleft()
 
-        def own(*given: Any, layer: nn.Module = layer, **options: Any) -> Tensor:
-            with only_new_trained(model):  # also when it is computed again in the backward pass
-                return _first(layer(*given, **options)).float()
+        def call(*args: Any, layer: nn.Module = layer, **kwargs: Any) -> Tensor:
+            with trained():  # also when it is computed again in the backward pass
+                return _first(layer(*args, **kwargs)).float()
 
-        new = checkpoint(own, *args, use_reentrant=False, **kwargs) if recomputes else own(*args, **kwargs)
-        distances.append(_distance(new, output, host.real_tokens(kwargs, output)))
+        new = checkpoint(call, *args, use_reentrant=False, **kwargs) if recomputes else call(*args, **kwargs)
+        distances.append(_distance(new, output, real_tokens(kwargs, output)))
     return torch.stack(distances).mean()
 
 

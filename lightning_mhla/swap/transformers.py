@@ -21,8 +21,7 @@ Encoders of text take ``block_size`` too, and every token sees all; dense coeffi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
-from lightning_mhla.swap.host import Host, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
+from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
 
 DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi", "Phi3"
@@ -58,7 +57,7 @@ RELATIVE = (
 """Options of models that add biases by relative position (T5, MPNet, DeBERTa, BEiT)."""
 
 
-class PatchGrid(TokenGrid):
+class TransformersPatchGrid(TokenGrid):
     """The grid of a model's present image, a forward hook of the convolution that makes its patches."""
 
     def __call__(self, convolution: Any, args: tuple[Any, ...], output: Tensor) -> None:
@@ -66,7 +65,7 @@ class PatchGrid(TokenGrid):
         self.enter(tuple(output.shape[-2:]))
 
 
-class TransformersHost(Host):
+class TransformersHost(HostLibrary):
     """Decoders and encoders of :data:`FAMILIES`."""
 
     package = "transformers"
@@ -121,7 +120,7 @@ class TransformersHost(Host):
 
         patches, grid = _patches(model), None
         if patches is not None and layers:
-            grid = PatchGrid(_prefix_tokens(next(iter(layers.values()))))
+            grid = TransformersPatchGrid(_prefix_tokens(next(iter(layers.values()))))
         built = {index: _build(layer, configs[index], grid) for index, layer in layers.items()}
         for index, attention in built.items():
             install(layers[index], attention, grid)
@@ -137,23 +136,10 @@ class TransformersHost(Host):
         return built
 
     @override
-    def swapped(self, model: Any) -> dict[int, Attention]:
-        return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
-
-    @override
-    @contextmanager
-    def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
+    def use_original(self, model: Any, layer: Any, original: bool) -> None:
         from lightning_mhla.swap.transformers_attention import NAME
 
-        every = self.layers(model)
-        replaced = [every[index] for index in self.swapped(model) if layers is None or index in layers]
-        for layer in replaced:
-            layer.config._attn_implementation = model.config._attn_implementation
-        try:
-            yield
-        finally:
-            for layer in replaced:
-                layer.config._attn_implementation = NAME
+        layer.config._attn_implementation = model.config._attn_implementation if original else NAME
 
     @override
     def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
@@ -283,7 +269,7 @@ def _floating(layer: Any) -> Tensor:
     return torch.empty(0, dtype=named, device=weights[0].device)
 
 
-def _build(layer: Any, config: AttentionConfig, grid: PatchGrid | None) -> Attention:
+def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | None) -> Attention:
     """The attention that takes the place of ``layer``'s."""
     own = layer.config
     if grid is not None:

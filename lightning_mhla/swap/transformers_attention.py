@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, BlockLayout, Projections
-from lightning_mhla.attention.rows import order_of, real_tokens, rows_in_order
+from lightning_mhla.attention.rows import padding_last, real_tokens, rows_in_order
 from lightning_mhla.swap.host import TokenGrid, fit
 from lightning_mhla.swap.transformers_masks import (
     GIVEN,
@@ -32,7 +32,7 @@ NAME = "lightning_mhla"
 """Name of the attention function."""
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One call of an attention module.
 
     Attributes:
@@ -65,7 +65,7 @@ def _keep_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         raise ValueError("swapped attention has no paged keys and values: use generate, not continuous batching")
     x = args[0] if args else kwargs["hidden_states"]
     cache = kwargs.get("past_key_values")
-    module.call = Call(x, None if cache is None else state_layer(cache, module.layer_idx))
+    module.call = AttentionCall(x, None if cache is None else state_layer(cache, module.layer_idx))
 
 
 class Unread(NamedTuple):
@@ -318,7 +318,7 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
         return Rows(x, Projections(lambda _: (q, k, v), lambda out: out), None, None, None)
     order: Tensor | None
     if torch.compiler.is_compiling() or is_fake(mask):  # what is not read may be anything
-        real, counts, order = mask, None, order_of(mask)
+        real, counts, order = mask, None, padding_last(mask)
     else:
         real, counts, order = real_tokens(mask, x)
     visible, inverse = real if counts is None or min(counts) < x.shape[1] else None, None

@@ -22,7 +22,7 @@ from lightning_mhla.swap.host import SAVED
 from lightning_mhla.swap.saved import (
     NOTICE,
     REMOTE,
-    blank,
+    SwappedClass,
     check_complete,
     derive,
     guarded,
@@ -47,10 +47,8 @@ PARTS = {"add_pooling_layer": "pooler.", "use_mask_token": "mask_token"}
 """Options of models that transformers does not save, and parts of the names of their weights."""
 
 
-class SwappedConfig:
+class SwappedConfig(SwappedClass):
     """A configuration of transformers with a record of the swap. Its file is rejected by the class it derives from."""
-
-    host: type
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -105,15 +103,9 @@ class SwappedConfig:
                 names[auto] = next((name for name in choices if name in saved), choices[0])
         return {auto: f"{REMOTE}.{name}" for auto, name in names.items()}
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        parts: Any = super().__reduce_ex__(protocol)
-        return (blank, (SwappedConfig, self.host), *parts[2:])
 
-
-class SwappedModel:
+class SwappedTransformersModel(SwappedClass):
     """A model of transformers that is built with the attention that its configuration records."""
-
-    host: type
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -174,10 +166,6 @@ class SwappedModel:
         if given.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
             remove_stale(given["save_directory"], "model", given.get("variant"), "safetensors")
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        parts: Any = super().__reduce_ex__(protocol)
-        return (blank, (SwappedModel, self.host), *parts[2:])
-
 
 def __getattr__(name: str) -> Any:
     """Classes by the names that saved modules and pipelines look for."""
@@ -191,7 +179,7 @@ def __getattr__(name: str) -> Any:
     if isinstance(host, type) and name.startswith(PREFIX) and issubclass(host, transformers.PreTrainedConfig):
         return SwappedConfig.derive_from(host)
     if isinstance(host, type) and not name.startswith(PREFIX) and issubclass(host, transformers.PreTrainedModel):
-        return SwappedModel.derive_from(host)
+        return SwappedTransformersModel.derive_from(host)
     raise AttributeError(f"transformers has no model or configuration for {name}")
 
 
@@ -205,7 +193,7 @@ def _publish(name: str) -> str:
     host = getattr(transformers, name, None)
     if not (isinstance(host, type) and issubclass(host, transformers.PreTrainedModel)):
         return name
-    publish(PREFIX + name, SwappedModel.derive_from(host))
+    publish(PREFIX + name, SwappedTransformersModel.derive_from(host))
     return PREFIX + name
 
 
@@ -235,7 +223,7 @@ class TransformersFolders(TransformersHost):
                 module.config = own
             if hasattr(module, "swapped"):
                 module.host_config = own
-        model.__class__ = SwappedModel.derive_from(type(model))
+        model.__class__ = SwappedTransformersModel.derive_from(type(model))
 
     @override
     def wrote(self, config: Mapping[str, Any]) -> bool:
@@ -253,7 +241,7 @@ class TransformersFolders(TransformersHost):
             raise ValueError(
                 f"{source} is of class {name}, which transformers does not have; build it and load its weights"
             )
-        kind, options = SwappedModel.derive_from(host), dict(options)
+        kind, options = SwappedTransformersModel.derive_from(host), dict(options)
         if "options" not in config[SAVED]:  # saved before they were recorded
             options |= _unsaved(host, _saved_names(Path(source, options.get("subfolder") or "")))
         model, info = kind.from_pretrained(source, dtype=dtype or "auto", output_loading_info=True, **options)

@@ -1,1 +1,1 @@
-"""Files, processes and options: what everything above stands on."""
+"""Helpers for files, processes and options that all other packages use."""

@@ -12,20 +12,27 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 UNFINISHED = re.compile(r"(.+)\.mhla-[0-9a-f]{12}\.\d+\.part", re.DOTALL)
-"""Names of what :func:`beside` names, while it is written. Nobody else gives such names, so what a killed process left can be
-told from the downloads and the backups of the user (``thesis.zip.part``, ``last.ckpt.old``)."""
+"""Pattern of the temporary names that :func:`beside` gives to files and folders while they are written; the group is the final
+name. No other program uses this pattern, so leftovers of a killed process cannot be mistaken for the user's downloads and
+backups (``thesis.zip.part``, ``last.ckpt.old``)."""
 
 REPLACED = re.compile(r"(.+)\.mhla-[0-9a-f]{12}\.\d+\.old", re.DOTALL)
-"""Names of folders that :func:`exchange` is replacing; the group is the name that they had."""
+"""Pattern of the temporary names of folders that :func:`exchange` is replacing; the group is the original name."""
 
 
 def beside(path: Path, ending: str = "part") -> Path:
-    """A new name beside a path, for what becomes it (``part``) or was it (``old``): :data:`UNFINISHED`, :data:`REPLACED`."""
+    """Return an unused temporary path in the same folder as ``path``.
+
+    Args:
+        path: the final path.
+        ending: ``part`` for new content that will be renamed to ``path`` (see :data:`UNFINISHED`), ``old`` for previous
+            content that is being replaced (see :data:`REPLACED`).
+    """
     return path.with_name(f"{path.name}.mhla-{secrets.token_hex(6)}.{os.getpid()}.{ending}")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file, its folder too; whoever stops in between leaves the old one, or none."""
+    """Write a text file atomically, and create its folder if missing; an interrupted write leaves the previous file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as aside:
         aside.write_text(text)
@@ -33,42 +40,45 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Gives a path beside ``path`` to write a file to; at the end it is flushed to the disk and renamed.
+    """Yield a temporary path to write a file to; on exit, flush it to the disk and rename it to ``path``.
 
-    Whoever stops in between, or fails, leaves ``path`` as it was.
+    If the process stops or an error occurs before that, ``path`` stays unchanged.
     """
     aside = beside(path)
-    aside.touch(exist_ok=False)  # a file of its own: whoever may write here cannot have put a link in its place
+    # Exclusive creation: another user of the folder cannot have placed a link there that redirects the write.
+    aside.touch(exist_ok=False)
     try:
         yield aside
         flush(aside)
         aside.replace(path)
-        flush(path.parent)
+        flush(path.parent)  # without this, a power failure can undo the rename although the contents are on the disk
     finally:
         aside.unlink(missing_ok=True)
 
 
 @contextmanager
 def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
-    """Gives an empty folder to write to, which takes the place of ``folder`` at the end.
+    """Yield an empty folder to write to; on exit, replace ``folder`` by it.
 
-    Whoever stops in between, or fails, leaves ``folder`` as it was. Files of ``folder`` that are not written again, such as
-    notes or a ``.git``, come along, except those that the new ones replace.
+    If the process stops or an error occurs before that, ``folder`` stays unchanged. Files of ``folder`` that are not written
+    again, such as notes or a ``.git``, are carried over, except those for which ``replaced`` is true.
 
     Args:
-        folder: made if missing.
-        replaced: whether a file of the earlier folder, by its path in it, is one that a new one of another name replaces.
+        folder: the folder to replace; created if missing.
+        replaced: whether a file of the previous folder, given by its path relative to it, is superseded by a new file with a
+            different name.
 
     Raises:
-        FileExistsError: when there is a file of this name.
+        FileExistsError: if ``folder`` is a file, or a carried file and a new folder have the same name.
     """
-    folder = folder.resolve()  # a link keeps leading to it
+    folder = folder.resolve()  # a link to the folder must keep pointing to it, so replace the folder and not the link
     _restore(folder)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
     if not folder.parent.exists():
         folder.parent.mkdir(parents=True)
-    # A mount point cannot be renamed, and a shell would lose its working directory.
+    # A mount point cannot be renamed, a shell would lose its working directory, and renaming needs a writable parent. In these
+    # cases the files are replaced one by one, which is atomic for each file but not for the folder.
     fixed = folder.is_dir() and (
         os.path.ismount(folder) or Path.cwd().is_relative_to(folder) or not os.access(folder.parent, os.W_OK)
     )
@@ -97,7 +107,8 @@ def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: Fa
             _carry(folder, aside, is_carried, _link)
         old = exchange(aside, folder, keep=True)
         if old is not None:
-            _carry(old, folder, is_carried, os.replace)  # what somebody wrote there since
+            # Files that were written to the old folder after the first pass.
+            _carry(old, folder, is_carried, os.replace)
             shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -106,10 +117,16 @@ def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: Fa
 def _carry(
     source: Path, target: Path, is_carried: Callable[[Path], bool], move: Callable[[Path, Path], object]
 ) -> None:
-    """Give the files and the empty folders of ``source`` to ``target``, except those that it has already.
+    """Carry the files and the empty folders of ``source`` over to ``target``, except files that ``target`` already has.
+
+    Args:
+        source: the previous folder.
+        target: the new folder.
+        is_carried: whether a path relative to ``source`` is carried over.
+        move: called with the old and the new path of each file, to link or to rename it.
 
     Raises:
-        FileExistsError: when there is a folder where a file belongs, or the other way round.
+        FileExistsError: if one folder has a file where the other has a folder.
     """
     for place, folders, files in os.walk(source):
         empty = Path(place).relative_to(source)
@@ -126,7 +143,7 @@ def _carry(
 
 
 def _restore(folder: Path) -> None:
-    """Bring back a folder that a process was replacing when it was killed."""
+    """Restore a folder that a killed process left under its temporary name while replacing it."""
     if os.path.lexists(folder) or not folder.parent.is_dir():
         return
     with suppress(PermissionError):
@@ -137,27 +154,27 @@ def _restore(folder: Path) -> None:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Paths in a folder of all files and links below it."""
+    """List all files and links below a folder, as paths relative to it."""
     paths = (Path(place) / name for place, folders, files in os.walk(folder) for name in (*files, *folders))
     return [path.relative_to(folder) for path in paths if path.is_symlink() or not path.is_dir()]
 
 
 def exchange(new: Path, path: Path, keep: bool = False) -> Path | None:
-    """Rename a complete file or folder to ``path``, in place of what is there.
+    """Rename a complete file or folder to ``path``, replacing any existing one.
 
-    A file replaces a file atomically. A folder that is replaced is called :data:`REPLACED` for a moment, from which
-    :class:`lightning_mhla.checkpoints.runs.RunFolder` restores it if the process dies there.
+    A file replaces a file atomically. A folder that is replaced has a temporary name (:data:`REPLACED`) for a moment, from
+    which :class:`lightning_mhla.checkpoints.runs.RunFolder` restores it if the process dies there.
 
     Args:
-        new: the file or folder.
-        path: its new name.
-        keep: whether a folder that was replaced is kept under its other name, rather than removed.
+        new: the new file or folder.
+        path: the name it receives.
+        keep: whether a replaced folder is kept under its temporary name rather than removed.
 
     Returns:
-        Path of the folder that was replaced, if it is kept.
+        Path of the replaced folder, if there was one and it is kept; otherwise None.
     """
     old = None
-    if path.is_dir():
+    if path.is_dir():  # rename() replaces a file in one step, but not a folder with content: two steps, see REPLACED
         old = beside(path, "old")
         path.rename(old)
     elif new.is_dir():
@@ -171,7 +188,7 @@ def exchange(new: Path, path: Path, keep: bool = False) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that it holds; one that is gone, or cannot be removed, is left alone."""
+    """Remove a file, a link, or a folder with its contents; ignore a missing one and errors inside a folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -179,9 +196,14 @@ def remove(path: Path) -> None:
 
 
 def give_second_name(path: Path, name: Path) -> None:
-    """Make ``name`` another name of a file or of all files in a folder, atomically.
+    """Give a file, or all files in a folder, a second name atomically.
 
-    Hard links cost neither time nor space. Where the file system has none, or ``name`` is on another one, it is a copy.
+    The second name is a hard link, which costs neither time nor space. If the file system does not support hard links, or
+    ``name`` is on a different file system, it is a copy.
+
+    Args:
+        path: existing file or folder.
+        name: the second name; an existing file or folder of this name is replaced.
     """
     name.parent.mkdir(parents=True, exist_ok=True)
     aside = beside(name)

@@ -1,4 +1,4 @@
-"""Where the files of a run go, and what every process has to say gathered for them."""
+"""Output folders of a run, and gathering of rows from all processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Row = TypeVar("Row")
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """The log folder of this run, the same on every rank (call it on every rank)."""
+    """Return the log folder of this run, the same on every rank. Collective: call it on every rank."""
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def checkpoint_folder(trainer: Trainer) -> Path:
-    """Where checkpoints of this run go (call it on every rank)."""
+    """Return the folder of this run's checkpoints. Collective: call it on every rank."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath:
             return Path(callback.dirpath)
@@ -26,7 +26,7 @@ def checkpoint_folder(trainer: Trainer) -> Path:
 
 
 def gather_rows(trainer: Trainer, rows: list[Row]) -> list[Row]:
-    """The rows of all processes, on every process (call it on every rank)."""
+    """Concatenate the rows of all processes in rank order, on every process. Collective: call it on every rank."""
     if trainer.world_size == 1:
         return rows
     parts: list[Any] = [None] * trainer.world_size

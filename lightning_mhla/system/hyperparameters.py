@@ -1,4 +1,4 @@
-"""Arguments of a module or data module, remembered in checkpoints and shown to loggers as plain data."""
+"""Hyperparameters of a module or data module as plain data, for checkpoints and loggers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_mhla.system.redaction import redacted
 
 
 def keep_plain(module: Any) -> None:
-    """Turn configurations among the saved hyperparameters into dicts, so that reading a checkpoint runs no code.
+    """Convert dataclasses among the saved hyperparameters to dicts, so that reading a checkpoint runs no code.
 
     Args:
         module: a LightningModule or LightningDataModule, after its ``save_hyperparameters``.
@@ -24,7 +24,12 @@ def keep_plain(module: Any) -> None:
 
 
 def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options by dotted name, tuples as lists."""
+    """Flatten nested options to a dict from dotted names to values, with tuples as lists.
+
+    Args:
+        options: nested dicts and dataclasses.
+        prefix: text before each name, such as ``"network."``.
+    """
     flat: dict[str, Any] = {}
     for name, value in options.items():
         value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -36,16 +41,19 @@ def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class LoggedApart(HyperparametersMixin):
-    """Hyperparameters that loggers get under ``PREFIX/``, so that those of module and data never meet, without secrets.
+    """Mixin that logs hyperparameters without secrets, under a prefix that differs for modules and data modules.
 
-    Lightning logs both as one, and stops where a name has two values: ``train`` is a part of the network to one and a folder
-    to the other. Checkpoints keep the plain names.
+    Lightning merges the hyperparameters of both for loggers, and fails if one name has two values: ``train`` is a part of the
+    network in a module and a folder in a data module. Checkpoints keep the names without a prefix.
+
+    Attributes:
+        logged_as: the prefix; loggers get ``PREFIX/NAME``.
     """
 
     logged_as: str
 
     @property
     def hparams_initial(self) -> Any:
-        """Hyperparameters for loggers, with their prefix."""
+        """Hyperparameters for loggers: with the prefix, without secrets and private names."""
         options = redacted(dict(super().hparams_initial))
         return {f"{self.logged_as}/{name}": value for name, value in options.items() if name[0] != "_"}

@@ -1,4 +1,4 @@
-"""Private names of Lightning that the suite uses; ``tests/test_private_names.py`` says what each is for."""
+"""Private names of Lightning that the suite uses; ``tests/test_private_names.py`` states the purpose of each."""
 
 from __future__ import annotations
 
@@ -10,65 +10,65 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 
 def logger_connector(trainer: Trainer) -> Any:
-    """The part of a trainer that gathers metrics."""
+    """Return the component of a trainer that collects logged metrics."""
     return trainer._logger_connector
 
 
 def saved_hyperparameters(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The two copies that ``save_hyperparameters`` keeps: for checkpoints, and for loggers."""
+    """Return the two dicts that ``save_hyperparameters`` fills: the one for checkpoints and the one for loggers."""
     return module._hparams, module._hparams_initial
 
 
 def ddp_options(strategy: Any) -> dict[str, Any]:
-    """Options of a DDP strategy for DistributedDataParallel; empty for other strategies."""
+    """Return the options that a DDP strategy passes to ``DistributedDataParallel``; an empty dict for other strategies."""
     return getattr(strategy, "_ddp_kwargs", {})
 
 
 def logged_step(trainer: Trainer) -> int:
-    """The step that rows of the log are written for."""
+    """Return the step number that Lightning writes log rows for."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def validates_after_this_batch(trainer: Trainer) -> bool:
-    """Whether validation or the end of the epoch follows the batch that was just trained on."""
+    """Whether validation or the end of the epoch follows the current training batch."""
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     assert fetcher is not None
     return loop.batch_progress.is_last_batch or loop._should_check_val_fx(fetcher)
 
 
 def accumulates_gradients(trainer: Trainer) -> bool:
-    """Whether the optimiser has not stepped yet with the gradients of the last batch."""
+    """Whether the gradients of the last batch await an optimiser step that later batches complete."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def batches_done(trainer: Trainer) -> int:
-    """Batches of the present epoch that a run has trained on."""
+    """Return the number of batches of the current epoch that training has started."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def inside_accumulation(trainer: Trainer) -> bool:
-    """At the start of training: whether the batches done in the epoch are not those of complete optimiser steps."""
+    """Whether a checkpoint was saved between two batches of one optimiser step. Call it at the start of training."""
     return bool(trainer.fit_loop.restarted_mid_epoch) and accumulates_gradients(trainer)
 
 
 def ends_epoch(trainer: Trainer) -> bool:
-    """Whether the epoch ends after the batch that was just trained on: it is the last one, or training stops."""
+    """Whether the epoch ends after the current training batch, because it is the last one or because training stops."""
     fit_loop = trainer.fit_loop
     return fit_loop.epoch_loop._is_training_done or (trainer.should_stop and fit_loop._can_stop_early)
 
 
 def ended_inside_epoch(trainer: Trainer) -> bool:
-    """Whether training stops although its epoch has more batches."""
+    """Whether training stopped before the last batch of its epoch."""
     return not trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
 def as_of_last_batch(loops: dict[str, Any]) -> None:
-    """Change the saved progress of training that stopped inside an epoch to that at the end of its last batch.
+    """Set the saved progress of training that stopped inside an epoch to the end of its last batch.
 
     Lightning counts the epoch as done, and a longer run would start with the next one.
 
     Args:
-        loops: the loops' progress as a checkpoint has it, changed in place.
+        loops: progress of the loops in the form of a checkpoint, changed in place.
     """
     fit_loop = loops["fit_loop"]
     for progress, count in (("epoch_progress", "processed"), ("epoch_loop.batch_progress", "completed")):
@@ -78,9 +78,10 @@ def as_of_last_batch(loops: dict[str, Any]) -> None:
 
 
 def start_next_epoch(trainer: Trainer) -> None:
-    """After loading a checkpoint of the end of an epoch: start with the next one, without ending that one again.
+    """Start with the next epoch after loading a checkpoint that was saved at the end of an epoch.
 
-    Lightning repeats the end of the epoch where ``max_steps`` limits the run, without the metrics that callbacks look for.
+    Otherwise Lightning repeats the end of that epoch if ``max_steps`` limits the run, without the metrics that callbacks
+    monitor.
     """
     fit_loop = trainer.fit_loop
     if fit_loop.restarted_on_epoch_end:
@@ -97,16 +98,17 @@ def defer_saves(
     pending: Callable[[str], bool],
     outdated: Callable[[Trainer], bool],
 ) -> None:
-    """Have a ModelCheckpoint hand over the paths that it would write and remove; it writes no ``last.ckpt``.
+    """Make a ModelCheckpoint pass on the paths it would write and remove, instead of writing and removing them itself.
 
-    What it wrote by itself would lack what callbacks after it learn at the same step.
+    A checkpoint that it writes itself lacks the state that later callbacks reach at the same step. It also stops writing
+    ``last.ckpt``.
 
     Args:
-        callback: changed in place, until :func:`stop_deferring`.
-        save: takes a path to write the present state to.
-        remove: takes a path of a checkpoint that is no longer among the best.
-        pending: whether a path was handed over and is not written yet, so that no second checkpoint takes its name.
-        outdated: whether the monitored value is of earlier weights, at the end of an epoch.
+        callback: changed in place until :func:`stop_deferring`.
+        save: called with a path to write the current state to.
+        remove: called with the path of a checkpoint that is no longer among the best.
+        pending: whether a path was passed on but is not written yet, so that no second checkpoint takes the same name.
+        outdated: whether the monitored value at the end of an epoch belongs to earlier weights.
     """
     exists, end_epoch = callback.file_exists, callback.on_train_epoch_end
 
@@ -127,7 +129,7 @@ def defer_saves(
 
 
 def stop_deferring(callback: ModelCheckpoint) -> None:
-    """Undo :func:`defer_saves`."""
+    """Restore the methods of a ModelCheckpoint that :func:`defer_saves` overrides."""
     for name in (
         "_save_checkpoint",
         "_remove_checkpoint",
@@ -139,5 +141,5 @@ def stop_deferring(callback: ModelCheckpoint) -> None:
 
 
 def steps_between_saves(callback: ModelCheckpoint) -> int:
-    """``every_n_train_steps`` of a ModelCheckpoint; 0 for none."""
+    """Return ``every_n_train_steps`` of a ModelCheckpoint; 0 if it saves at no fixed number of steps."""
     return callback._every_n_train_steps

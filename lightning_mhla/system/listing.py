@@ -1,4 +1,4 @@
-"""Files of a folder as a user means them: without hidden ones, links followed, names of any encoding."""
+"""Listing of the visible files in a folder, with links followed, and printable forms of their names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from unicodedata import category
 log = logging.getLogger(__name__)
 
 NOISE = ("Thumbs.db", "desktop.ini", "__MACOSX", "__pycache__")
-"""Files and folders that Python and other systems leave behind; those of macOS (``._a.jpg``, ``.DS_Store``) are hidden."""
+"""Files and folders that Python and operating systems leave behind. Those of macOS (``._a.jpg``, ``.DS_Store``) are hidden
+files already."""
 
 
 LONGEST_NAME = 250
-"""Bytes of the name of a file, which file systems limit to 255."""
+"""Maximum length of a file name in bytes; file systems limit it to 255."""
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a text can be the name of a visible file: one part of a path, so that it leads nowhere else."""
+    """Whether a text is a valid name of a visible file: a single path component that cannot point to a different folder."""
     try:
         length = len(os.fsencode(name))
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -28,27 +29,28 @@ def is_file_name(name: str) -> bool:
 
 
 def is_visible(name: str) -> bool:
-    """Whether a file or folder of this name is the user's: neither hidden (``.git``, ``.ipynb_checkpoints``) nor noise."""
+    """Whether a file or folder name is neither hidden (``.git``, ``.ipynb_checkpoints``) nor in :data:`NOISE`."""
     return not name.startswith(".") and name not in NOISE
 
 
 def visible_files(folder: Path, hidden: list[Path] | None = None) -> list[Path]:
-    """All visible files below a folder, sorted; links to files and folders are followed, a link to a folder above is not.
+    """List all visible files below a folder, sorted. Links are followed, except links to a folder above.
 
     Args:
-        folder: where to look.
-        hidden: list that takes the hidden files and folders, for messages.
+        folder: folder to search.
+        hidden: list to which the paths of hidden files and folders are appended, for messages.
 
     Raises:
-        OSError: for a folder below that cannot be read.
+        OSError: if the folder or one below it cannot be read.
     """
-    found: list[Path] = []
+    files: list[Path] = []
 
     def walk(place: Path, above: frozenset[tuple[int, int]]) -> None:
         status = place.stat()
-        here = (status.st_dev, status.st_ino)
-        if here in above:
-            log.warning("%s is a link to a folder above it, and is left out", shown(place))
+        # Paths cannot reveal a loop of links, since each round makes a longer path; device and inode can.
+        identity = (status.st_dev, status.st_ino)
+        if identity in above:
+            log.warning("%s is a link to a folder above it and is skipped", shown(place))
             return
         with os.scandir(place) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
@@ -58,34 +60,34 @@ def visible_files(folder: Path, hidden: list[Path] | None = None) -> list[Path]:
                         hidden.append(path)
                     continue
                 if entry.is_dir():
-                    walk(path, above | {here})
+                    walk(path, above | {identity})
                 elif entry.is_file():
-                    found.append(path)
+                    files.append(path)
                 else:
-                    log.warning("%s is left out: it is not a file, or a link to nothing", shown(path))
+                    log.warning("%s is skipped: it is not a regular file, or it is a broken link", shown(path))
 
     walk(folder, frozenset())
-    return sorted(found)
+    return sorted(files)
 
 
 def visible_folders(folder: Path) -> list[Path]:
-    """Visible folders directly inside a folder, links to folders included, sorted by name."""
+    """List the visible folders directly inside a folder, including links to folders, sorted by name."""
     return sorted(path for path in folder.iterdir() if is_visible(path.name) and path.is_dir())
 
 
 def with_extension(paths: Sequence[Path], extensions: Collection[str]) -> list[Path]:
-    """Select the paths that end in one of the extensions, in lower or upper case."""
+    """Select the paths that end in one of the extensions (given in lower case without a dot), ignoring case."""
     return [path for path in paths if path.suffix.lower().lstrip(".") in extensions]
 
 
 def without_controls(text: str) -> str:
-    r"""Text in one line: line breaks and other control characters as ``\n``, all others as they are."""
+    r"""Return a text as one line: line breaks and control characters become escapes such as ``\n``."""
     return "".join(
         sign.encode("unicode_escape").decode() if category(sign) in ("Cc", "Cs", "Zl", "Zp") else sign for sign in text
     )
 
 
 def shown(name: str | os.PathLike[str]) -> str:
-    r"""A file name as text: bytes that are not UTF-8 as ``\xe9``, control characters as ``\n``."""
+    r"""Return a file name as printable text: bytes that are not UTF-8 become ``\xe9``, control characters ``\n``."""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)

@@ -1,4 +1,4 @@
-"""Options of configurations as dataclasses."""
+"""Conversion of configuration options to dataclasses."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ Options = TypeVar("Options")
 
 
 def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
-    """A dataclass from a mapping, as configurations and checkpoints hold it; an instance stays as it is.
+    """Convert a mapping from a configuration or checkpoint to a dataclass; return an instance unchanged.
 
     Args:
         kind: the dataclass.
         value: mapping or instance.
-        name: name of the options, for errors.
+        name: name of the options in error messages; by default the name of the dataclass.
 
     Raises:
-        ValueError: for an option that does not exist, or a number, word or truth value of another type.
+        ValueError: for an unknown option, or a number, string or Boolean of the wrong type.
     """
     if isinstance(value, kind):
         return value
     name = name or kind.__name__
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} takes options by name, not {value!r}")
-    known = [field.name for field in fields(cast(Any, kind)) if field.init]
+    names = [field.name for field in fields(cast(Any, kind)) if field.init]
     types = get_type_hints(kind)
-    for key, given in value.items():
-        if key not in known:
-            close = get_close_matches(str(key), known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known) or 'none'}"
+    for key, item in value.items():
+        if key not in names:
+            close = get_close_matches(str(key), names, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names) or 'none'}"
             raise ValueError(f"{name} has no option {key!r}; {hint}")
-        if not _fits(given, types[key]):
+        if not _fits(item, types[key]):
             choices = get_args(types[key]) if get_origin(types[key]) is Literal else ()
-            wanted = (
+            requirement = (
                 f"one of {', '.join(map(repr, choices))}" if choices else getattr(types[key], "__name__", types[key])
             )
-            raise ValueError(f"{name}: {key}={given!r} is not {wanted}")
+            raise ValueError(f"{name}: {key}={item!r} is not {requirement}")
     return kind(**value)
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a plain value is of a plain type; of others nothing is said."""
+    """Whether a plain value has a plain type; True for types that are not plain, which are not checked."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     choices = get_args(kind) if get_origin(kind) is not None and type(None) in get_args(kind) else (kind,)

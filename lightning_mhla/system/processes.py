@@ -1,4 +1,4 @@
-"""The processes that share a command: their ranks, as torchrun or srun gave them, and what they agree on."""
+"""Ranks and devices of the processes of a command, and votes among them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import torch.distributed as dist
 
 
 def process_ranks() -> tuple[int, int, int]:
-    """Rank, number of processes and local rank, as torchrun or srun say; (0, 1, 0) on its own.
+    """Return the rank, the number of processes and the local rank of this process, as set by torchrun or srun.
 
-    SLURM's numbers count inside a step that srun started; a batch script or a shell of salloc is one process.
+    Variables of SLURM are used only inside a step that srun started: a batch script or a shell of salloc is a single process.
+
+    Returns:
+        Rank, number of processes and local rank; (0, 1, 0) for a process that neither of them started.
     """
     names: tuple[str, ...] = ()
     if "RANK" in os.environ:
@@ -28,7 +31,7 @@ def process_ranks() -> tuple[int, int, int]:
 
 
 def process_device(asked: str | None) -> torch.device:
-    """The device that a command was asked to use, or the GPU of this process, or the CPU."""
+    """Return the requested device, or by default the GPU of this process, or the CPU if there is no GPU."""
     device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", process_ranks()[2] % torch.cuda.device_count())
@@ -36,19 +39,24 @@ def process_device(asked: str | None) -> torch.device:
 
 
 class Agreement:
-    """Votes of all processes, on every process, without waiting for an accelerator.
+    """Votes among all processes that do not synchronise with an accelerator.
 
-    Made on every process at once, after the process group is there; on its own, a process agrees with itself.
+    Creating an instance is collective: create it on every process, after the process group exists. In a run with one process,
+    each vote is that of the process itself.
     """
 
     def __init__(self) -> None:
         self.shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._group: Any = None
         if self.shared:
+            # NCCL would enqueue the vote behind the kernels of the step, and reading it would wait for all of them.
             self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def any(self, *said: bool) -> tuple[bool, ...]:
-        """For each question whether any process said yes; every process calls it, with equally many."""
+        """Return for each question whether any process answers yes.
+
+        Collective: call it on every process with the same number of answers.
+        """
         if not self.shared:
             return said
         votes = torch.tensor(said, dtype=torch.int32)
@@ -57,19 +65,21 @@ class Agreement:
 
 
 def check_open_files(workers: int) -> None:
-    """Reject worker processes for which a process may not open enough files: a batch that cannot be sent is waited for.
+    """Check that the limit on open files allows a number of worker processes.
+
+    Without the check, a worker that cannot open a file for a batch makes the loader wait for this batch forever.
 
     Args:
         workers: number of worker processes to start.
 
     Raises:
-        OSError: saying what to do.
+        OSError: if the limit is too low; the message says what to do.
     """
     folder = Path("/proc/self/fd")
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     needed = (len(list(folder.iterdir())) if folder.is_dir() else 16) + 6 * workers + 8
     if workers and limit != resource.RLIM_INFINITY and needed > limit:
         raise OSError(
-            f"too many open files: the limit is {limit}, and {workers} worker processes need {needed} or more; raise the limit "
-            "of this process (ulimit -n 65536), or use fewer worker processes (--data.num_workers)"
+            f"too many open files: the limit is {limit}, but {workers} worker processes need at least {needed}; "
+            "raise the limit of this process (ulimit -n 65536), or use fewer worker processes (--data.num_workers)"
         )

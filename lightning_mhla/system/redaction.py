@@ -1,9 +1,9 @@
-"""Secrets in text: user names, passwords and signatures of URLs, and keys of services, kept out of everything that is written.
+"""Removal of secrets from text and options: user names, passwords and signatures in URLs, and keys of services.
 
-A URL keeps its scheme, host and path. User name and password become ``***``, and so does the complete query with the
-fragment, because each service calls its signature by a different name: ``https://***@host/train.tar?***``. The value of an
-option that is called ``api_key``, ``password`` or the like becomes ``***``. A URL whose secrets were removed cannot be
-opened, see :func:`check_secrets`.
+A URL keeps its scheme, host and path. The user name and password become ``***``, and so do the query and the fragment as a
+whole, because each service has a different name for its signature: ``https://***@host/train.tar?***``. The value of an
+option with a name such as ``api_key`` or ``password`` becomes ``***``. A URL without its secrets cannot be opened, see
+:func:`check_secrets`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import PurePath
 from typing import Any
 
 HIDDEN = "***"
-"""Text in place of a secret."""
+"""Text that replaces a secret."""
 
 SECRET_NAME = (
     r"(?:[\w-]{0,60}[_-])?(?:password|passwd|pwd|secret|api[_-]?key|apikey|access[_-]?key|secret[_-]?key|account[_-]?key"
     r"|(?:access|api|auth|sas|session|bearer|hf|personal)[_-]?token|credentials?|authorization)"
 )
-"""Names of options that hold a secret; ``token`` alone is one in configurations, where no tokenizer is meant."""
+"""Regular expression for names of options that hold a secret. ``token`` alone is not included: in text it may belong to a
+tokenizer, but as the name of an option it is a secret, see :func:`redacted`."""
 
 _START = r"[A-Za-z][A-Za-z0-9+.-]{1,20}:/{1,3}"  # a URL that was handled as a path has one slash
 _QUOTE_ENDS = r"[\"'`](?=[\s,;:.)\]}]|$)"
@@ -36,7 +37,7 @@ _HIDDEN_IN_URL = re.compile(rf"{_START}(?:\*\*\*@|[^\s?]*\?\*\*\*)")
 
 
 def redact(text: str) -> str:
-    """Replace the secrets of the URLs in a text, and values after the name of a secret (``api_key=...``), by ``***``.
+    """Replace secrets in a text by ``***``: those in URLs, and values after the name of a secret (``api_key=...``).
 
     Args:
         text: any text, such as an error message or an argument of the command line.
@@ -45,10 +46,10 @@ def redact(text: str) -> str:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """Nested options without secrets; the same object where there are none.
+    """Return nested options without secrets; unchanged parts are the same objects, not copies.
 
     Args:
-        value: dicts, namespaces, lists, tuples and plain values; anything else stays as it is.
+        value: dicts, namespaces, lists, tuples and plain values; other objects are returned unchanged.
         name: name of the option that has this value.
     """
     if isinstance(value, str):
@@ -73,7 +74,12 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def published(value: Any, name: str = "") -> Any:
-    """Nested options for a file that is published: without secrets, local paths outside the folder as their last part alone."""
+    """Return nested options for a published file: without secrets, and local paths shortened to their last component.
+
+    Args:
+        value: dicts, lists, tuples, strings, paths and plain values; other objects are returned unchanged.
+        name: name of the option that has this value.
+    """
     if isinstance(value, str | PurePath):
         text = redacted(str(value), name)
         local = text.removeprefix("file://")
@@ -86,25 +92,25 @@ def published(value: Any, name: str = "") -> Any:
 
 
 def check_secrets(url: str, option: str | None = None) -> None:
-    """Reject a URL whose secrets were removed when it was written down.
+    """Reject a URL whose secrets were removed when it was written to a file.
 
     Args:
-        url: any location.
-        option: option that holds it, for the message.
+        url: URL or path.
+        option: name of the option that holds it, for the message.
 
     Raises:
-        ValueError: saying to give the URL again.
+        ValueError: if the URL contains ``***`` in place of a secret; the message asks for the complete URL.
     """
     if _HIDDEN_IN_URL.search(url):
         again = f"--{option}=URL" if option else "the option that holds it"
         raise ValueError(
-            f"{url}: user names, passwords and queries of URLs are not written into files, so that this URL is not complete; "
+            f"{url}: user names, passwords and queries of URLs are not written to files, so this URL is not complete; "
             f"give it again on the command line ({again})"
         )
 
 
 def hidden_options(value: Any, path: str = "") -> Iterator[str]:
-    """Dotted names of the options whose secrets were removed when they were written down."""
+    """Yield the dotted names of options whose secrets were removed when they were written to a file."""
     if isinstance(value, str):
         if _HIDDEN_IN_URL.search(value) or (value == HIDDEN and _is_secret(path.rpartition(".")[2])):
             yield path
@@ -131,7 +137,7 @@ def _redact_in_text(match: re.Match[str]) -> str:
 
 
 def _redact_url(url: str) -> str:
-    """One URL, or several chained by ``::`` as fsspec has them, without secrets."""
+    """Remove the secrets from a URL, or from several URLs chained by ``::`` in the syntax of fsspec."""
     return "::".join(_redact_link(link) for link in re.split(rf"::(?={_START})", url))
 
 
@@ -144,7 +150,8 @@ def _redact_link(url: str) -> str:
     port = host.rpartition(":")[2] if ":" in host and not host.endswith("]") else ""
     behind = path + rest
     if "@" not in authority and "@" in behind and not re.fullmatch(r"\d*", port):
-        # Not a port: a password with a slash, a question mark or a number sign that is not written as %2F, %3F or %23.
+        # The text after the colon is not a port, so it begins a password that contains a slash, a question mark or a number
+        # sign which should have been written as %2F, %3F or %23. The host follows the last @.
         path, mark, _ = behind.rpartition("@")[2].partition("?")
         return f"{start}{HIDDEN}@{path}{f'?{HIDDEN}' if mark else ''}"
     user = f"{HIDDEN}@" if "@" in authority else ""

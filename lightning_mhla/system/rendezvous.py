@@ -1,7 +1,7 @@
-"""The port by which the processes of a run find each other, on one network interface.
+"""Rendezvous port of the processes of a run, restricted to one network interface.
 
-torch opens it on all interfaces and asks nobody who connects. Rank 0 opens it here instead, before Lightning starts the
-processes, on the address that they connect to.
+torch opens this port on all interfaces without authentication. Here rank 0 opens it before Lightning starts the processes,
+only on the address that they connect to.
 """
 
 from __future__ import annotations
@@ -13,31 +13,33 @@ from ipaddress import ip_address
 
 from lightning.pytorch.strategies import Strategy
 from torch import distributed
+from torch.distributed.distributed_c10d import Store
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable by which ``init_process_group`` knows that MASTER_ADDR and MASTER_PORT are served already."""
+"""Environment variable that tells ``init_process_group`` that MASTER_ADDR and MASTER_PORT are served already."""
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""Environment variable of processes that torchrun started."""
+"""Environment variable that torchrun sets in the processes it starts."""
 
-_stores: list[distributed.TCPStore] = []
-"""The store that this process serves, if it does."""
+_stores: list[Store] = []
+"""The store that this process serves; empty if it serves none."""
 
 
 def listen_on_one_interface(strategy: Strategy) -> None:
-    """Serve the rendezvous of a run on the address of rank 0 alone.
+    """Serve the rendezvous of a run only on the address of rank 0.
 
-    This is done where the address means the same to all processes: on one machine, and on several if MASTER_ADDR is an IP
-    address. The name of a machine may stand for a different address on another one, and torch then listens on all interfaces;
-    so it does where the address is not one of this machine, as behind a load balancer. torchrun serves its own rendezvous.
+    This requires an address that means the same to all processes: on one machine any address, on several machines an IP
+    address in MASTER_ADDR. A host name may resolve to different addresses on different machines, so torch then listens on all
+    interfaces. It also does so if the address does not belong to this machine, for example behind a load balancer. Under
+    torchrun nothing is done, because torchrun serves the rendezvous itself.
 
     Args:
-        strategy: of the trainer, before a method of the trainer is called. Nothing is done for one with a single process.
+        strategy: strategy of the trainer, before a method of the trainer is called. Nothing is done for a single process.
     """
     environment = getattr(strategy, "cluster_environment", None)
     if environment is None or TORCHRUN in os.environ or distributed.is_initialized():
         return
-    _stores.clear()  # of a run before, in a process with several
+    _stores.clear()  # a store of an earlier run in this process would still occupy its port
     os.environ.pop(AGENT_STORE, None)
     world = getattr(strategy, "world_size", 1)
     if world == 1 or strategy.global_rank != 0:  # type: ignore[attr-defined]  # of all strategies with an environment
@@ -45,7 +47,7 @@ def listen_on_one_interface(strategy: Strategy) -> None:
     address, port = environment.main_address, environment.main_port
     if getattr(strategy, "num_nodes", 1) > 1 and not _is_ip_address(address):
         return
-    with suppress(OSError):  # torch says what is wrong with the address or the port
+    with suppress(OSError):  # torch then opens the port itself, and reports a wrong address or a port in use
         _stores.append(_serve(address, port, world))
         os.environ[AGENT_STORE] = str(True)
 
@@ -56,13 +58,14 @@ def _is_ip_address(text: str) -> bool:
     return False
 
 
-def _serve(address: str, port: int, world_size: int) -> distributed.TCPStore:
-    """A store that listens on an address, where ``TCPStore`` by itself would listen on all of them."""
+def _serve(address: str, port: int, world_size: int) -> Store:
+    """Create a store that listens on one address only; ``TCPStore`` by itself listens on all addresses."""
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen(socket.SOMAXCONN)
-        return distributed.TCPStore(
+        store: Store = distributed.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
             address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
+        return store

@@ -1,4 +1,4 @@
-"""Sharding by FSDP2, imported when something is sharded: its imports take half a second, and most runs need none of them."""
+"""Sharding by FSDP2. Its packages are imported on first use, because they take 0.5 s and most runs do not shard."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 SEQUENCE = "sequence_parallel"
-"""Name of the dimension of the device mesh whose processes share sequences."""
+"""Name of the device mesh dimension for sequence parallelism."""
 
 
 def is_shard(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a ``DTensor``, of which every process holds a share."""
+    """Whether a value is a ``DTensor``, a tensor of which each process holds a shard."""
     return _is("torch.distributed.tensor", "DTensor", value)
 
 
 def is_sharded_module(module: object) -> TypeGuard[FSDPModule]:
-    """Whether a module was given to ``fully_shard``."""
+    """Whether a module was passed to ``fully_shard``."""
     return _is("torch.distributed.fsdp", "FSDPModule", module)
 
 
 def _is(package: str, name: str, value: object) -> bool:
-    found: Any = sys.modules.get(package)  # without its package there is no instance of a class
-    return found is not None and isinstance(value, getattr(found, name))
+    module: Any = sys.modules.get(package)  # if the package was never imported, no instance of its classes exists
+    return module is not None and isinstance(value, getattr(module, name))
 
 
 def shard(
@@ -39,11 +39,12 @@ def shard(
     """Shard a network layer by layer, in place.
 
     Args:
-        network: whose parameters are float32, and are updated in float32.
-        layers: layers of the network, gathered one at a time.
-        mesh: the processes, in one dimension.
-        gathered: dtype that weights are gathered in, and computed with; gradients are reduced in float32.
-        kept: parts of the network that stay float32, and stay whole after their forward pass, since they are used after it.
+        network: network with float32 parameters; the optimiser updates them in float32.
+        layers: layers of the network, whose parameters are gathered one layer at a time.
+        mesh: one-dimensional mesh of the processes.
+        gathered: dtype in which weights are gathered and used; gradients are reduced in float32.
+        kept: parts of the network that stay in float32 and are not resharded after their forward pass, because they are used
+            after it.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

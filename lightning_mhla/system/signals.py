@@ -1,4 +1,4 @@
-"""Signals that only set a flag, so that a run stops where its state can be saved."""
+"""Signal handlers that only set a flag, so that a run stops at a step where its state can be saved."""
 
 from __future__ import annotations
 
@@ -12,40 +12,52 @@ log = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """Notes the first signal that asks this process to stop.
+    """Record of a signal that asks this process to stop. A second Ctrl+C (SIGINT) raises KeyboardInterrupt.
 
     Args:
-        names: names of the signals. A second Ctrl+C (SIGINT) raises KeyboardInterrupt.
+        names: names of the signals, such as ``SIGTERM``.
+
+    Attributes:
+        numbers: the signals.
+        received: name of the latest signal received since :meth:`start`, or None.
 
     Raises:
-        ValueError: for a name that this system does not know.
+        ValueError: for a name that is not a signal on this system.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         unknown = [name for name in names if not hasattr(signal, name)]
         if unknown:
-            raise ValueError(f"signals names {unknown[0]!r}, which is not a signal here; SIGTERM and SIGUSR1 are")
+            raise ValueError(
+                f"signals contains {unknown[0]!r}, which is not a signal here; use names such as SIGTERM or SIGUSR1"
+            )
         self.numbers = [signal.Signals[name] for name in names]
         self.received: str | None = None
         self._active = self._ignored = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def start(self) -> None:
-        """Listen from here on."""
+        """Install the handlers and clear the record of an earlier signal."""
         self.received, self._active, self._ignored = None, True, False
         self.listen()
 
     def listen(self) -> None:
-        """Install the handlers where others have replaced them, as Lightning does."""
+        """Reinstall handlers that other code has replaced; Lightning replaces some when training starts."""
         for number in self.numbers if self._active else []:
             current = signal.getsignal(number)
-            in_background = number == signal.SIGINT and current == signal.SIG_IGN  # a shell's job does not get Ctrl+C
+            # A shell starts background jobs with SIGINT ignored, so that Ctrl+C for the foreground job does not stop them.
+            in_background = number == signal.SIGINT and current == signal.SIG_IGN
             if current != self._note and not in_background:
                 self._previous.setdefault(number, current)
                 signal.signal(number, self._note)
 
     def stop(self, ignore: bool) -> None:
-        """Restore the previous handlers, or ignore the signals from now on: srun sends more of them to a job that leaves."""
+        """Stop recording signals.
+
+        Args:
+            ignore: whether to ignore the signals from now on instead of restoring the previous handlers; srun repeats its
+                signal while a job exits.
+        """
         self._active, self._ignored = False, ignore
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if ignore else handler)
@@ -57,8 +69,10 @@ class StopSignals:
             raise KeyboardInterrupt
         if self._active:
             if number == signal.SIGINT:
-                log.warning("Ctrl+C: saving after this step; press it again to stop at once, without saving")
+                log.warning("Ctrl+C: saving after this step; press it again to stop immediately without saving")
             self.received = name
-        elif not self._ignored:  # Lightning restores the handlers that it found, this one too, when the run is over
+        elif (
+            not self._ignored
+        ):  # Lightning may reinstall this handler after stop(); then the default action must happen
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""Optimiser steps of a run under gradient accumulation, also where it changes between epochs."""
+"""Number of optimiser steps of a run under gradient accumulation, which may change between epochs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 
 def accumulation(trainer: Trainer, epoch: int) -> int:
-    """Batches whose gradients are accumulated for one optimiser step in an epoch, counted from 0."""
+    """Return the number of batches per optimiser step in an epoch, where epochs are counted from 0."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
         if isinstance(callback, GradientAccumulationScheduler):
             return callback.get_accumulate_grad_batches(epoch)
@@ -17,11 +17,12 @@ def accumulation(trainer: Trainer, epoch: int) -> int:
 
 
 def steps_of_epochs(trainer: Trainer, epochs: float) -> float:
-    """Optimiser steps of the first ``epochs`` epochs; infinite for data without a length.
+    """Return the number of optimiser steps of the first ``epochs`` epochs; infinite for data without a length.
 
-    The last batch of an epoch ends an accumulation, complete or not. Part of an epoch counts as that share of its steps.
+    The last batch of an epoch ends the accumulation even if it is incomplete. A fraction of an epoch counts as that fraction
+    of its steps.
     """
-    batches = trainer.num_training_batches if trainer.limit_train_batches else 0  # Lightning does not count none
+    batches = trainer.num_training_batches if trainer.limit_train_batches else 0  # with a limit of 0 it is not set to 0
     if not math.isfinite(batches):
         return math.inf
     parts, complete = math.modf(epochs)
@@ -30,9 +31,10 @@ def steps_of_epochs(trainer: Trainer, epochs: float) -> float:
 
 
 def steps_of_run(trainer: Trainer) -> float:
-    """Optimiser steps of the complete run; infinite without an end.
+    """Return the number of optimiser steps of the complete run; infinite if neither epochs nor steps are limited.
 
-    Lightning's ``estimated_stepping_batches`` takes the accumulation of the present epoch for all of them.
+    Lightning's ``estimated_stepping_batches`` is not used, because it applies the accumulation of the current epoch to all
+    epochs.
     """
     limit = math.inf if trainer.max_steps == -1 else float(trainer.max_steps)
     if trainer.max_epochs in (None, -1):

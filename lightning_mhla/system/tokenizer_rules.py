@@ -1,4 +1,4 @@
-"""Tokenizers that anybody may have written: rules by which a short text grows without end are an error before they are used."""
+"""Safety checks for tokenizers from untrusted sources: rules that make a short text grow without bound are rejected."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from tokenizers import Regex, normalizers
 from lightning_mhla.system.untrusted import check_size, reason
 
 LARGEST_FILE = 1 << 27
-"""Bytes of a ``tokenizer.json``."""
+"""Maximum size of a ``tokenizer.json`` in bytes."""
 
 MOST_GROWTH, LONGEST_REPLACEMENT, MOST_RULES = 100, 1000, 1000
-"""How much longer a text may become under the replacements of a tokenizer; the longest one, in characters; their number."""
+"""Limits on the replacements of a tokenizer: growth factor of a text, characters of one replacement, and their number."""
 
 REPEATED = 3
-"""Times that a replacement is tried in a row, for patterns that reach from one to the next."""
+"""Number of copies of a replacement in the tested text, for patterns that match across two copies."""
 
 MOST_PADDING, MOST_AROUND = 1 << 17, 1000
-"""Tokens to which a tokenizer may pad a text, and which it may put around one."""
+"""Maximum length in tokens to which a tokenizer may pad a text, and maximum number of tokens that it may add around a text."""
 
 MOST_DEPTH = 8
-"""Steps inside steps."""
+"""Maximum nesting depth of a tokenizer's steps."""
 
 
 def check_tokenizer(tokenizer: Any, where: str) -> None:
-    """Check the rules of a tokenizer of transformers that is loaded.
+    """Check the rules of a loaded tokenizer of transformers.
 
     Args:
-        tokenizer: the tokenizer; one that is written in Python has no rules.
+        tokenizer: the tokenizer; a tokenizer written in Python has no rules and always passes.
         where: its folder or name, for messages.
 
     Raises:
-        ValueError: see :func:`check_rules`; and for a template that puts many tokens around a text.
+        ValueError: see :func:`check_rules`; also for a template that adds more than :data:`MOST_AROUND` tokens to a text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -44,15 +44,17 @@ def check_tokenizer(tokenizer: Any, where: str) -> None:
         around = backend.num_special_tokens_to_add(True)
         if around > MOST_AROUND:
             raise ValueError(
-                f"the tokenizer in {where} is not safe to use: it puts {around} tokens around a text, more than {MOST_AROUND}"
+                f"the tokenizer in {where} is not safe to use: it adds {around} tokens around each text (at most {MOST_AROUND})"
             )
 
 
 def check_folder(folder: Path) -> None:
-    """Check a folder's rules before the library applies them, which it does to the tokens it adds.
+    """Check the rules in a tokenizer's folder before the library loads it.
+
+    The library applies the rules during loading already, to the tokens that it adds.
 
     Raises:
-        ValueError: see :func:`check_rules`; and for a file that is too large.
+        ValueError: see :func:`check_rules`; also for a ``tokenizer.json`` that is larger than :data:`LARGEST_FILE`.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -61,19 +63,19 @@ def check_folder(folder: Path) -> None:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        return  # the library says what is wrong with it
+        return  # the library reports the error in the file
     check_rules(state, str(folder))
 
 
 def check_rules(state: Any, where: str) -> None:
-    """Reject a tokenizer that makes a short text grow without end.
+    """Reject a tokenizer that makes a short text grow without bound.
 
     Args:
-        state: what its ``tokenizer.json`` holds.
+        state: parsed content of its ``tokenizer.json``.
         where: its folder, for messages.
 
     Raises:
-        ValueError: naming the folder, for replacements that feed each other, and padding to a great length.
+        ValueError: for replacements that expand each other, and for padding to more than :data:`MOST_PADDING` tokens.
     """
     if not isinstance(state, dict):
         return
@@ -91,21 +93,28 @@ def check_rules(state: Any, where: str) -> None:
 
 
 def _check_growth(rules: Sequence[_Rule], kind: str, where: str) -> None:
-    """Raise ValueError if the replacements of a tokenizer make a text many times longer, each feeding the next.
+    """Raise ValueError if successive replacements of a tokenizer make a text many times longer.
 
-    A text grows at the replacement that matches it first. What that leaves is followed through all later ones, so that nothing
-    depends on which text is tried.
+    Any text grows first at some replacement. The check therefore applies all later replacements to the output of each one,
+    so that the result does not depend on a choice of test texts.
+
+    Args:
+        rules: replacements in the order in which they are applied.
+        kind: ``normalizer`` or ``decoder``, for messages.
+        where: folder of the tokenizer, for messages.
     """
     long = any(len(rule.content) > LONGEST_REPLACEMENT for rule in rules)
+    # The product bounds the growth from above without running a rule, which is enough for almost all tokenizers.
     if not long and math.prod(max(1.0, rule.growth) for rule in rules) <= MOST_GROWTH:
         return
     if not long and len(rules) <= MOST_RULES:
         try:
-            made = [rule.make() for rule in rules]
+            normalizer_steps = [rule.make() for rule in rules]
             for number, rule in enumerate(rules):
                 text = rule.content * REPEATED
-                for later in made[number + 1 :]:
+                for later in normalizer_steps[number + 1 :]:
                     text = later.normalize_str(text)
+                    # Stop inside the loop: the text may grow exponentially with the number of rules.
                     if len(text) > MOST_GROWTH * REPEATED * rule.shortest:
                         break
                 if len(text) > MOST_GROWTH * REPEATED * rule.shortest:
@@ -116,13 +125,18 @@ def _check_growth(rules: Sequence[_Rule], kind: str, where: str) -> None:
             raise ValueError(f"the tokenizer in {where} has a broken {kind}: {reason(error)}") from error
     raise ValueError(
         f"the tokenizer in {where} is not safe to use: the replacements of its {kind} make a text more than {MOST_GROWTH} "
-        f"times longer, have more than {LONGEST_REPLACEMENT} characters, or are more than {MOST_RULES}"
+        f"times longer, one of them has more than {LONGEST_REPLACEMENT} characters, or there are more than {MOST_RULES}"
     )
 
 
 class _Rule(NamedTuple):
-    """A step that replaces text: what it looks for (None for the start of a text), whether that is a regular expression, and
-    what it puts there."""
+    """A replacement step of a tokenizer.
+
+    Attributes:
+        pattern: the text that is replaced; None if ``content`` is inserted at the start of the text.
+        is_regex: whether ``pattern`` is a regular expression.
+        content: the text that replaces the pattern.
+    """
 
     pattern: str | None
     is_regex: bool
@@ -130,30 +144,35 @@ class _Rule(NamedTuple):
 
     @property
     def shortest(self) -> int:
-        """Characters that it replaces, at least; an expression may match one."""
+        """Minimum number of characters that the step replaces; 1 for a regular expression."""
         return 1 if self.is_regex or not self.pattern else len(self.pattern)
 
     @property
     def growth(self) -> float:
-        """How much longer it makes what it replaces; an expression that matches nothing adds to each character."""
+        """Maximum factor by which the step lengthens a text; a pattern that matches the empty text adds to each character."""
         return (len(self.content) + (self.is_regex or not self.pattern)) / self.shortest
 
     def make(self) -> normalizers.Normalizer:
-        """The library's own step."""
+        """Create the equivalent step of the tokenizers library."""
         if self.pattern is None:
             return normalizers.Prepend(self.content)
         return normalizers.Replace(Regex(self.pattern) if self.is_regex else self.pattern, self.content)
 
 
 def _rules(step: Any, depth: int) -> Iterator[_Rule]:
-    """The steps of a part of a tokenizer that can make a text longer, in order."""
+    """Yield the replacement steps of a normalizer or decoder in order.
+
+    Args:
+        step: the part of ``tokenizer.json`` that describes it.
+        depth: number of steps around this one.
+    """
     if not isinstance(step, dict):
         return
     inside: list[Any] = next(
         (step[name] for name in ("normalizers", "decoders") if isinstance(step.get(name), list)), []
     )
     if inside and depth >= MOST_DEPTH:
-        yield _Rule("", False, "x" * (LONGEST_REPLACEMENT + 1))  # steps inside steps without end are not safe either
+        yield _Rule("", False, "x" * (LONGEST_REPLACEMENT + 1))  # stands for the nested steps, and is always rejected
         return
     for inner in inside:
         yield from _rules(inner, depth + 1)

@@ -1,4 +1,4 @@
-"""Private names of torch that the suite uses; ``tests/test_private_names.py`` says what each is for."""
+"""Private names of torch that the suite uses; ``tests/test_private_names.py`` states the purpose of each."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ foreach_add_, foreach_copy_, foreach_mul_ = torch._foreach_add_, torch._foreach_
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A mesh of one dimension, called ``name``, over the processes of a mesh of several."""
+    """Flatten a device mesh of several dimensions to one dimension called ``name``."""
     return mesh._flatten(name)
 
 
@@ -23,34 +23,38 @@ def set_last_rates(schedule: LRScheduler, rates: list[float]) -> None:
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether a tensor has no values that could be read."""
+    """Whether a tensor has no values, such as a meta tensor or a fake tensor."""
     return x.is_meta or isinstance(x, FakeTensor)
 
 
 def makes_fake_tensors() -> bool:
-    """Whether tensors that are made now have no values."""
-    return torch.compiler.is_compiling() or detect_fake_mode() is not None  # Dynamo does not trace the second
+    """Whether tensors that are created now have no values, because torch.compile or a fake mode traces the code."""
+    # Dynamo cannot trace detect_fake_mode, so the order matters: under compilation it must not be called.
+    return torch.compiler.is_compiling() or detect_fake_mode() is not None
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs: what is computed now is computed again."""
+    """Whether a backward pass is running, so that a forward function is being recomputed (activation checkpointing)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def compilations() -> tuple[int, float]:
-    """Graphs that this process has compiled, and the seconds that it took."""
-    from torch._dynamo.utils import calculate_time_spent, counters  # a second of imports, for who compiles
+    """Return the number of graphs that this process has compiled, and the time this took in seconds."""
+    from torch._dynamo.utils import calculate_time_spent, counters  # takes a second to import, so not at the top
 
     return counters["stats"]["unique_graphs"], float(calculate_time_spent().get("total_wall_time", 0.0))
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
+    """Whether ``module.compile()`` was called on a module."""
     return module._compiled_call_impl is not None
 
 
 def raise_recompile_limit(least: int) -> None:
-    """Let one function be compiled so many times, for as many layers that share it."""
+    """Raise torch's limit on recompilations of one function to at least ``least``.
+
+    Layers that share a forward function each compile it, so the limit has to cover the number of layers.
+    """
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, least)

@@ -1,4 +1,4 @@
-"""Classes that ``transformers`` is asked for by their names."""
+"""Registration of classes as attributes of the module ``transformers``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 
 
 def publish(name: str, kind: type) -> None:
-    """Let the module ``transformers`` have a class, as ``transformers serve`` and pipelines look it up.
+    """Add a class to the module ``transformers``, where ``transformers serve`` and pipelines look it up by name.
 
-    transformers executes its own ``__init__`` a second time when its processors are imported, so that whatever imported it
-    earlier, such as the server, holds another module object than ``sys.modules``.
+    transformers executes its own ``__init__`` a second time when its processors are imported. Code that imported it earlier,
+    such as the server, therefore holds a different module object from the one in ``sys.modules``; the class is added to both.
 
     Args:
-        name: name of the class there.
+        name: name of the attribute.
         kind: the class.
     """
     import transformers

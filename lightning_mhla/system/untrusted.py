@@ -1,7 +1,6 @@
-"""Reading files that anybody may have written: a broken or hostile one is a ValueError, never code that runs.
+"""Readers for files from untrusted sources: a broken or malicious file raises ValueError and never runs code.
 
-Each reader here turns whatever its library raises on such a file into one kind of error, and bounds what a few bytes can
-ask for.
+Each reader converts all errors of its library to ValueError, and limits the memory and time that a small file can demand.
 """
 
 from __future__ import annotations
@@ -39,30 +38,35 @@ BROKEN = (
     struct.error,
     tokenize.TokenError,
 )
-"""Errors that libraries raise on broken files, besides their own."""
+"""Built-in errors that libraries raise on broken files, in addition to their own error classes."""
 
 YAML_CHARACTERS = 1 << 20
 YAML_DEPTH = 50
 YAML_VALUES = 100_000
-"""Bounds of a configuration: far above any honest one, far below what takes seconds to read."""
+"""Limits on the length, nesting depth and number of values of a configuration: far above any legitimate one, far below one that
+takes seconds to read."""
 
 LARGEST_JSON = 1 << 27
-"""Bytes of a JSON file, which become many times as many in memory."""
+"""Maximum size of a JSON file in bytes; parsed, it takes a multiple of this in memory."""
 
 PACKED, NPY_HEADER = 20, 1 << 16
-"""Times as large as its file that an array of an archive may be, and the bytes in which its header has to lie."""
+"""Maximum ratio of an unpacked array to the size of its archive, and maximum size of an array's header in bytes."""
 
 DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.uint16, np.uint32, np.int32, np.int64, np.bool_)
 
 
 def reason(error: BaseException, length: int = 200) -> str:
-    """The first line of an error's message, printable and short."""
+    """Return the first line of an error's message, without unprintable characters and cut to ``length`` characters."""
     lines = str(error).splitlines() or [type(error).__name__]
     return "".join(sign if sign.isprintable() else "?" for sign in lines[0])[:length]
 
 
 def check_size(path: Path, most: int) -> None:
-    """Raise a ValueError that names a file with more bytes than it may have."""
+    """Check that a file has at most ``most`` bytes.
+
+    Raises:
+        ValueError: naming the file and its size.
+    """
     size = path.stat().st_size
     if size > most:
         raise ValueError(f"{path} has {size} bytes, at most {most} are read; is it the right file?")
@@ -70,17 +74,18 @@ def check_size(path: Path, most: int) -> None:
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Stop code that computes for too long: a timer's signal raises inside of it.
+    """Limit the processor time of the code in a ``with`` block, by a timer whose signal raises inside the block.
 
-    In a thread that is not the main one, and where somebody else uses the timer, there is no limit.
+    There is no limit outside the main thread, and if other code uses the timer already.
 
     Args:
-        seconds: processor time that it may take.
-        what: subject of the error's sentence.
+        seconds: maximum processor time in seconds.
+        what: plural subject of the error message.
 
     Raises:
-        ValueError: when the time is over.
+        ValueError: if the block takes longer.
     """
+    # Python runs signal handlers in the main thread only: elsewhere the error would be raised in unrelated code.
     if threading.current_thread() is not threading.main_thread() or signal.getitimer(signal.ITIMER_VIRTUAL)[0]:
         yield
         return
@@ -88,36 +93,39 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
     def stop(number: int, frame: object) -> NoReturn:
         raise ValueError(f"{what} take more than {seconds:g} s")
 
-    before = signal.signal(signal.SIGVTALRM, stop)
+    previous_handler = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, previous_handler)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        ValueError: naming the file, when it holds anything else, or more than :data:`LARGEST_JSON` bytes.
+        ValueError: naming the file, if it does not contain a JSON object or has more than :data:`LARGEST_JSON` bytes.
     """
     check_size(path, LARGEST_JSON)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON file ({reason(error)})") from error
+        raise ValueError(f"{path} is not a JSON file ({reason(error)})") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {type(content).__name__}, where named values belong")
+        raise ValueError(f"{path} must contain a JSON object, not {type(content).__name__}")
     return content
 
 
 def parse_array(data: bytes) -> np.ndarray:
-    """The array in the bytes of an ``.npy`` file: plain numbers in the order of this machine, as many as there are bytes for.
+    """Parse the content of an ``.npy`` file.
+
+    Args:
+        data: header and values; the dtype must be one of :data:`DTYPES`, in the byte order of this machine.
 
     Raises:
-        ValueError: when it is anything else.
+        ValueError: if the content is not a valid array, or the number of values does not fit the number of bytes.
     """
     shape, dtype, start = parse_array_header(data)
     size = len(data) - start
@@ -125,7 +133,7 @@ def parse_array(data: bytes) -> np.ndarray:
     for length in shape:
         count *= length
     if count * dtype.itemsize != size:
-        raise ValueError(f"{list(shape)} {dtype} are {count * dtype.itemsize} bytes, but {size} follow")
+        raise ValueError(f"an array {list(shape)} of {dtype} needs {count * dtype.itemsize} bytes, but {size} follow")
     try:
         return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     except BROKEN as error:
@@ -133,10 +141,16 @@ def parse_array(data: bytes) -> np.ndarray:
 
 
 def parse_array_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
-    """Shape, dtype and first data byte of an ``.npy`` file whose beginning is ``data``.
+    """Parse the header of an ``.npy`` file.
+
+    Args:
+        data: the beginning of the file, with at least the complete header.
+
+    Returns:
+        Shape, dtype and offset of the first value in bytes.
 
     Raises:
-        ValueError: when it is no header, or of anything but plain numbers.
+        ValueError: if the header is invalid, or the dtype is not one of :data:`DTYPES`.
     """
     stream = io.BytesIO(data)
     try:
@@ -144,17 +158,17 @@ def parse_array_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, _, dtype = read(stream)
     except BROKEN as error:
-        raise ValueError(f"no header of numpy: {reason(error)}") from error
+        raise ValueError(f"not a header of a NumPy array: {reason(error)}") from error
     if dtype not in DTYPES or any(type(length) is not int or not 0 <= length < 1 << 48 for length in shape):
-        raise ValueError(f"{dtype} of shape {str(shape)[:60]} are no plain numbers")
+        raise ValueError(f"{dtype} of shape {str(shape)[:60]} is not an array of plain numbers")
     return shape, dtype, stream.tell()
 
 
 def read_yaml(path: Path) -> Any:
-    """The values in a YAML file.
+    """Read the values in a YAML file.
 
     Raises:
-        ValueError: naming the file, when it cannot be read, or :func:`check_yaml` refuses it.
+        ValueError: naming the file, if it cannot be read or :func:`check_yaml` rejects it.
     """
     try:
         with path.open(encoding="utf-8-sig") as stream:
@@ -166,32 +180,37 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """Arrays of an ``.npz`` file: plain numbers, as many as their headers say and the archive has bytes for.
+    """Read arrays of plain numbers from an ``.npz`` file.
 
     Args:
         path: the file.
-        most: bytes that each array may have, by name; others are not read. A packed array may be larger than its part of the
-            file, up to :data:`PACKED` times the file.
+        most: maximum size in bytes of each array to read, by name; other arrays are ignored. A compressed array may unpack to
+            at most :data:`PACKED` times the size of the file.
+
+    Returns:
+        Arrays by name; names that the file lacks are missing.
 
     Raises:
-        ValueError: naming the file, when it is anything else.
+        ValueError: naming the file, if it is broken, an array is too large, or a header does not fit the size of its array.
+        FileNotFoundError: if there is no such file.
+        PermissionError: if the file may not be read.
     """
     arrays = {}
     try:
         with ZipFile(path) as archive:
-            infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            entries = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
             limit = max(PACKED * path.stat().st_size, 1 << 20)
-            for name in most.keys() & infos.keys():
-                size = infos[name].file_size
+            for name in most.keys() & entries.keys():
+                size = entries[name].file_size  # as the archive states it; zipfile never unpacks more than this
                 if size > min(most[name], limit):
                     raise ValueError(
-                        f"{name} of {size} bytes in a file of {path.stat().st_size} is larger than is read"
+                        f"{name} has {size} bytes in a file of {path.stat().st_size} bytes, which is more than is read"
                     )
-                with archive.open(infos[name]) as stream:
+                with archive.open(entries[name]) as stream:
                     shape, dtype, start = parse_array_header(stream.read(NPY_HEADER))
                 if math.prod(shape) * dtype.itemsize != size - start:
                     raise ValueError(f"{name} {list(shape)} {dtype} does not fill {size - start} bytes")
-                with archive.open(infos[name]) as stream:
+                with archive.open(entries[name]) as stream:
                     arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
     except (BadZipFile, zlib.error, NotImplementedError, OSError, *BROKEN) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
@@ -201,26 +220,27 @@ def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:
 
 
 def check_yaml(text: str) -> None:
-    """Refuse what would take a configuration's reader apart: too large, too deep, aliases that multiply.
+    """Reject YAML text that would exhaust its reader: too long, nested too deeply, or with aliases that multiply.
 
     Raises:
-        ValueError: saying which.
+        ValueError: naming the limit that is exceeded.
     """
     if len(text) > YAML_CHARACTERS:
-        raise ValueError(f"{len(text)} characters are no configuration (at most {YAML_CHARACTERS})")
+        raise ValueError(f"{len(text)} characters are too many for a configuration (at most {YAML_CHARACTERS})")
     sizes: dict[str, int] = {}
-    inside: list[list[Any]] = []  # anchor and number of values of each collection around what is read
+    open_collections: list[list[Any]] = []  # anchor and number of values of each collection around the current event
+    # Events are read without building values, so that an alias costs nothing; each alias counts the values of its anchor.
     for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.CollectionStartEvent):
-            inside.append([event.anchor, 1])
-            if len(inside) > YAML_DEPTH:
-                raise ValueError(f"nested more than {YAML_DEPTH} deep")
+            open_collections.append([event.anchor, 1])
+            if len(open_collections) > YAML_DEPTH:
+                raise ValueError(f"collections are nested more than {YAML_DEPTH} deep")
             continue
         if isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = inside.pop()
+            anchor, size = open_collections.pop()
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
-                raise ValueError(f"*{event.anchor} names itself, or nothing")
+                raise ValueError(f"alias *{event.anchor} refers to itself or to an unknown anchor")
             anchor, size = None, sizes[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
             anchor, size = event.anchor, 1
@@ -229,6 +249,6 @@ def check_yaml(text: str) -> None:
         if anchor:
             sizes[anchor] = size
         if size > YAML_VALUES:
-            raise ValueError(f"more than {YAML_VALUES} values once its aliases are followed")
-        if inside:
-            inside[-1][1] += size
+            raise ValueError(f"more than {YAML_VALUES} values after its aliases are expanded")
+        if open_collections:
+            open_collections[-1][1] += size

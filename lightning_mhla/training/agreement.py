@@ -1,4 +1,4 @@
-"""The one rule for options that a model and its data have under the same name."""
+"""Agreement of options that a model and its data have under the same name."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 AGREE = ("num_classes", "image_size", "sample_size", "channels", "context")
-"""Options that mean the same thing for a model and for its data."""
+"""Options with the same meaning for a model and for its data."""
 
 
 OF_PIXELS = ("image_size", "sample_size", "channels")
-"""Options that describe the latents of a model that works on latents, and not the images of its data."""
+"""Options that describe the latents of a model, not the images of its data, if the model works on latents."""
 
 
 def shared_options(model: Mapping[str, Any]) -> list[str]:
-    """Names of the options that must agree, for a model with some options."""
+    """Return the names of options that must agree, for a model with the given options."""
     return [name for name in AGREE if name not in OF_PIXELS or not model.get("vae")]
 
 
 def agrees(name: str, model: Any, data: Any) -> bool:
-    """Whether the values of an option agree: they are equal, or the data's samples are shorter than the model's context."""
+    """Check whether two values agree: they are equal, or the data's samples are shorter than the model's context."""
     return bool(data <= model if name == "context" else data == model)
 
 
 def disagreement(name: str, model: Any, data: Any) -> str:
-    """The message for values that do not agree."""
+    """Write the error message for values that do not agree."""
     return f"model.{name}={model} and data.{name}={data} must be equal; give one of them, and it is taken for both"
 
 
 def check_agreement(model: Any, data: Any) -> None:
-    """Check the options of a model and of a data module against each other. Values that are not known are left alone.
+    """Check the options of a model against those of a data module. Unknown values are not checked.
 
     Args:
         model: a LightningModule.
@@ -52,6 +52,6 @@ def check_agreement(model: Any, data: Any) -> None:
 
 
 def _value(module: Any, name: str) -> Any:
-    """An option of a model or a data module, or what it made of others; None if it does not know it."""
+    """Return an option of a model or a data module, or the value derived from other options; None if unknown."""
     given = module.hparams.get(name)
     return vars(module).get(name) if given is None else given

@@ -1,4 +1,4 @@
-"""Names of the classes that a model was trained on, kept in its checkpoints."""
+"""Names of the classes that a model was trained on, saved in its checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_mhla.training.module import TrainingModule
 
 
 def known_classes(num_classes: int | None) -> int:
-    """The number of classes of a model.
+    """Determine the number of classes of a model.
 
     Raises:
         ValueError: when it is not known, or more than a model can have.
@@ -23,7 +23,7 @@ def known_classes(num_classes: int | None) -> int:
 
 
 class NamesClasses(TrainingModule):
-    """A module whose labels mean the classes of its training data, by name.
+    """Mixin for modules whose labels are classes of the training data, identified by name.
 
     Attributes:
         label_names: names of the classes in the order of their labels, by which data is matched; None where they are not known.
@@ -32,7 +32,7 @@ class NamesClasses(TrainingModule):
     label_names: list[str] | None = None
 
     def setup(self, stage: str) -> None:
-        """Take the names of the classes from the data that is trained on."""
+        """Read the names of the classes from the training data."""
         super().setup(stage)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         if stage == "fit":
@@ -40,11 +40,11 @@ class NamesClasses(TrainingModule):
             self.label_names = getattr(data, "class_names", None)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the names of the classes."""
+        """Save the names of the classes."""
         checkpoint["label_names"] = self.label_names
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the names of the classes, or compare them with those of the data that is trained on.
+        """Restore the names of the classes, or compare them with those of the training data.
 
         Raises:
             ValueError: when a run would resume with other labels.

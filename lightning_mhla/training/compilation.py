@@ -1,4 +1,4 @@
-"""Compiling a network by its repeated blocks: what is compiled once serves all of them, and names of weights stay."""
+"""Compile a network block by block: one graph serves all equal blocks, and names of weights do not change."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """How blocks are compiled; see :func:`torch.compile`.
+    """Options of :func:`torch.compile` for the blocks of a network.
 
     Args:
-        mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, or null to give ``options``.
-        dynamic: whether sizes are left open; null leaves those open that are seen to change.
-        fullgraph: whether a block that does not become one graph is an error.
-        backend: compiler of the graphs.
-        options: options of the backend; without ``mode`` only. Random numbers are drawn as without compilation
-            (``fallback_random``), so that a run is the same with and without, unless this says otherwise.
+        mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, or null to set ``options``.
+        dynamic: whether sizes are symbolic; null makes those symbolic that change.
+        fullgraph: whether a block with a graph break is an error.
+        backend: compiler backend.
+        options: options of the backend, only without ``mode``. By default, random numbers are drawn as without compilation
+            (``fallback_random``), so that results agree with those of an uncompiled run.
     """
 
     mode: str | None = None
@@ -42,7 +42,7 @@ class CompileOptions:
 
 
 def compile_layers(layers: Iterable[nn.Module], options: CompileOptions) -> None:
-    """Compile the forward of each layer, where it is not compiled yet; ``state_dict`` keeps its names."""
+    """Compile the forward pass of each layer that is not compiled yet. Names in ``state_dict`` do not change."""
     given: dict[str, Any] = {"dynamic": options.dynamic, "fullgraph": options.fullgraph, "backend": options.backend}
     if options.mode is not None:
         given["mode"] = options.mode
@@ -58,15 +58,15 @@ def compile_layers(layers: Iterable[nn.Module], options: CompileOptions) -> None
 
 
 class CompileReport(Callback):
-    """Says how long the first step compiled, and how often a graph was compiled after it."""
+    """Log the compile time of the first step, and the number of graphs compiled later."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count from here."""
+        """Start counting."""
         self._start = compilations()
         self._first: tuple[int, float] | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """After the first step of this process."""
+        """Log the graphs of the first step."""
         if self._first is None:
             self._first = compilations()
             if trainer.is_global_zero:
@@ -74,7 +74,7 @@ class CompileReport(Callback):
                 log.info("compiled %d graphs in %.0f s, up to the end of the first step", graphs, seconds)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count what was compiled later: for other sizes, a last short batch, validation."""
+        """Log graphs compiled later: for a different size, a last short batch, or validation."""
         if self._first is not None and trainer.is_global_zero:
             graphs, seconds = (now - first for now, first in zip(compilations(), self._first, strict=True))
             log.info("compiled %d graphs in %.0f s after the first step", graphs, seconds)

@@ -1,4 +1,4 @@
-"""Modules from checkpoints that training wrote, without running any code from them."""
+"""Loading of modules from checkpoints, without running code from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Module = TypeVar("Module", bound=TrainingModule)
 
 
 def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
-    """Whether the options that a checkpoint remembers are those of a class."""
+    """Check whether a class accepts the options in a checkpoint."""
     options = {name for name in memory if not name.startswith("_")}
     parameters = inspect.signature(kind).parameters
     needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
@@ -25,7 +25,7 @@ def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
 
 
 def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Module:
-    """The module of a checkpoint, in evaluation mode on the CPU.
+    """Load the module of a checkpoint, in evaluation mode on the CPU.
 
     Args:
         kind: its class.

@@ -1,10 +1,9 @@
-"""The LightningModule that every domain derives from: optimiser, EMA, seeds, sharding, and checks of a checkpoint."""
+"""The LightningModule that every domain derives from: optimiser, EMA, seeds, sharding, and resuming from a checkpoint."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -26,12 +25,19 @@ from lightning_mhla.callbacks.kernels import KernelAgreement
 from lightning_mhla.callbacks.recovery import Recovery
 from lightning_mhla.callbacks.seeding import StepSeed
 from lightning_mhla.callbacks.stalls import StallWatch
-from lightning_mhla.checkpoints.io import READ_FROM, read_safely
+from lightning_mhla.checkpoints.compat import (
+    check_attention,
+    check_optimizer,
+    check_weights,
+    log_changed_options,
+    log_origin,
+    saved_groups,
+)
+from lightning_mhla.checkpoints.io import replace_checkpoint_io
 from lightning_mhla.checkpoints.weights import LIVE, load_weights, shards_weights
 from lightning_mhla.data.module import data_batch_size
-from lightning_mhla.system.hyperparameters import LoggedApart, plain
+from lightning_mhla.system.hyperparameters import LoggedApart
 from lightning_mhla.system.lightning_private import batches_done, inside_accumulation, steps_between_saves
-from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.sharding import SEQUENCE, is_sharded_module, shard
 from lightning_mhla.system.steps import accumulation, steps_of_epochs, steps_of_run
 from lightning_mhla.system.torch_private import flatten_mesh
@@ -133,9 +139,10 @@ class TrainingModule(LoggedApart, LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """In every fit: seeds of each step, the moving average, and those that keep a run safe, unless it brings its own.
 
-        Checkpoints are written atomically from here on.
+        It also replaces the ``checkpoint_io`` of the strategy, see :func:`replace_checkpoint_io`: Lightning calls no hook of a
+        module earlier, so that no checkpoint is read or written before.
         """
-        read_safely(self.trainer.strategy)
+        replace_checkpoint_io(self.trainer.strategy)
         if self.trainer.state.fn == "predict":
             return self.prediction_callbacks()
         if self.trainer.state.fn != "fit":
@@ -280,95 +287,48 @@ class TrainingModule(LoggedApart, LightningModule):
             self.log("data/skipped", float(len(skipped)))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another model before its tensors fail to fit; resume live weights without average.
+        """Reject the checkpoint of a different model before its tensors fail to fit; prepare a run that resumes from it.
 
         Raises:
-            ValueError: naming the attention option or size that differs, and the way out.
+            ValueError: naming the attention option, the optimiser or the size that differs, and the way out.
         """
-        if READ_FROM in checkpoint and (self._trainer is None or self._trainer.is_global_zero):
-            where = "epoch {epoch}, step {global_step}".format_map(defaultdict(lambda: "?", checkpoint))
-            log.info("using checkpoint %s: %s", checkpoint[READ_FROM], where)
-        theirs: dict[str, Any] = checkpoint.get("hyper_parameters", {}).get("attention") or {}
-        ours: dict[str, Any] = self.hparams.get("attention") or {}
-        for key in ("kind", "block_grid", "block_size") if theirs and ours else ():
-            if theirs.get(key) != ours.get(key) and (key == "kind" or ours["kind"] == "mhla"):
-                raise ValueError(
-                    f"the checkpoint was trained with attention {key} {theirs.get(key)!r}, this run asks for "
-                    f"{ours.get(key)!r}; set --model.attention.{key}={theirs.get(key)}, or train from the start"
-                )
-        fitting = self._trainer is not None and self._trainer.state.fn == "fit"
-        if fitting and checkpoint.get("global_step"):
+        if self._trainer is None or self._trainer.is_global_zero:
+            log_origin(checkpoint)
+        check_attention(checkpoint, self.hparams.get("attention"))
+        if self._trainer is not None and self._trainer.state.fn == "fit":
+            self._prepare_resume(checkpoint)
+        check_weights(checkpoint, self.state_dict())
+
+    def _prepare_resume(self, checkpoint: dict[str, Any]) -> None:
+        """Log the options that changed, resume live weights without an average, and compare the optimisers.
+
+        Raises:
+            ValueError: when the optimiser's state does not fit.
+        """
+        if checkpoint.get("global_step"):
             self._leave_out_tuners(checkpoint)
-        if fitting:
-            self._report_changes(checkpoint)
-        if fitting and self.ema_decay is None and LIVE in checkpoint:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
+        log_changed_options(checkpoint, "model", self.hparams)
+        log_changed_options(checkpoint, "data", {} if data is None else data.hparams)
+        if self.ema_decay is None and LIVE in checkpoint:
             log.warning(
                 "the checkpoint keeps a weight average, which this run does not: it resumes from the live weights"
             )
             checkpoint["state_dict"] = checkpoint[LIVE]
             if shards_weights(self.trainer):  # their strategy has loaded the average by now
                 load_weights(self, checkpoint[LIVE])
-        if fitting:
-            self._check_groups(checkpoint)
-        state, kept = self.state_dict(), checkpoint.get("state_dict", {})
-        if any(".lora_" in name for name in kept) != any(".lora_" in name for name in state):
-            with_, now = ("with", "without") if any(".lora_" in name for name in kept) else ("without", "with")
-            raise ValueError(
-                f"the checkpoint was trained {with_} LoRA adapters, this run is {now}; set --model.train and lora as "
-                "they were, or leave out --config to take the options that the checkpoint remembers"
-            )
-        wrong = [
-            f"{name} is {list(tensor.shape)}, here {list(state[name].shape)}"
-            for name, tensor in kept.items()
-            if name in state and hasattr(tensor, "shape") and tensor.shape != state[name].shape
-        ]
-        if wrong:
-            raise ValueError(
-                f"the checkpoint is of a model of other sizes: {'; '.join(wrong[:3])} ({len(wrong)} tensors in all). "
-                "Leave the model options out to take those that the checkpoint remembers"
-            )
+        if (saved := saved_groups(checkpoint)) is not None:
+            groups = parameter_groups(self.network, self.optimizer_config, self._layer_names())
+            sizes = [len(group["params"]) for group in groups]
+            check_optimizer(saved, self.optimizer_config.kind, len(BETAS[self.optimizer_config.kind]), sizes)
 
     def _leave_out_tuners(self, checkpoint: dict[str, Any]) -> None:
         """Resume with the batch size and the learning rate that Lightning's tuners found when the run began."""
         data, callbacks = self.trainer.datamodule, self.trainer.callbacks  # type: ignore[attr-defined]  # set when it is made
-        for tuner in [each for each in callbacks if isinstance(each, BatchSizeFinder | LearningRateFinder)]:
+        for tuner in [callback for callback in callbacks if isinstance(callback, BatchSizeFinder | LearningRateFinder)]:
             callbacks.remove(tuner)
             log.info("%s is left out: the run resumes with what it found", type(tuner).__name__)
             if isinstance(tuner, LearningRateFinder):
                 self.lr = checkpoint["hyper_parameters"]["optimizer"]["lr"]
             elif data is not None and (size := data_batch_size(checkpoint.get(type(data).__qualname__) or {})):
                 data.batch_size = size
-
-    def _report_changes(self, checkpoint: dict[str, Any]) -> None:
-        """Say which options of model and data are not those that the checkpoint was trained with."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
-        ours = {"model": self.hparams, "data": {} if data is None else data.hparams}
-        theirs = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}
-        for part, key in theirs.items():
-            before, now = (plain(redacted(dict(options or {}))) for options in (checkpoint.get(key), ours[part]))
-            for name in sorted(before.keys() & now.keys()):
-                if name[0] != "_" and before[name] != now[name]:
-                    log.info("resumed with another option: %s.%s %s -> %s", part, name, before[name], now[name])
-
-    def _check_groups(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse an optimiser state of other parameter groups.
-
-        Raises:
-            ValueError: naming the numbers.
-        """
-        states = checkpoint.get("optimizer_states") or []
-        if not states or not isinstance(states[0], dict):
-            return
-        kinds = [len(states[0].get("param_groups", [{}])[0].get("betas", ())), len(BETAS[self.optimizer_config.kind])]
-        if kinds[0] and kinds[0] != kinds[1]:
-            raise ValueError(
-                f"the checkpoint was trained with another optimiser than {self.optimizer_config.kind}; set optimizer.kind "
-                "back, or start a new run from the weights (--model.pretrained)"
-            )
-        groups = parameter_groups(self.network, self.optimizer_config, self._layer_names())
-        ours, theirs = ([len(g["params"]) for g in each] for each in (groups, states[0].get("param_groups", [])))
-        if ours != theirs:
-            raise ValueError(
-                f"the checkpoint's optimiser has groups of {theirs} parameters, this run's of {ours}: what is trained, or "
-                "layer_decay, is not the same. Set it back, or start a new run from the weights (--model.pretrained)"
-            )

@@ -1,7 +1,7 @@
-"""AdamW, or CAME, as every domain uses it: parameter groups, a warm-up and a schedule.
+"""Optimizers of all domains: AdamW or CAME, with parameter groups, warm-up and schedule.
 
-timm's parameter groups are not used here, since they write the decay over layers as ``lr_scale``, which optimisers of torch
-ignore, and know no group of mixing coefficients; nor its schedulers, which are no ``LRScheduler``.
+timm's parameter groups do not fit: they store layer decay as ``lr_scale``, which torch's optimizers ignore, and have no group
+for mixing coefficients. timm's schedulers do not fit either, because they do not derive from ``LRScheduler``.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ BETAS = {"adamw": (0.9, 0.999), "came": (0.9, 0.999, 0.9999)}
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimiser and its learning-rate schedule.
+    """Optimizer and learning-rate schedule.
 
     Args:
         lr: peak learning rate.
-        weight_decay: for matrices and convolutions; biases, norms, embeddings of positions and mixing have none.
-        betas: AdamW's two, or CAME's three; null for 0.9, 0.999 and CAME's 0.9999.
-        eps: AdamW's.
-        schedule: after the warm-up, cosine down to min_lr, or constant.
+        weight_decay: weight decay of matrices and convolutions. Biases, norms, position embeddings and mixing have none.
+        betas: decay rates of the moments, two for AdamW, three for CAME; null for 0.9, 0.999 and CAME's 0.9999.
+        eps: epsilon of AdamW.
+        schedule: schedule after the warm-up: cosine down to min_lr, or constant.
         min_lr: learning rate at the end of the cosine.
-        warmup_epochs: epochs of linear warm-up. One of this and warmup_steps.
-        warmup_steps: optimiser steps of linear warm-up.
-        mixing_lr_scale: learning rate of the mixing coefficients, over lr.
-        layer_decay: factor on the learning rate from each layer to the one below it (1 for none).
-        kind: adamw; or came (arXiv 2307.02047, of the package pytorch-optimizer), as SANA is trained, which keeps one full
-            tensor for each matrix where AdamW keeps two; not for sharded parameters (FSDP).
+        warmup_epochs: length of the linear warm-up in epochs. Give either this or warmup_steps.
+        warmup_steps: length of the linear warm-up in optimizer steps.
+        mixing_lr_scale: factor on the learning rate of the mixing coefficients.
+        layer_decay: factor on the learning rate from each layer to the one below it; 1 for none.
+        kind: adamw or came (arXiv 2307.02047, from the package pytorch-optimizer), which SANA is trained with. CAME keeps one
+            full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
     """
 
     lr: float = 1e-3
@@ -76,12 +76,12 @@ class OptimizerConfig:
 def parameter_groups(
     model: nn.Module, config: OptimizerConfig, layers: Iterable[Iterable[str]] = ()
 ) -> list[dict[str, Any]]:
-    """Optimizer groups: decayed, not decayed, and mixing, for each layer if there is layer decay.
+    """Group trainable parameters: with weight decay, without, and mixing; for each layer if there is layer decay.
 
     Args:
-        model: whose trainable parameters are grouped.
-        config: rates and decay.
-        layers: name prefixes of each layer, from the input to the output; what matches none counts as the output.
+        model: model to train.
+        config: learning rates and weight decay.
+        layers: name prefixes of each layer, from input to output. Names that match none belong to the output.
     """
     mixing = {id(p) for m in model.modules() if isinstance(m, MixingCoefficients) for p in m.parameters()}
     prefixes = [tuple(names) for names in layers]
@@ -106,18 +106,18 @@ def parameter_groups(
 
 
 class Schedule:
-    """Factor on the learning rate at each optimiser step: a linear warm-up, then cosine or constant.
+    """Factor on the learning rate at each optimizer step: a linear warm-up, then cosine or constant.
 
-    A checkpoint keeps its numbers (``LambdaLR`` saves the attributes of a callable object).
+    Checkpoints keep its attributes, because ``LambdaLR`` saves those of a callable object.
 
     Args:
         config: see :class:`OptimizerConfig`.
-        steps: number of steps of the whole run.
-        warmup: steps of the warm-up.
+        steps: number of optimizer steps of the complete run.
+        warmup: number of warm-up steps.
 
     Attributes:
         start: step at which the cosine begins, after the warm-up.
-        top: factor that it begins with.
+        top: factor at that step.
     """
 
     def __init__(self, config: OptimizerConfig, steps: float, warmup: int) -> None:
@@ -126,7 +126,7 @@ class Schedule:
         self.start, self.top = warmup, 1.0
 
     def __call__(self, step: int) -> float:
-        """The factor at ``step``."""
+        """Return the factor at ``step``."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.kind == "constant":
@@ -135,13 +135,13 @@ class Schedule:
         return self.floor + (self.top - self.floor) * 0.5 * (1 + math.cos(math.pi * share))
 
     def follow(self, asked: Schedule, step: int) -> list[str]:
-        """Go over to another schedule after ``step`` steps, without a jump: a cosine begins where this one stands.
+        """Switch to a different schedule after ``step`` steps, without a jump in the learning rate.
 
         Returns:
-            A description of what changed.
+            A description of each change.
 
         Raises:
-            ValueError: when what is left of the run would train at a learning rate of zero.
+            ValueError: if the rest of the run would train at a learning rate of zero.
         """
         names = ("kind", "steps", "warmup", "floor")
         changed = {name: (getattr(self, name), getattr(asked, name)) for name in names}
@@ -169,16 +169,18 @@ def _number(value: object) -> str:
 
 
 def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int) -> list[str]:
-    """Bring a restored optimiser and schedule to what the run asks for now; what did not change keeps its bits.
+    """Apply changed options to an optimizer and a schedule that were restored from a checkpoint.
+
+    Options that did not change stay bit-identical.
 
     Args:
-        optimizer: with the options and learning rates of its checkpoint.
-        schedule: with those of its checkpoint.
+        optimizer: optimizer with the options and learning rates of its checkpoint.
+        schedule: schedule of its checkpoint.
         asked: result of :func:`build_optimizer` for the present configuration.
-        step: optimiser steps done.
+        step: number of optimizer steps done.
 
     Returns:
-        A description of what changed.
+        A description of each change.
 
     Raises:
         ValueError: see :meth:`Schedule.follow`.
@@ -201,11 +203,11 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, asked: Asked, step: int)
 
 @dataclass(frozen=True)
 class Asked:
-    """Optimiser options of the present start, before a checkpoint restores those of an earlier one.
+    """Optimizer options of the present configuration, before a checkpoint restores earlier ones.
 
     Attributes:
         groups: options of each parameter group.
-        schedule: schedule of the learning rate.
+        schedule: learning-rate schedule.
     """
 
     groups: list[dict[str, Any]]
@@ -219,20 +221,20 @@ def build_optimizer(
     steps_per_epoch: float,
     layers: Iterable[Iterable[str]] = (),
 ) -> tuple[Optimizer, LambdaLR, Asked]:
-    """The optimiser over the groups of ``model``, and its schedule.
+    """Build the optimizer of a model and its schedule.
 
     Args:
-        model: to be trained.
+        model: model to train.
         config: see :class:`OptimizerConfig`.
-        steps: optimiser steps of the whole run.
-        steps_per_epoch: optimiser steps of an epoch, for ``warmup_epochs``.
+        steps: number of optimizer steps of the complete run.
+        steps_per_epoch: number of optimizer steps per epoch, for ``warmup_epochs``.
         layers: see :func:`parameter_groups`.
 
     Returns:
-        Optimiser, schedule, and what they were asked for, which a resume compares with what a checkpoint brings.
+        Optimizer, schedule, and their options, which a resumed run compares with those of its checkpoint.
 
     Raises:
-        ValueError: for a cosine over a run without an end, or CAME with sharded parameters.
+        ValueError: for a cosine schedule of a run without an end, or CAME with sharded parameters.
     """
     factor = make_schedule(config, steps, steps_per_epoch)
     if factor.warmup >= steps:
@@ -253,7 +255,7 @@ def asked_options(
     steps_per_epoch: float,
     layers: Iterable[Iterable[str]] = (),
 ) -> Asked:
-    """Options of each parameter group, and the schedule, by a configuration; arguments as for :func:`build_optimizer`."""
+    """Return the optimizer options of a configuration; arguments as for :func:`build_optimizer`."""
     common: dict[str, Any] = {"betas": config.betas or BETAS[config.kind]}
     common |= {"eps": config.eps} if config.kind == "adamw" else {}
     groups = [
@@ -264,7 +266,7 @@ def asked_options(
 
 
 def make_schedule(config: OptimizerConfig, steps: float, steps_per_epoch: float) -> Schedule:
-    """The schedule of the learning rate; arguments and errors are those of :func:`build_optimizer`."""
+    """Build the learning-rate schedule; arguments and errors are those of :func:`build_optimizer`."""
     if config.schedule == "cosine" and not math.isfinite(steps):
         raise ValueError("schedule 'cosine' needs an end: set trainer.max_epochs or trainer.max_steps")
     return Schedule(config, steps, config.warmup_steps or round(config.warmup_epochs * steps_per_epoch))
@@ -279,7 +281,7 @@ def _make(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
     from pytorch_optimizer import CAME  # not needed for AdamW
 
     class MatrixCAME(CAME):
-        """CAME whose second moments are factored for matrices alone: those of small kernels would be several full tensors."""
+        """CAME that factors second moments of matrices only; those of small kernels would need several full tensors."""
 
         @staticmethod
         def get_options(shape: tuple[int, ...]) -> bool:

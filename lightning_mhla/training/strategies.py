@@ -1,4 +1,4 @@
-"""Strategies that Lightning has all but the last step of."""
+"""Strategies that extend Lightning's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_mhla.system.sharding import SEQUENCE
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
-    """FSDP2 over all processes, through Lightning's ModelParallelStrategy, and sequence parallelism if asked for.
+    """FSDP2 over all processes, based on Lightning's ModelParallelStrategy, with optional sequence parallelism.
 
     Works on GPUs (NCCL) and CPUs (gloo), on any number of nodes. Checkpoints are written atomically, and load on
     any number of processes. Weights are sharded over all processes, those that share a sequence included.
@@ -52,7 +52,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self.gather_dtype, self.sequence_parallel_size = gather_dtype, sequence_parallel_size
 
     def setup_environment(self) -> None:
-        """Make the mesh of devices; only now the number of processes is known."""
+        """Create the device mesh, now that the number of processes is known."""
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
         each, processes = self.sequence_parallel_size, self.world_size
@@ -66,7 +66,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any = None
     ) -> None:
-        """Write the folder of shards, or one file; every process calls it."""
+        """Write a sharded checkpoint or one file. Every process calls this method."""
         path = Path(self.broadcast(filepath))
         if not self._save_distributed_checkpoint:
             Strategy.save_checkpoint(self, checkpoint, path)
@@ -78,7 +78,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         save_sharded(path, tensors, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and optimisers from a folder of shards or from one file, and give the other entries back.
+        """Load weights and optimizers from a sharded checkpoint or from one file, and return the other entries.
 
         Live weights beside a moving average come back under their own name, in shards like the module's own.
         """
@@ -113,7 +113,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def _named(state: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """The state of an optimiser by name of the parameter, as sharded weights need it, in place of by number."""
+    """Convert an optimizer's state from numbers to names of parameters, which sharded weights need."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     return {

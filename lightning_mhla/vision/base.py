@@ -1,4 +1,4 @@
-"""The interface of timm's models, for the vision models."""
+"""Base class of the vision models, with the interface of timm's models."""
 
 from __future__ import annotations
 
@@ -17,26 +17,33 @@ from lightning_mhla.vision.preprocessing import Preprocessing
 
 
 def taken_indices(indices: int | list[int] | None, count: int) -> list[int]:
-    """Numbers of the maps that ``indices`` asks for, of ``count``: so many of the last, those of a list, or all for None.
+    """Resolve timm's ``indices`` to numbers of maps, counted from 0.
+
+    Args:
+        indices: numbers of maps, negative ones counted from the end; a single number for that many of the last maps; None for
+            all.
+        count: number of maps.
 
     Raises:
-        ValueError: for one that is not there.
+        ValueError: for numbers without a map, and if there are none.
     """
     if indices is None:
         return list(range(count))
-    wanted = range(count - indices, count) if isinstance(indices, int) else indices
-    taken = [index + count if index < 0 else index for index in wanted]
-    if not taken or not all(0 <= index < count for index in taken):
-        raise ValueError(f"indices={indices} are not among the {count} maps")
-    return taken
+    requested = range(count - indices, count) if isinstance(indices, int) else indices
+    resolved = [index + count if index < 0 else index for index in requested]
+    if not resolved or not all(0 <= index < count for index in resolved):
+        raise ValueError(f"indices={indices} must name maps of the {count} that the model has, counted from 0")
+    return resolved
 
 
 @register_notrace_module
 class ImageCheck(nn.Module):
-    """Images as they are; an error for those that a model does not take.
+    """Layer that returns images unchanged, after a check of their size.
+
+    It is a module that torch.fx does not trace, so that the check is not part of a traced graph.
 
     Args:
-        check: raises ValueError for images of a height and width that do not fit.
+        check: function of height and width that raises ValueError for images that the model does not take.
     """
 
     def __init__(self, check: Callable[[tuple[int, int]], object]) -> None:
@@ -44,23 +51,29 @@ class ImageCheck(nn.Module):
         self.check = check
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[B, channels, H, W]`` to the same."""
+        """Check the size of images ``[B, channels, H, W]``, and return them.
+
+        Raises:
+            ValueError: for images that the model does not take.
+        """
         self.check((images.shape[2], images.shape[3]))
         return images
 
 
 class VisionModel(nn.Module):
-    """Images to class scores by ``forward_features`` and ``forward_head``, with the methods that timm's models have.
+    """Base class of image classifiers, with the methods of timm's models.
+
+    Derived classes define ``forward_features``, from images to features, and ``forward_head``, from features to class scores.
 
     Attributes:
-        in_chans: channels of the images, by timm's name.
-        num_classes: scores that come out; 0 for features.
+        in_chans: channels of the images, under timm's name.
+        num_classes: number of class scores; 0 for a model without a head.
         num_features: channels of the last map.
-        head_hidden_size: width of what the head takes.
-        feature_info: channels, reduction and module of each map, as timm keeps them.
-        head: what gives the scores.
-        class_names: names of the classes, in the order of the scores; None where they are not known.
-        preprocessing: what :meth:`predict` does with an image before the model sees it; None where it is not known.
+        head_hidden_size: width of the input of the head.
+        feature_info: channels, reduction and module name of each map, in timm's format.
+        head: layer from pooled features to class scores.
+        class_names: names of the classes, in the order of the scores; None if unknown.
+        preprocessing: transform that :meth:`predict` applies to an image; None if unknown.
     """
 
     in_chans: int
@@ -75,38 +88,41 @@ class VisionModel(nn.Module):
     def describe(
         self, class_names: Sequence[str] | None, preprocessing: Preprocessing | Mapping[str, Any] | None
     ) -> None:
-        """Keep what :meth:`predict` needs.
+        """Store the class names and the preprocessing for :meth:`predict`.
 
         Args:
-            class_names: names of the classes.
-            preprocessing: what images go through.
+            class_names: names of the classes, in the order of the scores; None if unknown.
+            preprocessing: transform of images, or its options; None if unknown.
 
         Raises:
-            ValueError: for names that are not as many as classes.
+            ValueError: if the number of names is not ``num_classes``.
         """
         if class_names is not None and len(class_names) != self.num_classes:
-            raise ValueError(f"class_names lists {len(class_names)} names for num_classes={self.num_classes}")
+            raise ValueError(f"class_names lists {len(class_names)} names, but num_classes={self.num_classes}")
         self.class_names = None if class_names is None else list(class_names)
         self.preprocessing = None if preprocessing is None else as_dataclass(Preprocessing, preprocessing)
 
     @torch.inference_mode()
     def predict(self, image: Image.Image | str | PathLike[str], top: int | None = None) -> dict[str, float]:
-        """Names of the classes with their probabilities, the most probable first.
+        """Classify one image.
 
         Args:
-            image: an image, or the path of one; it goes through :attr:`preprocessing`.
-            top: how many classes; None for all.
+            image: an image, or the path of one; it is transformed by :attr:`preprocessing`.
+            top: number of classes to return; None for all.
+
+        Returns:
+            Probabilities by class name, the most probable first.
 
         Raises:
             BrokenSampleError: for a file that is not an image.
-            ValueError: when the model does not know its preprocessing.
+            ValueError: if the model has no preprocessing.
         """
         if self.preprocessing is None:
             raise ValueError(
-                "the model does not know what its images go through: load an export, or give class_names and preprocessing"
+                "the model has no preprocessing for its images: load an export, or give class_names and preprocessing"
             )
         if not isinstance(image, Image.Image):
-            from lightning_mhla.data.images import decode_file  # brings Lightning
+            from lightning_mhla.data.images import decode_file  # imports Lightning, which models do not need
 
             image = decode_file(Path(image), self.preprocessing.mode)
         like, training = next(self.parameters()), self.training
@@ -119,23 +135,33 @@ class VisionModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """All blocks, first to last."""
+        """All transformer blocks, first to last."""
         raise NotImplementedError
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """``[B, channels, H, W]`` to the features that the head takes."""
+        """Compute the features that :meth:`forward_head` takes from images ``[B, channels, H, W]``."""
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Features to class scores; with ``pre_logits`` to what the head takes."""
+        """Compute class scores ``[B, num_classes]`` from features; with ``pre_logits`` the pooled features instead."""
         raise NotImplementedError
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[B, channels, H, W]`` to scores ``[B, num_classes]``."""
+        """Compute class scores ``[B, num_classes]`` of images ``[B, channels, H, W]``."""
         return self.forward_head(self.forward_features(images))
 
     def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Features as of :meth:`forward_features`, and the maps ``[B, C, H, W]`` of the numbers ``taken``."""
+        """Compute the features and some of the maps of images.
+
+        Args:
+            images: ``[B, channels, H, W]``.
+            taken: numbers of the maps.
+            stop_early: whether to skip layers after the last of these maps.
+            norm: whether to apply the final norm of the tokens to the maps, if there is one.
+
+        Returns:
+            Features as :meth:`forward_features` returns them, and the maps, ``[B, C, H, W]`` each.
+        """
         raise NotImplementedError
 
     def forward_intermediates(
@@ -147,44 +173,47 @@ class VisionModel(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Maps between the layers, as timm's models give them.
+        """Compute intermediate feature maps, with the signature of timm's models.
 
         Args:
-            x: images ``[B, channels, H, W]``.
-            indices: entries of ``feature_info``; a number for so many of the last; None for all.
-            norm: pass each through the final norm of the tokens, where there is one.
-            stop_early: leave out what comes behind the last that is asked for; the features are then not those of the head.
-            output_fmt: NCHW, or NLC for ``[B, H * W, C]``.
-            intermediates_only: give the list alone, without the features.
+            x: images, ``[B, channels, H, W]``.
+            indices: numbers of entries of ``feature_info``; a single number for that many of the last; None for all.
+            norm: whether to apply the final norm of the tokens to the maps, if there is one.
+            stop_early: whether to skip layers after the last requested map. The features are then not those of the head.
+            output_fmt: ``"NCHW"``, or ``"NLC"`` for maps ``[B, H * W, C]``.
+            intermediates_only: whether to return the maps alone.
+
+        Returns:
+            The features and the list of maps, or the list alone.
 
         Raises:
-            ValueError: for another format.
+            ValueError: for a different format, and for numbers without a map.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt={output_fmt!r} is not NCHW or NLC")
         taken = taken_indices(indices, len(self.feature_info))
         features, maps = self.maps(x, taken, stop_early, norm)
         if output_fmt == "NLC":
-            maps = [each.flatten(2).transpose(1, 2) for each in maps]
+            maps = [feature_map.flatten(2).transpose(1, 2) for feature_map in maps]
         return maps if intermediates_only else (features, maps)
 
     def get_classifier(self) -> nn.Module:
-        """The layer that gives the scores."""
+        """The layer from pooled features to class scores."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head.
+        """Replace the head by a new, randomly initialised one.
 
         Args:
-            num_classes: number of classes; 0 for none.
-            global_pool: another pooling; empty for none, None for the one that is there.
+            num_classes: number of classes; 0 for no head.
+            global_pool: new kind of pooling; empty for no pooling, None to keep the present one.
 
         Raises:
             ValueError: for classes without pooling.
         """
         if num_classes > 0 and global_pool == "":
             raise ValueError(f"num_classes={num_classes} needs pooling; leave global_pool empty for features only")
-        if num_classes != self.__dict__.get("num_classes"):
+        if num_classes != self.__dict__.get("num_classes"):  # the names belong to the old classes
             self.class_names = None
         self.num_classes = num_classes
         if global_pool is not None:
@@ -198,9 +227,9 @@ class VisionModel(nn.Module):
         self.head.train(self.training)
 
     def set_pool(self, kind: str) -> None:
-        """Take another pooling; empty for none."""
+        """Set the kind of pooling; an empty string for none."""
         raise NotImplementedError
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay: positions and mixing coefficients."""
+        """Names of the parameters without weight decay: position embeddings and mixing coefficients."""
         return {name for name, _ in self.named_parameters() if name == "position" or ".mixing." in name}

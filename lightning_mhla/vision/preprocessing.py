@@ -1,4 +1,4 @@
-"""Preprocessing of the images of a classifier, as plain values that go with the model."""
+"""Image preprocessing of a classifier, stored as plain values beside the model's weights."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of the pixels of ImageNet, in [0, 1]; timm's defaults."""
+"""Mean and standard deviation of ImageNet's pixels for each colour, in [0, 1] (timm's defaults)."""
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Image to tensor, as validation and prediction do it; a function of the image alone.
+    """Deterministic transform from an image to a tensor, for validation and prediction.
 
     Args:
-        image_size: side of the square, in pixels.
+        image_size: side of the square result, in pixels.
         channels: 3, or 1 for grey images.
-        crop_share: share of the resized image's side that the central crop shows; null squeezes the complete image into the
-            square.
-        mean: subtracted from the pixels in [0, 1], for each colour, or one number for all.
-        std: the pixels are divided by it then.
+        crop_share: side of the central crop divided by the side of the resized image; null resizes the complete image to the
+            square, without keeping its aspect ratio.
+        mean: subtracted from the pixels in [0, 1], one number for each colour or one for all.
+        std: divisor of the pixels after that, one number for each colour or one for all.
     """
 
     image_size: int
@@ -35,12 +35,12 @@ class Preprocessing:
     std: tuple[float, ...] = IMAGENET_STD
 
     def __post_init__(self) -> None:
-        for name in ("mean", "std"):  # JSON has lists
+        for name in ("mean", "std"):  # values read from JSON are lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @cached_property
     def _transform(self) -> Any:
-        from timm import data as timm_data  # brings all of timm's models
+        from timm import data as timm_data  # not at the top, since it imports all of timm's models
 
         transform = timm_data.create_transform(
             self.image_size, crop_pct=self.crop_share, interpolation="bicubic", mean=self.mean, std=self.std
@@ -48,7 +48,7 @@ class Preprocessing:
         return transform if self.channels == 3 else v2.Compose([transform, _to_grey])
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """``[channels, image_size, image_size]`` float32 of an RGB image, or of a grey one where it is squeezed."""
+        """Transform an image of mode :attr:`mode` to ``[channels, image_size, image_size]`` float32."""
         if self.crop_share is not None:
             tensor: Tensor = self._transform(image)
             return tensor
@@ -59,11 +59,11 @@ class Preprocessing:
 
     @property
     def mode(self) -> str:
-        """Mode of the image that it takes: ``"RGB"`` or ``"L"``."""
+        """Mode of the images that the transform takes: ``"RGB"``, or ``"L"`` for grey images without a crop."""
         return "L" if self.crop_share is None and self.channels == 1 else "RGB"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON and checkpoints."""
+        """The options as plain values, for JSON and checkpoints."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 

@@ -1,4 +1,4 @@
-"""RAVLT's published weights (github.com/qhfan/RALA), by the names of a VLT."""
+"""Conversion of RAVLT's published weights (github.com/qhfan/RALA) to the names and shapes of a VLT."""
 
 from __future__ import annotations
 
@@ -25,24 +25,28 @@ NAMES = (
     (r"\.attn\.(qkvo|proj)\.", r".mixer.attn.\1."),
     (r"\.gamma_([12])$", r".scale\1"),
 )
+"""Patterns of RAVLT's names and their replacements in a VLT, applied in this order."""
 LINEAR = re.compile(r"(\.attn\.(qkv|gate|proj)|\.mlp\.fc[12]|^head)\.weight$")
-"""Convolutions of one pixel there, linear layers here."""
+"""Names of weights that are 1 x 1 convolutions in RAVLT and linear layers in a VLT."""
 
 
 def read_ravlt(path: str | Path) -> Pretrained | None:
-    """Weights of RAVLT's own file; None for what is none (another ending than .pth and .pt).
+    """Read a file of RAVLT's weights.
 
     Args:
-        path: file, as its training script or ``torch.save(model.state_dict(), ...)`` writes it.
+        path: file that RAVLT's training script or ``torch.save(model.state_dict(), ...)`` wrote.
+
+    Returns:
+        The weights under the names of a VLT; None for a file that does not end in .pth or .pt.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        ValueError: when it cannot be read safely, or holds another model.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if it cannot be read without running code, or contains a different model.
     """
     if Path(path).suffix not in (".pth", ".pt"):
         return None
     if not Path(path).is_file():
-        raise FileNotFoundError(f"pretrained {path}: there is no such file")
+        raise FileNotFoundError(f"pretrained {path}: the file does not exist")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, *BROKEN) as error:
@@ -52,25 +56,33 @@ def read_ravlt(path: str | Path) -> Pretrained | None:
             content = content[key]
             break
     if not isinstance(content, dict) or "patch_embed.proj.0.weight" not in content:
-        raise ValueError(f"pretrained {path} holds no weights of RAVLT")
+        raise ValueError(f"pretrained {path} does not contain weights of RAVLT")
     return Pretrained(from_ravlt(content), {})
 
 
 def from_ravlt(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """RAVLT's weights by the names, and in the shapes, of :class:`lightning_mhla.vision.VLT` with a gate and ``lepe: 5``."""
-    found: dict[str, Tensor] = {}
+    """Convert RAVLT's weights to the names and shapes of a :class:`lightning_mhla.vision.VLT` with a gate and ``lepe: 5``.
+
+    Args:
+        weights: weights by RAVLT's names.
+
+    Returns:
+        Weights by the names of a VLT.
+    """
+    named: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        if ".RoPE." in name:  # computed from the size of the image
+        if ".RoPE." in name:  # a VLT computes angles from the size of the image
             continue
-        if stage := re.match(r"layers\.(\d+)\.downsample\.", name):  # behind a stage there, before the next one here
+        # the convolution that halves the map ends a stage in RAVLT, and begins the next one in a VLT
+        if stage := re.match(r"layers\.(\d+)\.downsample\.", name):
             name = f"layers.{int(stage[1]) + 1}.downsample.{name[stage.end() :]}"
         for pattern, replacement in NAMES:
             name = re.sub(pattern, replacement, name)
-        if stem := re.match(r"stem\.(\d+)\.", name):  # behind the check of the image
+        if stem := re.match(r"stem\.(\d+)\.", name):  # the first layer of a VLT's stem is the check of the image
             name = f"stem.{int(stem[1]) + 1}.{name[stem.end() :]}"
         if ".attn.qkvo." in name:
             width = 3 * len(tensor) // 4
-            found[name.replace("qkvo", "qkv")], found[name.replace("qkvo", "gate")] = tensor[:width], tensor[width:]
+            named[name.replace("qkvo", "qkv")], named[name.replace("qkvo", "gate")] = tensor[:width], tensor[width:]
         else:
-            found[name] = tensor.flatten() if name.endswith((".scale1", ".scale2")) else tensor
-    return {name: x.flatten(1) if LINEAR.search(name) else x for name, x in found.items()}
+            named[name] = tensor.flatten() if name.endswith((".scale1", ".scale2")) else tensor
+    return {name: x.flatten(1) if LINEAR.search(name) else x for name, x in named.items()}

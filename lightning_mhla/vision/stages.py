@@ -1,4 +1,4 @@
-"""Stages of a VLT: published sizes, or widths, depths, heads and blocks one by one."""
+"""Options of the stages of a VLT: published sizes, or the values of each stage."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ SIZES: dict[str, dict[str, list[Any]]] = {
     },
     "L": {"dims": [96, 192, 448, 640], "depths": [4, 7, 19, 8], "heads": [1, 2, 7, 10], "layer_scale": [1e-6] * 4},
 }
-"""Of RAVLT's code (github.com/qhfan/RALA): widths, blocks, heads, and start of the layer scale, of each stage."""
+"""Published sizes: width, number of blocks, heads and initial layer scale of each stage.
+
+Source: RAVLT's code (github.com/qhfan/RALA).
+"""
 
 BLOCK_GRIDS = [[7, 7], [4, 4]]
-"""Blocks of the first two stages: the paper has 49 and 16 (arXiv 2601.07832, section 5.1)."""
+"""Blocks of tokens along each axis in the first two stages: 49 and 16 in all (arXiv 2601.07832, section 5.1)."""
 
 RAVLT: dict[str, Any] = {
     "rotary": True,
@@ -34,24 +37,27 @@ RAVLT: dict[str, Any] = {
     "gate": True,
     "gate_activation": "identity",
 }
-"""Options of the attention of RAVLT's blocks, beside the kind."""
+"""Options of the attention in RAVLT's blocks, except for its kind."""
 
 
 @dataclass(frozen=True)
 class StageConfig:
-    """The stages of a VLT, by a published size or one by one.
+    """Options of the stages of a VLT: a published size, or the values of each stage.
 
     Args:
-        size: T, S, B or L, for dims, depths, heads and layer_scale.
-        dims: width of each stage, without ``size``.
-        depths: blocks of each stage, without ``size``.
-        heads: attention heads of each stage, without ``size``.
-        layer_scale: start of the factors of the branches in each stage; null for 1.
-        linear_stages: number of stages, from the first, with ``attention.kind``; the others have softmax attention.
-        block_grids: blocks along each axis of the tokens of the linear stages, for mhla; null for 7 x 7 and 4 x 4.
-        patch_size: pixels along the side of a token of the first stage: 4, 2 or 1.
-        mlp_ratio: inner width of the MLPs over the tokens'.
-        head_width: width of the projection before the classes: 1024 as RAVLT, 2048 as MAViT.
+        size: T, S, B or L; sets dims, depths, heads and layer_scale.
+        dims: width of each stage; only without ``size``.
+        depths: number of blocks of each stage; only without ``size``.
+        heads: number of attention heads of each stage; only without ``size``.
+        layer_scale: initial factor of the residual branches in each stage; null for that of ``size``, or 1.
+        linear_stages: number of stages, counted from the first, that use ``attention.kind``; the others use softmax attention.
+        block_grids: blocks along each axis of the tokens, one pair for each linear stage, for mhla; null for 7 x 7 and 4 x 4.
+        patch_size: side of a token of the first stage in pixels: 4, 2 or 1.
+        mlp_ratio: inner width of the MLPs divided by the width of the tokens.
+        head_width: width of the projection before the head: 1024 in RAVLT, 2048 in MAViT.
+
+    Raises:
+        ValueError: for values that do not fit together; the message names them.
     """
 
     size: Size | None = None
@@ -68,14 +74,14 @@ class StageConfig:
     def __post_init__(self) -> None:
         if self.size is not None and self.size not in SIZES:
             raise ValueError(f"size={self.size!r} is not one of {list(SIZES)}")
-        given = [name for name in ("dims", "depths", "heads") if getattr(self, name) is not None]
-        if self.size is not None and given:
+        explicit = [name for name in ("dims", "depths", "heads") if getattr(self, name) is not None]
+        if self.size is not None and explicit:
             raise ValueError(f"size={self.size!r} sets dims, depths and heads; leave them out, or leave size out")
-        if self.size is None and len(given) < 3:
+        if self.size is None and len(explicit) < 3:
             raise ValueError(f"give size ({', '.join(SIZES)}), or all of dims, depths and heads")
         stages = len(self.of("dims"))
         if not stages:
-            raise ValueError("dims=[] has no stage")
+            raise ValueError("dims=[] must list the width of at least one stage")
         for name, values in (("dims", self.of("dims")), ("depths", self.of("depths")), ("heads", self.of("heads"))):
             if min(values) < 1:
                 raise ValueError(f"{name}={values} must be positive")
@@ -93,18 +99,25 @@ class StageConfig:
             raise ValueError(f"patch_size={self.patch_size} must be 4, 2 or 1")
 
     def of(self, name: str) -> list[Any]:
-        """``dims``, ``depths``, ``heads`` or ``layer_scale`` of all stages."""
-        if (given := getattr(self, name)) is not None:
-            return list(given)
+        """The values of an option in all stages, given or from the published size.
+
+        Args:
+            name: ``"dims"``, ``"depths"``, ``"heads"`` or ``"layer_scale"``.
+        """
+        if (explicit := getattr(self, name)) is not None:
+            return list(explicit)
         if self.size is not None:
             return SIZES[self.size][name]
         return [1.0] * len(self.dims or [])
 
     def grids(self, image_size: tuple[int, int]) -> list[tuple[int, int]]:
-        """Tokens along both axes of each stage.
+        """Number of tokens along both axes in each stage.
+
+        Args:
+            image_size: height and width of the image, in pixels.
 
         Raises:
-            ValueError: for a size that a stage cannot halve.
+            ValueError: for a size that the tokens of a stage do not divide.
         """
         stages = len(self.of("dims"))
         multiple = self.patch_size * 2 ** (stages - 1)
@@ -112,8 +125,8 @@ class StageConfig:
             step = self.patch_size * 2**stage
             if any(side % step for side in image_size):
                 raise ValueError(
-                    f"stage {stage + 1} cannot cut an image of {image_size[0]} x {image_size[1]} pixels into tokens of {step} "
-                    f"x {step}: use sides that are multiples of {multiple}, or fewer stages"
+                    f"stage {stage + 1} cannot divide an image of {image_size[0]} x {image_size[1]} pixels into tokens "
+                    f"of {step} x {step}: use sides that are multiples of {multiple}, or fewer stages"
                 )
         return [
             (image_size[0] // (self.patch_size * 2**i), image_size[1] // (self.patch_size * 2**i))
@@ -121,10 +134,14 @@ class StageConfig:
         ]
 
     def attention(self, config: AttentionConfig, stage: int) -> AttentionConfig:
-        """The attention of a stage, counted from 0.
+        """Configuration of the attention in one stage.
+
+        Args:
+            config: attention of the linear stages.
+            stage: number of the stage, from 0.
 
         Raises:
-            ValueError: when mhla is given no blocks for it.
+            ValueError: for blocks in ``config``, and for a linear stage without an entry in ``block_grids``.
         """
         if stage >= self.linear_stages:
             return replace(config.with_kind("softmax"), block_grid=None, block_size=None)
@@ -133,7 +150,7 @@ class StageConfig:
         grids = self.block_grids if self.block_grids is not None else BLOCK_GRIDS
         if config.block_grid is not None or config.block_size is not None:
             raise ValueError(
-                "the blocks of a VLT differ by stage: give block_grids of the stages, not of the attention"
+                "the blocks of a VLT differ by stage: set block_grids of the stages instead of blocks of the attention"
             )
         if len(grids) < self.linear_stages:
             raise ValueError(

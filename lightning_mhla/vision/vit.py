@@ -1,4 +1,4 @@
-"""Vision transformer on the shared backbone: stem, positions, mean pooling, head."""
+"""Vision transformer on the shared backbone: stem, position embedding, blocks, mean pooling and head."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ register_notrace_module(Backbone)
 Size = Literal["tiny", "small", "base"]
 
 SIZES: dict[str, Shape] = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12)}
-"""Width, depth and heads of DeiT-T, DeiT-S and DeiT-B (arXiv 2012.12877, table 1)."""
+"""Width, depth and number of heads of DeiT-T, DeiT-S and DeiT-B (arXiv 2012.12877, table 1)."""
 
 
 class ConvStem(nn.Module):
-    """Two convolutions in place of the patch embedding, for images too small to be cut into patches.
+    """Stem of two convolutions in place of the patch embedding, for images that are too small for patches.
 
     Args:
         channels: number of channels of the image.
         dim: width of a token.
-        patch_size: pixels along the side of a token.
+        patch_size: side of a token, in pixels.
     """
 
     def __init__(self, channels: int, dim: int, patch_size: int) -> None:
@@ -43,7 +43,7 @@ class ConvStem(nn.Module):
         self.layers = nn.Sequential(nn.Conv2d(channels, inner, 3, padding=1), nn.GroupNorm(1, inner), nn.GELU(), last)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``[B, channels, S, S]`` to tokens ``[B, (S / patch_size)^2, dim]``."""
+        """Convert images ``[B, channels, S, S]`` to tokens ``[B, (S / patch_size)^2, dim]``."""
         return self.layers(images).flatten(2).transpose(1, 2)
 
 
@@ -56,32 +56,30 @@ class VisionTransformer(
         Preprocessing: (Preprocessing.as_dict, lambda options: Preprocessing(**options)),
     },
 ):
-    """Image to class scores, without a class token: the mean of all tokens goes to the head (as in the paper).
+    """Vision transformer for classification, without a class token: the head takes the mean of all tokens, as in the paper.
 
-    ``save_pretrained(folder)`` and ``VisionTransformer.from_pretrained(folder)`` keep and load it: safetensors and
-    ``config.json``.
+    ``save_pretrained(folder)`` writes the model as safetensors and ``config.json``, and
+    ``VisionTransformer.from_pretrained(folder)`` loads it. The model also has the methods of timm's models.
 
     Args:
         image_size: side of the square image, in pixels.
-        num_classes: scores that come out.
-        attention: see :class:`lightning_mhla.AttentionConfig`.
-        size: DeiT's tiny, small or base, for dim, depth and heads.
-        dim: width of the tokens, without ``size``.
-        depth: number of blocks, without ``size``.
-        heads: attention heads, without ``size``.
+        num_classes: number of class scores.
+        attention: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
+        size: published size tiny, small or base of DeiT; sets dim, depth and heads.
+        dim: width of the tokens; only without ``size``.
+        depth: number of blocks; only without ``size``.
+        heads: number of attention heads; only without ``size``.
         patch_size: side of a patch, in pixels.
         channels: number of channels of the image.
-        stem: ``"patch"`` (one convolution of the patch's size) or ``"conv"`` (:class:`ConvStem`).
-        pad_to: zero pixels are put around the image up to this side; None for none. The paper pads 224 to 256, so that
-            14 x 14 tokens become 16 x 16 and blocks are equal.
-        mlp_ratio: inner width of the MLP over the tokens'.
-        drop_path: stochastic depth of the last block.
-        checkpointing: recompute blocks in the backward pass.
-        global_pool: ``"avg"``, or empty for the tokens.
-        class_names: names of the classes, for :meth:`predict`.
-        preprocessing: what :meth:`predict` does with an image; exports bring both.
-
-    The methods that timm's models have are there too.
+        stem: ``"patch"`` (one convolution of the size of a patch) or ``"conv"`` (:class:`ConvStem`).
+        pad_to: side in pixels to which images are padded with zeros; None for no padding. The paper pads 224 to 256, so that
+            14 x 14 tokens become 16 x 16 and all blocks are equal.
+        mlp_ratio: inner width of the MLPs divided by the width of the tokens.
+        drop_path: stochastic depth rate of the last block; the rate rises linearly from 0 at the first.
+        checkpointing: whether to recompute blocks in the backward pass instead of keeping their activations.
+        global_pool: ``"avg"`` for the mean of the tokens, or empty to keep all tokens.
+        class_names: names of the classes, for :meth:`predict`; exports contain them.
+        preprocessing: transform of images, for :meth:`predict`; exports contain it.
 
     Raises:
         ValueError: for sizes that do not fit together.
@@ -116,8 +114,8 @@ class VisionTransformer(
             raise ValueError(f"pad_to={pad_to} must exceed image_size={image_size} by an even number of pixels")
         if (side - image_size) // 2 > patch_size:
             raise ValueError(
-                f"pad_to={pad_to} puts more than a patch of {patch_size} pixels around images of image_size={image_size}: it "
-                "was meant for larger images; give another pad_to, or null"
+                f"pad_to={pad_to} adds more than one patch of {patch_size} pixels to each side of images of "
+                f"image_size={image_size}; give a smaller pad_to, or null"
             )
         if side % patch_size:
             raise ValueError(f"patch_size={patch_size} does not divide the image's side of {side} pixels")
@@ -150,7 +148,7 @@ class VisionTransformer(
 
     def _check(self, size: tuple[int, int]) -> None:
         if size != (self.image_size, self.image_size):
-            raise ValueError(f"images of {size} pixels for a model of image_size={self.image_size}")
+            raise ValueError(f"images of {size} pixels do not fit the model, which has image_size={self.image_size}")
 
     @property
     @override
@@ -159,7 +157,7 @@ class VisionTransformer(
 
     @override
     def forward_features(self, images: Tensor) -> Tensor:
-        """``[B, channels, image_size, image_size]`` to tokens ``[B, N, dim]``."""
+        """Compute the final tokens ``[B, N, dim]`` of images ``[B, channels, image_size, image_size]``."""
         return self.backbone(self.stem(F.pad(self.check(images), (self.border,) * 4)) + self.position)
 
     @override
@@ -169,25 +167,44 @@ class VisionTransformer(
 
     @override
     def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Maps behind the blocks ``taken``; the tokens that ``pad_to`` adds are left out."""
-        found: dict[int, Tensor] = {}
-        hooks = [self.layers[index].register_forward_hook(partial(_keep, found, index)) for index in taken]
+        """Compute the features, and the maps after the blocks ``taken``, without the tokens that ``pad_to`` adds.
+
+        Args:
+            images: ``[B, channels, image_size, image_size]``.
+            taken: numbers of the blocks.
+            stop_early: has no effect here, since all blocks run.
+            norm: whether to apply the final norm to the maps.
+
+        Returns:
+            Tokens ``[B, N, dim]``, and the maps, ``[B, dim, H, W]`` each.
+        """
+        outputs: dict[int, Tensor] = {}
+        hooks = [self.layers[index].register_forward_hook(partial(_keep, outputs, index)) for index in taken]
         try:
             features = self.forward_features(images)
         finally:
             for hook in hooks:
                 hook.remove()
-        maps = [self.backbone.norm(found[index]) if norm else found[index] for index in taken]
-        if self.backbone.inverse is not None:
-            maps = [each.index_select(1, self.backbone.inverse) for each in maps]
+        maps = [self.backbone.norm(outputs[index]) if norm else outputs[index] for index in taken]
+        if self.backbone.inverse is not None:  # inside the backbone tokens are in block order
+            maps = [tokens.index_select(1, self.backbone.inverse) for tokens in maps]
         edge = self.border // self.patch_size
         inner = slice(edge, self.grid[0] - edge)
-        return features, [each.transpose(1, 2).unflatten(-1, self.grid)[:, :, inner, inner] for each in maps]
+        return features, [tokens.transpose(1, 2).unflatten(-1, self.grid)[:, :, inner, inner] for tokens in maps]
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the blocks behind the last of ``indices``, the norm and the head, as asked; returns the indices."""
+        """Remove the blocks after the last of ``indices``, and optionally the final norm and the head.
+
+        Args:
+            indices: see :meth:`forward_intermediates`.
+            prune_norm: whether to remove the final norm.
+            prune_head: whether to remove pooling and head.
+
+        Returns:
+            ``indices`` as numbers of blocks, counted from 0.
+        """
         taken = taken_indices(indices, len(self.layers))
         self.backbone.blocks = self.backbone.blocks[: max(taken) + 1]
         if prune_norm:
@@ -203,11 +220,11 @@ class VisionTransformer(
         self.global_pool = kind
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass."""
+        """Set whether blocks are recomputed in the backward pass."""
         self.backbone.checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Names of parameters by depth, for timm's layer-wise learning rates."""
+        """Patterns of parameter names by depth, for timm's layer-wise learning rates."""
         return {
             "stem": r"^stem|^position",
             "blocks": [(r"^backbone\.blocks\.(\d+)", None), (r"^backbone\.norm", (99999,))],

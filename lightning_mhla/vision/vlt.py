@@ -1,4 +1,4 @@
-"""VLT: the hierarchical vision transformer of RALA, with any kind of attention in its first stages."""
+"""Hierarchical vision transformer VLT of RALA, with any kind of attention in its first stages."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from lightning_mhla.vision.preprocessing import Preprocessing
 from lightning_mhla.vision.stages import StageConfig
 
 EPS = 1e-6
-"""Of the layer norms."""
+"""Epsilon of the layer norms."""
 
 
 @register_notrace_module
 class MapAttention(nn.Module):
-    """Attention over the tokens of a map of any size: blocks keep their number, and become uneven where they must.
+    """Attention over the positions of a feature map of any size.
+
+    The number of blocks is the same for every size. Blocks are uneven if they do not divide the map.
 
     Args:
         dim: channels of the map.
-        heads: attention heads.
-        grid: rows and columns it is made for; other maps come as they are needed.
-        config: see :class:`lightning_mhla.AttentionConfig`.
+        heads: number of attention heads.
+        grid: rows and columns of the maps at first; the layer adapts to maps of a different size.
+        config: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
     """
 
     def __init__(self, dim: int, heads: int, grid: tuple[int, int], config: AttentionConfig) -> None:
@@ -41,7 +43,7 @@ class MapAttention(nn.Module):
         self.attn: Attention = build_attention(config, dim, heads, BlockLayout(grid, self.blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, H, W, dim]`` to the same shape."""
+        """Apply attention to a map ``[B, H, W, dim]``; returns the same shape."""
         grid = (x.shape[1], x.shape[2])
         if grid != self.attn.layout.grid:
             self.attn.fit(BlockLayout(grid, self.blocks), x.device)
@@ -49,11 +51,11 @@ class MapAttention(nn.Module):
 
 
 class ConvMlp(nn.Module):
-    """Two linear layers, and between them a depthwise 3 x 3 convolution that is added to its input.
+    """MLP of two linear layers, with a residual depthwise 3 x 3 convolution between them.
 
     Args:
-        dim: channels.
-        inner: channels between the layers.
+        dim: channels of the map.
+        inner: channels between the linear layers.
     """
 
     def __init__(self, dim: int, inner: int) -> None:
@@ -64,21 +66,23 @@ class ConvMlp(nn.Module):
         self.fc2 = nn.Linear(inner, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, H, W, dim]`` to the same shape."""
+        """Apply the MLP to a map ``[B, H, W, dim]``; returns the same shape."""
         x = self.act(self.fc1(x))
         return self.fc2(x + _convolved(self.conv, x))
 
 
 class VLTBlock(nn.Module):
-    """Positional convolution, attention and MLP, each added to the map; the last two behind a norm and scaled.
+    """Block of a VLT: positional convolution, attention and MLP, each with a residual connection.
+
+    Attention and MLP come after a norm, and their outputs are multiplied by a learned factor for each channel.
 
     Args:
-        dim: channels.
-        heads: attention heads.
-        grid: rows and columns.
-        attention: see :class:`lightning_mhla.AttentionConfig`.
-        mlp_ratio: inner width of the MLP over ``dim``.
-        layer_scale: start of the factors of the two branches.
+        dim: channels of the map.
+        heads: number of attention heads.
+        grid: rows and columns of the map.
+        attention: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
+        mlp_ratio: inner width of the MLP divided by ``dim``.
+        layer_scale: initial value of the factors of the two branches.
         drop_path: probability that a sample skips a branch while training.
     """
 
@@ -101,18 +105,18 @@ class VLTBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, H, W, dim]`` to the same shape."""
+        """Apply the block to a map ``[B, H, W, dim]``; returns the same shape."""
         x = x + _convolved(self.position, x)
         x = x + self.drop_path(self.scale1 * self.mixer(self.norm1(x)))
         return x + self.drop_path(self.scale2 * self.mlp(self.norm2(x)))
 
 
 class Stage(nn.Module):
-    """Blocks at one resolution, behind the convolution that halves it, in every stage but the first.
+    """Blocks at one resolution. In every stage after the first, a convolution before them halves height and width.
 
     Args:
-        before: channels that come in; None for the first stage.
-        dim: channels.
+        before: channels of the input; None for the first stage, which has no convolution.
+        dim: channels of the blocks.
         blocks: the blocks.
     """
 
@@ -125,7 +129,7 @@ class Stage(nn.Module):
         self.checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, before, H, W]`` to ``[B, dim, H / 2, W / 2]``."""
+        """Compute a map ``[B, dim, H / 2, W / 2]`` from ``[B, before, H, W]``; the first stage keeps ``[B, dim, H, W]``."""
         x = self.downsample(x).permute(0, 2, 3, 1)
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
@@ -145,28 +149,30 @@ class VLT(
         Preprocessing: (Preprocessing.as_dict, lambda options: Preprocessing(**options)),
     },
 ):
-    """Image to class scores in stages of falling resolution: RAVLT (arXiv 2411.07635) and, with kind mhla, MHLA-VLT.
+    """Hierarchical vision transformer for classification: RAVLT (arXiv 2411.07635), or MHLA-VLT with kind mhla.
 
-    A stem of four convolutions; blocks of a positional convolution, attention and a convolutional MLP; a projection, mean
-    pooling and the head. The paper does not say which parts of RALA stay beside MHLA: each is an option of ``attention``.
-    RAVLT's are ``lepe: 5``, ``rotary: true`` with ``normalize_before_rotary: true``, ``gate: true`` with ``gate_activation:
-    identity``, ``feature_map: elu``, and ``key_weighting: true``.
+    The model has a stem of four convolutions, then stages of falling resolution, then a projection, mean pooling and the
+    head. A block has a positional convolution, attention and a convolutional MLP. The paper does not say which parts of RALA
+    MHLA-VLT keeps, so each is an option of ``attention``. RAVLT uses ``lepe: 5``, ``rotary: true`` with
+    ``normalize_before_rotary: true``, ``gate: true`` with ``gate_activation: identity``, ``feature_map: elu``, and
+    ``key_weighting: true``.
 
-    Images may be of any size that the stages can halve; coefficients are for blocks, whose number stays.
-    ``save_pretrained(folder)`` and ``VLT.from_pretrained(folder)`` keep and load it: safetensors and ``config.json``. The
-    methods that timm's models have are there too.
+    Images may have any size that the stages can halve. Mixing coefficients belong to blocks, whose number does not change.
+    ``save_pretrained(folder)`` writes the model as safetensors and ``config.json``, and ``VLT.from_pretrained(folder)`` loads
+    it. The model also has the methods of timm's models.
 
     Args:
         image_size: side of the square image, or height and width, in pixels.
-        num_classes: scores that come out; 0 for the features before them.
-        attention: of the linear stages, see :class:`lightning_mhla.AttentionConfig`; the others take its options too.
-        stages: see :class:`StageConfig`.
+        num_classes: number of class scores; 0 for a model without a head.
+        attention: configuration of the attention in the linear stages, see :class:`lightning_mhla.AttentionConfig`; the
+            other stages use its options with softmax attention.
+        stages: sizes of the stages, see :class:`StageConfig`.
         channels: number of channels of the image.
-        drop_path: stochastic depth of the last block; it rises linearly from 0 at the first.
-        checkpointing: recompute blocks in the backward pass.
-        global_pool: ``"avg"``, ``"max"``, ``"avgmax"`` or ``"fast"``; empty for none, without classes.
-        class_names: names of the classes, for :meth:`predict`.
-        preprocessing: what :meth:`predict` does with an image; exports bring both.
+        drop_path: stochastic depth rate of the last block; the rate rises linearly from 0 at the first.
+        checkpointing: whether to recompute blocks in the backward pass instead of keeping their activations.
+        global_pool: ``"avg"``, ``"max"``, ``"avgmax"`` or ``"fast"``; empty for no pooling, only without classes.
+        class_names: names of the classes, for :meth:`predict`; exports contain them.
+        preprocessing: transform of images, for :meth:`predict`; exports contain it.
 
     Raises:
         ValueError: for sizes that do not fit together.
@@ -195,10 +201,10 @@ class VLT(
         self.stem = nn.Sequential(ImageCheck(stages.grids), *_stem(channels, dims[0], stages.patch_size))
         self.stages = nn.Sequential()
         for index, (dim, depth, number, scale) in enumerate(zip(dims, depths, heads, scales, strict=True)):
-            own = stages.attention(attention, index)
+            stage_attention = stages.attention(attention, index)
             try:
                 blocks = [
-                    VLTBlock(dim, number, grids[index], own, stages.mlp_ratio, scale, rates.pop(0))
+                    VLTBlock(dim, number, grids[index], stage_attention, stages.mlp_ratio, scale, rates.pop(0))
                     for _ in range(depth)
                 ]
             except ValueError as error:
@@ -224,7 +230,7 @@ class VLT(
 
     @override
     def forward_features(self, images: Tensor) -> Tensor:
-        """``[B, channels, H, W]`` to the map of the last stage."""
+        """Compute the map of the last stage from images ``[B, channels, H, W]``."""
         return self.stages(self.stem(images))
 
     @override
@@ -234,20 +240,39 @@ class VLT(
 
     @override
     def maps(self, images: Tensor, taken: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
-        """Maps of the stages; there is no norm behind them."""
-        x, found = self.stem(images), []
+        """Compute the features and the maps of the stages ``taken``.
+
+        Args:
+            images: ``[B, channels, H, W]``.
+            taken: numbers of the stages.
+            stop_early: whether to skip the stages after the last of these. The features are then its map.
+            norm: has no effect here, since stages have no norm after them.
+
+        Returns:
+            The map of the last stage that ran, and the maps of the stages, ``[B, C, H, W]`` each.
+        """
+        x, maps = self.stem(images), []
         for index, stage in enumerate(self.stages):
             if stop_early and index > max(taken):
                 break
             x = stage(x)
             if index in taken:
-                found.append(x)
-        return x, found
+                maps.append(x)
+        return x, maps
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the stages behind the last of ``indices``, and the head; returns the indices."""
+        """Remove the stages after the last of ``indices``, and optionally the head.
+
+        Args:
+            indices: see :meth:`forward_intermediates`.
+            prune_norm: has no effect here, since stages have no norm after them.
+            prune_head: whether to remove projection, pooling and head.
+
+        Returns:
+            ``indices`` as numbers of stages, counted from 0.
+        """
         taken = taken_indices(indices, len(self.stages))
         self.stages = self.stages[: max(taken) + 1]
         if prune_head:
@@ -263,12 +288,12 @@ class VLT(
         self.global_pool = SelectAdaptivePool2d(pool_type=kind, flatten=bool(kind))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks in the backward pass."""
+        """Set whether blocks are recomputed in the backward pass."""
         for stage in self.stages:
             cast(Stage, stage).checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Names of parameters by depth, for timm's layer-wise learning rates."""
+        """Patterns of parameter names by depth, for timm's layer-wise learning rates."""
         return {
             "stem": r"^stem",
             "blocks": r"^stages\.(\d+)"
@@ -281,14 +306,14 @@ def _stem(channels: int, dim: int, patch_size: int) -> list[nn.Module]:
     inner = dim // 2
     layers: list[nn.Module] = []
     shapes = [(channels, inner, 2 if patch_size == 4 else 1), (inner, inner, 1), (inner, inner, 1)]
-    for before, after, stride in shapes:
-        layers += [nn.Conv2d(before, after, 3, stride, 1), nn.BatchNorm2d(after), nn.GELU()]
+    for in_channels, out_channels, stride in shapes:
+        layers += [nn.Conv2d(in_channels, out_channels, 3, stride, 1), nn.BatchNorm2d(out_channels), nn.GELU()]
     last = nn.Conv2d(inner, dim, 3, 1 if patch_size == 1 else 2, 1)
     return [*layers, last, nn.BatchNorm2d(dim)]
 
 
 def _convolved(convolution: nn.Conv2d, x: Tensor) -> Tensor:
-    """A convolution of ``[B, H, W, C]``."""
+    """Apply a convolution to a map ``[B, H, W, C]``; returns the same layout."""
     return convolution(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 

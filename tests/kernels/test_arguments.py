@@ -44,7 +44,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mixing not square": ({"mixing": torch.rand(3, 4)}, ValueError, r"\[M, M\]"),
     "integer mixing": ({"mixing": torch.ones(3, 3, dtype=torch.long)}, TypeError, "floating point"),
     "too many blocks": ({"block_size": 2}, ValueError, "N=10 tokens with block_size=2 make 5 blocks.*resize_mixing"),
-    "too few blocks": ({"block_size": 10}, ValueError, "wants exactly 1"),
+    "too few blocks": ({"block_size": 10}, ValueError, "needs exactly 1"),
     "causal too long": ({"block_size": 3, "causal": True}, ValueError, "at most N=9 tokens, block_size=4 or more"),
     "no blocks": ({"block_size": None}, ValueError, "exactly one of block_size"),
     "both blocks": ({"block_offsets": [0, 4, 8, 10]}, ValueError, "exactly one of block_size"),
@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "triton, wide": ({"v": torch.rand(1, 10, 2, 300), "backend": "triton"}, ValueError, "256 wide, not 300"),
     "amplitude heads": ({"mixing": ExponentialMixing(torch.ones(3, 4), torch.ones(3, 4))}, ValueError, "for 3 heads; q has H = 2"),
     "causal grid": ({"mixing": ExponentialMixing(torch.ones(4), torch.ones(4, 2), (2, 2)), "causal": True}, ValueError, "without grid"),
-    "other grid": ({"mixing": ExponentialMixing(torch.ones(4), torch.ones(4, 2), (2, 2))}, ValueError, "wants exactly 3"),
+    "other grid": ({"mixing": ExponentialMixing(torch.ones(4), torch.ones(4, 2), (2, 2))}, ValueError, "needs exactly 3"),
     "mask dtype": ({"key_mask": torch.ones(1, 10)}, ValueError, "must be bool"),
     "mask shape": ({"key_mask": torch.ones(1, 9, dtype=torch.bool)}, ValueError, r"\[1, 10\]"),
     "packed batch": ({**dict.fromkeys("qkv", Q.repeat(2, 1, 1, 1)), "cu_seqlens": [0, 10]}, ValueError, "B=2"),
@@ -145,7 +145,7 @@ def test_resize_mixing_keeps_what_depends_on_distance() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
-    [((3,), (2, 2), "equally many axes"), ((2, 2), (4, 4), "has 4 blocks"), ((9,), (0,), "each >= 1")],
+    [((3,), (2, 2), "the same number of axes"), ((2, 2), (4, 4), "has 4 blocks"), ((9,), (0,), "each >= 1")],
 )
 def test_resize_mixing_refuses(old: tuple[int, ...], new: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -236,7 +236,7 @@ def test_wrong_calls_are_refused(alone: Any) -> None:
     mixing = torch.rand(4, 4)
     with pytest.raises(ValueError, match="process 0 of 1 has 32 tokens; of N=64 its share is 64, from 0 on"):
         mhla_sequence_parallel(q, q, q, torch.rand(8, 8), group=alone, tokens=64, block_size=8)
-    with pytest.raises(ValueError, match="wants exactly 4"):
+    with pytest.raises(ValueError, match="needs exactly 4"):
         mhla_sequence_parallel(q, q, q, torch.rand(8, 8), group=alone, tokens=32, block_size=8)
     with pytest.raises(ValueError, match="exchange='all' is not one of"):
         mhla_sequence_parallel(q, q, q, mixing, group=alone, tokens=32, block_size=8, exchange="all")  # type: ignore[arg-type]

@@ -235,9 +235,9 @@ def test_a_mixing_learned_for_2048_tokens_reaches_32768(long: str) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "lengths": ({"lengths": [3, 9]}, "lengths must be 2 integers of 0 to N=4"),
-    "rows": ({"state": 3}, "the state is of 3 rows, but q has B=2"),
-    "kind": ({"mixing": ExponentialMixing(torch.ones(1), torch.ones(1)), "state": 2}, "of dense mixing, .* with exponential"),
+    "lengths": ({"lengths": [3, 9]}, "lengths must be 2 integers from 0 to N=4"),
+    "rows": ({"state": 3}, "the state has 3 rows, but q has B=2"),
+    "kind": ({"mixing": ExponentialMixing(torch.ones(1), torch.ones(1)), "state": 2}, "with dense mixing, .* with exponential"),
     "block size": ({"state": 2, "block_size": 4}, "block_size=3.*block_size=4"),
     "widths": ({"state": 2, "v": torch.rand(2, 4, 2, 2)}, "Dv=3.*Dv=2"),
     "heads": ({"state": 2, **dict.fromkeys("qk", torch.rand(2, 4, 3, 5)), "v": torch.rand(2, 4, 3, 3)}, "2 heads, but q has H=3"),
@@ -268,7 +268,7 @@ def test_a_step_takes_one_token_and_select_takes_indices() -> None:
     _, state = mhla_prefill(q, k, v, torch.rand(6, 6), block_size=3)
     with pytest.raises(ValueError, match="a step takes one token"):
         mhla_step(q, k, v, torch.rand(6, 6), state, block_size=3)
-    with pytest.raises(ValueError, match=r"integers; got torch\.bool"):
+    with pytest.raises(ValueError, match=r"integer indices, got torch\.bool"):
         state.select(torch.tensor([True, False]))
 
 

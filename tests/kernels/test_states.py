@@ -186,7 +186,7 @@ ROWS: dict[str, Any] = {
 @pytest.mark.parametrize("rows", ROWS)
 def test_select_takes_indices_of_rows_alone(family: Family, mixing: Any, rows: str) -> None:
     state = begun(family, tokens(family, 6, batch=2), 6, mixing, lengths=[6, 3])
-    with pytest.raises(ValueError, match="rows must be indices, integers"):
+    with pytest.raises(ValueError, match=r"rows must be .*integer indices"):
         state.select(ROWS[rows])
     assert state.select(np.array([1, 1, 0])).lengths == (3, 3, 6)
 
@@ -197,7 +197,7 @@ def test_another_kind_of_call_is_rejected(family: Family) -> None:
     narrow, three = [x.float() for x in inputs], tokens(family, 6, batch=3)
     four = ExponentialMixing(torch.rand(4, dtype=torch.float64), torch.rand(4, dtype=torch.float64))
     for message, call in (
-        ("of dense mixing, .* with exponential mixing of 2", lambda: step(family, inputs, 5, made["exponential"], state)),
+        ("with dense mixing, .* with exponential mixing of 2", lambda: step(family, inputs, 5, made["exponential"], state)),
         ("of 2 terms, .* of 4 terms",
          lambda: step(family, inputs, 5, four, begun(family, inputs, 5, made["exponential"]))),
         (r"in torch\.float64, .* summed in torch\.float32",

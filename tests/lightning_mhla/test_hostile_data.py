@@ -321,10 +321,10 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (BOMB, "values once its aliases are followed"),
-        ("a: &t [*t]\n", "names itself, or nothing"),
+        (BOMB, "values after its aliases are expanded"),
+        ("a: &t [*t]\n", "refers to itself or to an unknown anchor"),
         ("[" * 5000 + "]" * 5000, "nested more than 50 deep"),
-        ("# x\n" * 500_000, "no configuration"),
+        ("# x\n" * 500_000, "are too many for a configuration"),
     ],
     ids=["aliases", "itself", "deep", "large"],
 )

@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from PIL import Image
 
+from lightning_mhla.callbacks import LearningCurves, RunReport
 from lightning_mhla.callbacks.page import duration, write_page
+from lightning_mhla.callbacks.points import draw_curves
 
 
 class Reader(HTMLParser):
@@ -52,12 +57,11 @@ def test_the_page_shows_all_of_a_run_in_one_file(tmp_path: Path, monkeypatch: py
     reader.feed(text)
     assert "script" not in reader.tags
     assert "b" not in reader.tags
-    assert len(reader.loads) == 2, "the last mixing and the clips"
+    assert len(reader.loads) == 3, "the curves, the last mixing and the clips"
     assert all(re.match(r"data:image/(png|gif);base64,\w", load) for load in reader.loads)
     assert "mixing-step0000200.png" in text
     assert "mixing-step0000100.png" not in text
-    assert reader.tags.count("svg") == 1, "a metric that does not move has no curve"
-    assert reader.tags.count("circle") == 2, "a value that is not finite has no point"
+    assert "<h2>Curves</h2>" in text
     for words in ("not finished; 1,200 steps, 1 min 01 s, 19.5 steps a second over all", "0.25 at step 600", "2 processes",
                   "lightning fit --run_dir &#x27;runs/&lt;script&gt;&#x27;", "&amp; more", "torch 2.15"):  # fmt: skip
         assert words in text, words
@@ -67,8 +71,50 @@ def test_drawn_curves_take_the_place_of_others(tmp_path: Path) -> None:
     Image.new("L", (4, 4)).save(tmp_path / "learning_curves.png")
     write_page(tmp_path, tmp_path, record())
     text = (tmp_path / "report.html").read_text()
-    assert "<svg" not in text
+    assert "<h2>Curves</h2>" not in text
     assert text.count("data:image/png;base64,") == 1
+
+
+def test_metrics_that_move_are_drawn(tmp_path: Path) -> None:
+    assert not draw_curves({"val/samples": [(1, 10.0), (2, 10.0)], "val/new": [(1, 0.5)]}, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+    assert draw_curves({"train/loss": [(1, 0.5), (2, 0.25)], "val/loss": [(2, 0.5)]}, tmp_path / "new/curves.png")
+    with Image.open(tmp_path / "new/curves.png") as picture:
+        assert picture.format == "PNG"
+    write_page(
+        tmp_path, tmp_path / "checkpoints", record(metrics={"val/samples": [[1, 10], [2, None], [3, 10]]}, best={})
+    )
+    assert "<h2>Curves</h2>" not in (tmp_path / "report.html").read_text(), "only a value that is not finite differs"
+
+
+class Measured(BoringModel):
+    """A model that logs a metric under ``val/`` and one under ``train/``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("train/steps", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/epoch", float(self.current_epoch))
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["curves first", "report first"])
+def test_curves_and_report_share_one_record(tmp_path: Path, order: int) -> None:
+    curves, report = LearningCurves(), RunReport()
+    callbacks = [curves, report][::order]
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0, log_every_n_steps=1,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, callbacks=callbacks,
+    )  # fmt: skip
+    trainer.fit(Measured())
+    assert report.points is curves.points
+    assert curves.points["val/epoch"] == [(2, 0.0), (4, 1.0)], "one point a validation, whoever comes first"
+    saved = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)["callbacks"]
+    assert saved["RunReport"]["points"] == {"val/epoch": saved["LearningCurves"]["val/epoch"]}
+    assert {"val/epoch", "train/steps"} <= set(saved["LearningCurves"])
+    alone = RunReport()
+    alone.load_state_dict(saved["RunReport"])
+    assert alone.points == {"val/epoch": [(2, 0.0), (4, 1.0)]}
 
 
 def test_a_run_that_has_nothing_yet_has_a_page(tmp_path: Path) -> None:

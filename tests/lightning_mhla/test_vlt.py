@@ -337,7 +337,7 @@ def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"other\.pth cannot be read safely"):
         read_ravlt(tmp_path / "other.pth")
     torch.save({"model": {"a": torch.ones(1)}}, tmp_path / "one.pth")
-    with pytest.raises(ValueError, match="holds no weights of RAVLT"):
+    with pytest.raises(ValueError, match="does not contain weights of RAVLT"):
         read_ravlt(tmp_path / "one.pth")
     assert read_ravlt(tmp_path) is None
 
@@ -354,7 +354,7 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_size": 36}, "stage 3 cannot cut an image of 36 x 36 pixels into tokens of 8 x 8: use sides that are multiples"),
+        ({"image_size": 36}, "stage 3 cannot divide an image of 36 x 36 pixels into tokens of 8 x 8: use sides that are multiples"),
         ({"image_size": 16}, r"stage 1: block_grid \(9, 9\) does not fit the token grid \(8, 8\)"),
         ({"attention": {"block_grid": [2, 2]}}, "the blocks of a VLT differ by stage"),
         ({"stages": {"block_grids": [[2, 2]]}}, "must have an entry for each of the linear_stages=2"),
@@ -366,7 +366,7 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
         ({"stages": {"heads": [0, 2, 3]}}, r"heads=\[0, 2, 3\] must be positive"),
         ({"stages": {"head_width": 0}}, "head_width=0 and mlp_ratio=3.5 must be positive"),
         ({"stages": {"mlp_ratio": 0}}, "head_width=1024 and mlp_ratio=0 must be positive"),
-        ({"stages": {"dims": [], "depths": [], "heads": []}}, r"dims=\[\] has no stage"),
+        ({"stages": {"dims": [], "depths": [], "heads": []}}, r"dims=\[\] must list the width of at least one stage"),
         ({"image_size": (64,)}, "must be the side of a square, or height and width"),
     ],
 )  # fmt: skip
@@ -389,7 +389,7 @@ def test_what_does_not_fit_is_said_in_one_line(options: dict[str, Any], message:
 
 
 def test_images_that_a_stage_cannot_halve_are_refused_when_they_come() -> None:
-    with pytest.raises(ValueError, match="stage 3 cannot cut an image of 44 x 32 pixels"):
+    with pytest.raises(ValueError, match="stage 3 cannot divide an image of 44 x 32 pixels"):
         vlt("mhla")(torch.randn(1, 3, 44, 32, dtype=torch.float64))
 
 

@@ -15,8 +15,8 @@ import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer
+from mhla_tasks.classification.base import MixupConfig
 from mhla_tasks.classification.data import AugmentConfig
-from mhla_tasks.classification.module import MixupConfig
 from mhla_tasks.classification.prepare import images_to_shards
 from mhla_tasks.commandline import registry
 from PIL import Image
@@ -341,7 +341,7 @@ def test_model_refuses(options: dict[str, Any], message: str) -> None:
 
 
 def test_images_of_another_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="images of \\(9, 9\\) pixels for a model of image_size=8"):
+    with pytest.raises(ValueError, match="images of \\(9, 9\\) pixels do not fit the model, which has image_size=8"):
         classifier()(torch.randn(1, 1, 9, 9))
 
 

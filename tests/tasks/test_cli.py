@@ -129,7 +129,7 @@ def test_wrong_argument(
         (["fit", "--config", str(DIGITS), "--model.init_args.num_classes=10", "--data.class_path=mhla_tasks.classification.ImageNetShards", "--data.init_args.train=a", "--data.init_args.val=b", "--data.init_args.num_classes=7"], "model.num_classes=10 and data.num_classes=7 must be equal"),
         (["fit", "--config", str(DIGITS), "--data.init_args.batch_size=4", "--data.init_args.batch_size=8"], "--data.init_args.batch_size is given 2 times: 4, 8"),
         (["fit", "--config", str(DIGITS), "--model.init_args.attention.mixing=exponental"], "got exponental"),
-        (["fit", "--config", str(DIGITS), "--model.init_args.pad_to=32"], "puts more than a patch of 1 pixels around"),
+        (["fit", "--config", str(DIGITS), "--model.init_args.pad_to=32"], "adds more than one patch of 1 pixels to each side"),
     ],
 )  # fmt: skip
 def test_wrong_call(
@@ -452,7 +452,7 @@ def test_options_may_stand_where_a_file_could(monkeypatch: pytest.MonkeyPatch, f
     [
         ("{trainer: {max_stepz: 3}}", "trainer.max_stepz is not an option of the trainer; did you mean trainer.max_steps?"),
         ("{trainer: [}", "line 1, column 12"),
-        ("{a: &a [*a]}", "names itself"),
+        ("{a: &a [*a]}", "refers to itself"),
         ("{a: " + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
     ],
 )  # fmt: skip
@@ -493,7 +493,7 @@ def test_checkpoints_are_read_without_running_code(
     monkeypatch.undo()
     for name in ("bad.ckpt", "code.ckpt"):
         error = failing(monkeypatch, capsys, "validate", f"--ckpt_path={tmp_path / name}")
-        assert "is no checkpoint that can be read safely" in error
+        assert "is not a checkpoint that can be read safely" in error
     for command in (["validate"], ["fit", "--config", str(DIGITS)]):
         error = failing(monkeypatch, capsys, *command, "--ckpt_path=absent/last.ckpt")
         assert "ckpt_path absent/last.ckpt does not exist" in error

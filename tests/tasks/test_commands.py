@@ -230,7 +230,11 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "memory", "message"),
     [
-        (["--context=64"], {}, "--context is no option for .*some.ckpt, which holds the model of ImageClassifier"),
+        (
+            ["--context=64"],
+            {},
+            "--context is not an option for .*some.ckpt, which contains the model of ImageClassifier",
+        ),
         ([], {"_class_path": "os.system"}, "was trained with the class os.system: "),
         (
             [],
@@ -239,8 +243,12 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
         ),
         ([], {"_class_path": "mhla_tasks.gone.Gone"}, "mhla_tasks.gone.Gone: cannot import mhla_tasks.gone"),
         ([], {"_class_path": "lightning.fabric.utilities.cloud_io._load"}, "_load: is private"),
-        ([], {"_class_path": "lightning.pytorch.LightningModule"}, "LightningModule: is no TrainingModule"),
-        ([], {"unheard_of": 1}, "holds no module of classification, diffusion, language, text_to_image, video"),
+        ([], {"_class_path": "lightning.pytorch.LightningModule"}, "LightningModule: is not a TrainingModule"),
+        (
+            [],
+            {"unheard_of": 1},
+            "does not contain a module of classification, diffusion, language, text_to_image, video",
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_told(

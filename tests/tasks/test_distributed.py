@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,3 +142,35 @@ def test_fsdp_trains_validates_resumes_and_becomes_one_file(tmp_path: Path, monk
         alone = tmp_path / f"alone{number}"
         main(["validate", "--config", str(small_config(alone)), f"--ckpt_path={checkpoint}"])
         assert list(logged(alone, "val/accuracy").values()) == [logged(one, "val/accuracy")[9]]
+
+
+FAILS_ALONE = """
+from mhla_tasks.classification import ImageClassifier
+from mhla_tasks.commandline.parser import main
+
+
+def on_train_start(self):
+    if self.global_rank == 1:
+        raise ValueError("this process fails alone")
+
+
+ImageClassifier.on_train_start = on_train_start
+main()
+"""
+
+
+def test_a_process_that_fails_alone_ends_the_run(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(FAILS_ALONE)
+    command = ["fit", "--config", str(small_config(tmp_path)), "--config", str(DDP), "--trainer.accelerator=cpu"]
+    done = subprocess.run(
+        [sys.executable, str(program), *command, "--trainer.devices=2"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode != 0
+    assert "this process fails alone" in done.stderr

@@ -104,7 +104,7 @@ def test_hidden_files_are_no_samples_and_links_are_followed(tmp_path: Path, capl
     assert [path.name for path, _ in folder.labelled] == ["0.png", "b.PNG", "one.png", "far.png"]
     assert "1 files are not JPEG, PNG or WebP and are left out, such as" in caplog.text
     assert "picture.tiff" in caplog.text
-    assert "link to nothing" in caplog.text
+    assert "broken link" in caplog.text
     assert "link to a folder above it" in caplog.text
 
 

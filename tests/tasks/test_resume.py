@@ -11,7 +11,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from mhla_tasks.classification import Digits, ImageClassifier
-from mhla_tasks.classification.module import MixupConfig
+from mhla_tasks.classification.base import MixupConfig
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.training.optim import OptimizerConfig

@@ -295,12 +295,12 @@ def test_what_differs_is_shown_and_what_does_not_is_not(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "holds no run.json; runs write it"),
-        ("{", "is no JSON file"),
-        ("{}", "is no record of a run"),
-        ("[]", "holds list, where named values belong"),
-        ("[" * 100_000, "is no JSON file"),
-        ('{"metrics": [], "seconds": 1}', "is no record of a run"),
+        (None, "contains no run.json; it is written by runs"),
+        ("{", "is not a JSON file"),
+        ("{}", "is not a record of a run"),
+        ("[]", "must contain a JSON object, not list"),
+        ("[" * 100_000, "is not a JSON file"),
+        ('{"metrics": [], "seconds": 1}', "is not a record of a run"),
     ],
 )
 def test_folders_without_runs_are_told(content: str | None, message: str, tmp_path: Path) -> None:

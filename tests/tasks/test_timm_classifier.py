@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_mhla import AttentionConfig, load_swapped
 from lightning_mhla.swap import layer_costs, swapped_layers
 from lightning_mhla.swap.adapters import LoraOptions
+from lightning_mhla.training.linearize import TransferOptions
 from lightning_mhla.training.loading import load_module
 from lightning_mhla.training.optim import OptimizerConfig
-from lightning_mhla.training.transfer import TransferOptions
 
 SIZES: dict[str, Any] = {
     "model": "vit_tiny_patch16_224",

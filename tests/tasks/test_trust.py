@@ -103,7 +103,7 @@ def test_a_file_allows_nothing(
     path = tmp_path / "overlay.yaml"
     path.write_text(yaml.safe_dump({"allow": ["evilmod"], "trainer": {"callbacks": [{"class_path": "evilmod.X"}]}}))
     said = failing(capsys, monkeypatch, "fit", "--config", str(DIGITS), "--config", str(path), *RUN)
-    assert "overlay.yaml: allow is for the command line: --allow=evilmod" in said
+    assert "overlay.yaml: allow works only on the command line: --allow=evilmod" in said
     assert not evil.exists()
 
 
@@ -116,7 +116,9 @@ def test_a_checkpoint_names_no_other_class(
     assert "was trained with the class evilmod.X" in said
     assert not evil.exists()
     torch.save({"state_dict": {}, "hyper_parameters": {1: 2}}, tmp_path / "b.ckpt")
-    assert "are no named values" in failing(capsys, monkeypatch, "validate", f"--ckpt_path={tmp_path / 'b.ckpt'}", *RUN)
+    assert "must be a mapping with text keys" in failing(
+        capsys, monkeypatch, "validate", f"--ckpt_path={tmp_path / 'b.ckpt'}", *RUN
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_a_checkpoint_names_no_other_class(
     [
         (b"# caf\xe9\n", "is not text in UTF-8"),
         (b"trainer: " + b"[" * 5000 + b"]" * 5000, "nested more than 50 deep"),
-        (b"# x\n" * 500_000, "is no configuration"),
+        (b"# x\n" * 500_000, "is too large for a configuration"),
         (b"a: !!python/object/apply:os.system [touch x]", "could not determine a constructor"),
         (b"{1: 2}", "1 is not an option"),
         (b"model: {class_path: ..x}", "is no name of a class"),
@@ -220,14 +222,14 @@ def test_files_run_nothing(
 TIMM = "mhla_tasks.classification.TimmClassifier"
 MONITOR = {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor", "init_args": {"logging_interval": "step"}}
 TEXTS: dict[str, tuple[dict[str, Any], str]] = {
-    "class": (MONITOR, "no class can be given here"),
-    "class in a list": ([MONITOR], "no class can be given here"),  # type: ignore[dict-item]
-    "class in a text in a text": ({"a": json.dumps(MONITOR)}, "no class can be given here"),
-    "method of a configuration": ({"class_path": "transformers.PretrainedConfig.from_pretrained"}, "no class can be given here"),
-    "base of configurations": ({"class_path": "transformers.PretrainedConfig"}, "is no configuration of transformers"),
-    "method of the data": ({"class_path": f"{TIMM}.load_from_checkpoint", "init_args": {"checkpoint_path": "e.ckpt"}}, "no class can be given here"),
-    "method of a plugin": ({"class_path": "lightning.pytorch.plugins.io.TorchCheckpointIO.load_checkpoint"}, "no class can be given here"),
-    "module": ({"class_path": "evilmod.X"}, "no class can be given here"),
+    "class": (MONITOR, "a class is not accepted here"),
+    "class in a list": ([MONITOR], "a class is not accepted here"),  # type: ignore[dict-item]
+    "class in a text in a text": ({"a": json.dumps(MONITOR)}, "a class is not accepted here"),
+    "method of a configuration": ({"class_path": "transformers.PretrainedConfig.from_pretrained"}, "a class is not accepted here"),
+    "base of configurations": ({"class_path": "transformers.PretrainedConfig"}, "is not a configuration of transformers"),
+    "method of the data": ({"class_path": f"{TIMM}.load_from_checkpoint", "init_args": {"checkpoint_path": "e.ckpt"}}, "a class is not accepted here"),
+    "method of a plugin": ({"class_path": "lightning.pytorch.plugins.io.TorchCheckpointIO.load_checkpoint"}, "a class is not accepted here"),
+    "module": ({"class_path": "evilmod.X"}, "a class is not accepted here"),
 }  # fmt: skip
 
 
@@ -435,7 +437,7 @@ def test_classes_are_taken_where_a_parameter_names_their_base() -> None:
     assert parameter_bases(Trainer)["callbacks"] == (Callback,)
     assert parameter_bases(Trainer)["max_steps"] == ()
     assert parameter_bases(ImageClassifier)["attention"] == (AttentionConfig,)
-    with pytest.raises(ValueError, match="is no LightningDataModule"):
+    with pytest.raises(ValueError, match="is not a LightningDataModule"):
         find_class("lightning.pytorch.callbacks.Timer", (LightningDataModule,))
     assert find_class("lightning.pytorch.callbacks.Timer", (Callback,)).__name__ == "Timer"
 

@@ -1,1 +1,1 @@
-"""The forms of the operator in PyTorch, and the choice between them."""
+"""Forms of the operator in PyTorch, and the choice between them."""

@@ -1,4 +1,4 @@
-"""Whichever form is asked for, in PyTorch, on mapped tensors of one dtype."""
+"""Dispatch to the forms in PyTorch, for mapped tensors of one dtype."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from mhla_kernels.mixing import Mixing
 from mhla_kernels.mixing.span import Span
 
 PART = 16 * 2**20
-"""Bytes of summaries that are held at once on a CPU: they stay in its cache, and memory of this size is used again instead
-of being asked of the system, page by page; see ``benchmarks.short_blocks``."""
+"""Bytes of summaries that are held at once on a CPU.
+
+They fit into its cache, and memory of this size is used again instead of being requested from the system, page by page; see
+``benchmarks.short_blocks``."""
 
 
 def attend(
@@ -36,10 +38,15 @@ def attend(
     scale: float | None,
     eps: float,
 ) -> Tensor:
-    """Outputs ``[B, N, H, V]``; ``scale`` None asks for the normaliser. Arguments are those of the public function, checked."""
+    """Compute the outputs ``[B, N, H, V]`` in the given form.
+
+    The arguments are those of :func:`mhla_kernels.mhla_attention` after its checks. ``scale`` None means that rows are
+    divided by the normalizer.
+    """
     options: dict[str, Any] = {"causal": causal, "scale": scale, "eps": eps}
     tokens, device = q.shape[1], q.device
-    # packed rows are copied for every part, which only a backward pass makes up for
+    # A few rows at a time keep the summaries in the cache. Packed rows are copied for every part, which pays off only if a
+    # backward pass follows.
     if (
         (form == "chunked" or form == "spanning")
         and device.type == "cpu"
@@ -79,7 +86,7 @@ def _rows_at_once(
     block_offsets: tuple[int, ...] | None,
     causal: bool,
 ) -> int:
-    """Rows of batch and heads that hold as much as :data:`PART`."""
+    """Return how many rows (of batch times heads) hold about as much as :data:`PART`, at least 1."""
     blocks, terms = most_blocks(q.shape[1], block_size, block_offsets), mixing.span_terms(causal) or 0
     numbers = numbers_held(form, q.shape[1], blocks, q.shape[-1], v.shape[-1], terms)
     return max(1, PART // max(1, numbers * v.element_size()))
@@ -88,25 +95,44 @@ def _rows_at_once(
 def _in_parts(
     tokens: tuple[Tensor, Tensor, Tensor], mixing: Mixing, form: Form, rows: int, options: dict[str, Any]
 ) -> Tensor | None:
-    """The same, of so many rows at a time: some of the batch, or one of it and some heads.
+    """Compute the outputs of a few rows at a time: rows of the batch, or heads of a single row.
 
-    None for one row of the batch with coefficients that cannot be had by head.
+    Args:
+        tokens: q ``[B, N, H, K]``, k ``[B, N, H, K]`` and v ``[B, N, H, V]``.
+        mixing: the coefficients.
+        form: form of the call.
+        rows: rows (of batch times heads) at a time.
+        options: remaining arguments of :func:`attend`.
+
+    Returns:
+        Outputs ``[B, N, H, V]``; None for a batch of one row whose coefficients cannot be split by head.
     """
     batch, _, heads, _ = tokens[0].shape
     axis, count = (0, max(1, rows // heads)) if batch > 1 else (2, rows)
     parts = []
     for index, (q, k, v) in enumerate(zip(*(x.split(count, axis) for x in tokens), strict=True)):
-        own = mixing.of_heads(slice(index * count, (index + 1) * count)) if axis == 2 else mixing
-        if own is None:
+        part_mixing = mixing.of_heads(slice(index * count, (index + 1) * count)) if axis == 2 else mixing
+        if part_mixing is None:
             return None
-        parts.append(attend(q, k, v, own, form, **options))
+        parts.append(attend(q, k, v, part_mixing, form, **options))
     return torch.cat(parts, axis)
 
 
 def attend_span(
     q: Tensor, k: Tensor, v: Tensor, span: Span, block_size: int, chunk: int, cu_seqlens: Tensor | None, **options: Any
 ) -> Tensor:
-    """Outputs ``[B, N, H, V]`` of the spanning form, in chunks of ``chunk`` tokens; ``options`` as for the other forms."""
+    """Compute the outputs ``[B, N, H, V]`` of the spanning form.
+
+    Args:
+        q: ``[B, N, H, K]``.
+        k: ``[B, N, H, K]``.
+        v: ``[B, N, H, V]``.
+        span: coefficients by chunks.
+        block_size: tokens in a block.
+        chunk: tokens in a chunk.
+        cu_seqlens: ``[S + 1]`` bounds of packed sequences, or None.
+        options: ``causal``, ``scale`` and ``eps``, as for the other forms.
+    """
     chunks = make_partition(q.shape[1], q.device, chunk, None, cu_seqlens)
     q, k, v = chunks.split(q), chunks.split(k), chunks.split(v)
     return chunks.merge(spanning(q, k, v, span, block_size, chunks, **options))

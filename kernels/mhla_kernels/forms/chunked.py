@@ -1,14 +1,15 @@
-"""The chunked form in PyTorch: block summaries, one GEMM that mixes them, outputs. Arithmetic grows linearly with N.
+"""Chunked form in PyTorch: block summaries, one GEMM that mixes them, outputs. Arithmetic grows linearly with N.
 
     S_b = k_b^T v_b,  z_b = sum k_b        summaries of block b
     S~ = m S,         z~ = m z             mixing: a GEMM of [M, M] with [M, K * V]
     o = q S~ / (q . z~ + eps)              outputs
 
-Causal: ``m`` counts below its diagonal only, and block i adds its own tokens up to the query, weighted by ``m[i, i]``.
-A block longer than ``TILE`` is walked in tiles, so that the token pairs inside a block never cost C squared.
+Causal: only the part of ``m`` below its diagonal is applied. In addition, block i attends to its own tokens up to the query,
+weighted by ``m[i, i]``. A block longer than ``TILE`` is processed in tiles, so that the token pairs inside a block never cost
+C squared.
 
-Shape letters: B batch, H heads, M blocks, C slots of a block, J tiles of a block, T slots of a tile, K key width,
-V value width.
+Shape letters: B batch, H heads, M blocks, C slots of a block, J tiles of a block, T slots of a tile, K key width, V value
+width.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from mhla_kernels.mixing import DenseMixing, Mixing
 from mhla_kernels.normalizer import divide
 
 TILE = 128
-"""Longest run of tokens (slots) whose pairs are scored directly inside a causal block; see ``benchmarks.forms``."""
+"""Largest number of tokens (slots) inside a causal block whose pairs are scored directly; see ``benchmarks.forms``."""
 
 
 @dataclass
 class Mixer:
-    """Mixing coefficients applied to block summaries, sequence by sequence where rows are packed.
+    """Callable that applies mixing coefficients to block summaries, to each sequence separately where rows are packed.
 
     Attributes:
         mixing: the coefficients.
@@ -43,7 +44,7 @@ class Mixer:
     sequences: tuple[tuple[int, int], ...] | None = None
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
-        """Mixed summaries ``[B, H, M, ...]``; causal: those of earlier blocks only."""
+        """Return mixed summaries ``[B, H, M, ...]``; with ``causal``, of earlier blocks only."""
         flat = summary.flatten(3)
         if self.sequences is None:
             mixed = self.mixing.mix(flat, causal)
@@ -53,7 +54,10 @@ class Mixer:
 
 
 def make_mixer(mixing: Mixing, blocks: BlockPartition) -> Mixer:
-    """The mixer for a partition. Packed rows whose bounds the CPU does not know get one masked matrix for all of them."""
+    """Return the mixer for a partition.
+
+    Packed rows whose bounds the CPU does not know get one masked matrix for all sequences.
+    """
     if is_dynamic(blocks.blocks) or (blocks.local is not None and blocks.sequences is None):
         mixing = DenseMixing(blocks.expand_mixing(mixing.matrix(blocks.blocks)))
         return Mixer(mixing, mixing.own(slice(None), blocks.blocks))
@@ -71,7 +75,20 @@ def chunked(
     scale: float | None,
     eps: float,
 ) -> Tensor:
-    """Outputs ``[B, H, M, C, V]``; ``scale`` None asks for the normaliser."""
+    """Compute the outputs of the chunked form.
+
+    Args:
+        q_BHMCK: queries in blocks, ``[B, H, M, C, K]``.
+        k_BHMCK: keys in blocks, ``[B, H, M, C, K]``.
+        v_BHMCV: values in blocks, ``[B, H, M, C, V]``.
+        mixer: mixer of the block summaries.
+        causal: whether only earlier blocks and tokens count.
+        scale: factor on the outputs; None divides by the normalizer.
+        eps: added to the normalizer.
+
+    Returns:
+        Outputs ``[B, H, M, C, V]``.
+    """
     run = _bidirectional
     if causal:
         run = _causal if v_BHMCV.shape[-2] <= TILE else _causal_tiled
@@ -90,12 +107,12 @@ def _bidirectional(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: boo
 
 
 def summarize(k: Tensor, v: Tensor) -> Tensor:
-    """Summaries ``[..., K, V]`` of keys ``[..., C, K]`` and values ``[..., C, V]``, finite: see :func:`finite_`."""
+    """Compute the summaries ``[..., K, V]`` of keys ``[..., C, K]`` and values ``[..., C, V]``; finite, see :func:`finite_`."""
     return finite_(k.transpose(-1, -2) @ v)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
-    # own coefficients go into q: after the product, a masked score times a gradient that overflowed would be NaN
+    # own coefficients multiply q, not the masked scores: there, a zero times a gradient that overflowed would be NaN
     scores = (q * mixer.own[..., None, None] @ k.transpose(-1, -2)).tril()
     out = q @ mixer(summarize(k, v), causal=True) + scores @ v
     if not normalize:
@@ -106,12 +123,12 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> t
 def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
     slots = v.shape[-2]
     tiles = divide_up(slots, TILE)
-    tile = divide_up(slots, tiles)
+    tile = divide_up(slots, tiles)  # tiles of equal size need less padding than full tiles and a rest
     pad = (0, 0, 0, tiles * tile - slots)
     q, k, v = (F.pad(x, pad).unflatten(3, (tiles, tile)) for x in (q, k, v))
     own = mixer.own[..., None, None, None]
 
-    summary = k.transpose(-1, -2) @ v
+    summary = k.transpose(-1, -2) @ v  # by tile; its sum over the tiles is the summary of the block
     mixed = mixer(finite_(summary.sum(3)), causal=True)[:, :, :, None] + own * _sums_before(summary)
     scores = (q * own @ k.transpose(-1, -2)).tril()
     out = (q @ mixed + scores @ v).flatten(3, 4)[..., :slots, :]
@@ -124,5 +141,8 @@ def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool
 
 
 def _sums_before(x: Tensor) -> Tensor:
-    """Sums of the tiles before each one, axis 3; never ``cumsum - x``, in which what is large stays as a rounding error."""
+    """Return for each tile the sum of the tiles before it, along axis 3.
+
+    This is never computed as ``cumsum - x``: a large value would remain in it as a rounding error.
+    """
     return finite_(F.pad(x[:, :, :, :-1], (0, 0) * (x.dim() - 4) + (1, 0)).cumsum(3))

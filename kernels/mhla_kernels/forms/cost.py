@@ -1,6 +1,6 @@
-"""Which form is cheaper, from the shape alone: never by timing at run time.
+"""Choice of the cheapest form from the shape alone, without timing at run time.
 
-The constants lie in ``cost.json``, each set with the command, the machine and the date that it came from.
+The constants are in ``cost.json``, each with the command, the machine and the date of its measurement.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from mhla_kernels.forms.chunked import TILE
 from mhla_kernels.forms.spanning import chunk_tokens
 
 CONSTANTS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cost.json").read_text())
-"""By backend, in multiply-adds: ``pair`` and ``summary``, what a token pair and a number of a summary cost beside their
-products (scaling, masking, row sum; writing and reading), and ``token``, what reading a number of k or v again costs."""
+"""Costs by backend, in multiply-adds, in addition to those of the products.
+
+``pair`` is the cost of a token pair (scaling, masking, row sum), ``summary`` that of a number of a summary (writing and
+reading), and ``token`` that of reading a number of k or v again."""
 
 OUTPUTS, SPAN = 128, 16
-"""Of the fused kernels in bfloat16: widest part of an output that a program holds, and blocks that a tile of tokens touches."""
+"""Widest part of an output that a fused program holds, and blocks that a tile of tokens touches, both in bfloat16."""
 
 
 VARIABLE = "MHLA_MEMORY_GB"
@@ -40,17 +42,20 @@ _limit = _limit_at_start()
 
 
 def limit_memory(bytes_of_a_call: float | None) -> None:
-    """Bound what ``form="auto"`` may hold beside the tokens in one forward pass, in bytes; None for no bound.
+    """Limit the memory that ``form="auto"`` may use in one forward pass, in addition to the tokens.
 
-    Forms that would hold more are left out where another does not; where all would, the one that holds least is taken. At the
-    start the bound is that of ``MHLA_MEMORY_GB``, in gigabytes, where this variable is set.
+    Forms that need more than the limit are left out, except the form that needs least. Initially, the limit is
+    ``MHLA_MEMORY_GB`` in gigabytes, if this variable is set.
+
+    Args:
+        bytes_of_a_call: limit in bytes; None for no limit.
 
     Raises:
-        ValueError: for a bound that is not positive.
+        ValueError: for a limit that is not positive.
     """
     global _limit
     if bytes_of_a_call is not None and not bytes_of_a_call > 0:
-        raise ValueError(f"the bound must be a positive number of bytes, not {bytes_of_a_call}")
+        raise ValueError(f"the memory limit must be a positive number of bytes, not {bytes_of_a_call}")
     _limit = float("inf") if bytes_of_a_call is None else float(bytes_of_a_call)
 
 
@@ -66,24 +71,33 @@ def cheapest_form(
     rows: int = 1,
     backend: Literal["torch", "triton"] = "torch",
 ) -> ChosenForm:
-    """The cheapest form for N ``tokens`` in M ``blocks``, counted in multiply-adds for one batch row and head.
+    """Return the cheapest form for a shape, counted in multiply-adds for one batch row and head.
 
-    See :func:`limit_memory` for forms that are left out.
+    Forms that need more memory than the limit are left out, see :func:`limit_memory`.
 
-    ``work``: summaries added up for each block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all M.
-    ``terms``: running sums between chunks of several blocks, see :meth:`mhla_kernels.mixing.Mixing.span_terms`.
-    ``rows``: batch rows times heads.
+    Args:
+        tokens: number of tokens N.
+        blocks: number of blocks M.
+        key_width: width of a key, Dk.
+        value_width: width of a value, Dv.
+        causal: whether attention is causal.
+        work: summaries added up for each block, see :meth:`mhla_kernels.mixing.Mixing.work`; None for all M.
+        terms: running sums between chunks of several blocks, see :meth:`mhla_kernels.mixing.Mixing.span_terms`; None excludes
+            the spanning form.
+        rows: batch rows times heads.
+        backend: ``"torch"`` or ``"triton"``.
     """
-    cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)  # each scores the pairs
+    # the fused kernels compute a wide output in parts, each of which scores all pairs again
+    cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)
     inside = key_width + value_width + cost["pair"]
     pair, products, mixing = inside, 2, 1
     if fused:
         inside = parts * (key_width + cost["pair"]) + 2 * value_width  # a float32 score is two bfloat16 pieces
-        pair = inside + 2 * SPAN * parts  # and so is a coefficient
+        pair = inside + 2 * SPAN * parts  # a coefficient is two bfloat16 pieces too
         products, mixing = 3, 3
     parallel = tokens * tokens * pair
     if causal and fused:
-        parallel /= 2  # the PyTorch form computes the masked half too
+        parallel /= 2  # the PyTorch form also computes the masked half
     mixed = blocks if work is None else work
     summary = key_width * value_width
     chunked = (products * tokens + mixing * blocks * mixed + cost["summary"] * blocks) * summary
@@ -94,7 +108,7 @@ def cheapest_form(
     size = -(-tokens // max(blocks, 1))
     chunk = chunk_tokens(tokens, size, backend)
     if terms is not None and size < chunk < tokens:
-        # on a CPU the numbers beside the products stay in its cache
+        # on a CPU the sums stay in the cache, so that moving them costs nothing
         products, moved, pair = 2, 0.0, key_width + value_width
         if fused:  # weighted tokens and sums are two bfloat16 pieces each
             products, moved, pair = 4, cost["summary"] / chunk, inside + 2 * SPAN * parts
@@ -108,8 +122,8 @@ def cheapest_form(
         least = min(held.values())
         costs = {form: cost for form, cost in costs.items() if 4 * held[form] <= _limit or held[form] == least}
     chosen: ChosenForm = next(iter(costs))
-    for form, spent in costs.items():  # in a graph that torch traces, sizes and costs may be open
-        if spent < costs[chosen]:
+    for form, form_cost in costs.items():  # not min(): sizes and costs may be open while torch traces
+        if form_cost < costs[chosen]:
             chosen = form
     return chosen
 
@@ -123,10 +137,12 @@ def numbers_held(
     terms: int,
     backend: Literal["torch", "triton"] = "torch",
 ) -> int:
-    """Float32 numbers that a forward pass holds beside the tokens, for one batch row and head.
+    """Return how many float32 numbers a forward pass holds in addition to the tokens, for one batch row and head.
 
-    The PyTorch forms hold scores, and the spanning one the tokens weighed for each term too; a CPU computes some rows at a
-    time and holds less than all of them take.
+    The PyTorch forms hold scores, and the spanning form also holds the tokens weighted for each term. On a CPU only some rows
+    are computed at a time, so less than the sum over all rows is held.
+
+    The arguments are those of :func:`cheapest_form`, with ``terms`` 0 for coefficients that have none.
     """
     summary = key_width * (value_width + 1)
     if form == "parallel":

@@ -1,6 +1,7 @@
-"""The parallel form in PyTorch: scores of all token pairs, scaled by the mixing coefficient of their two blocks.
+"""Parallel form in PyTorch: scores of all token pairs, scaled by the mixing coefficient of their two blocks.
 
-Arithmetic grows with N squared; two large GEMMs, which is the fastest way while N is at most some hundreds.
+Arithmetic grows with N squared. It consists of two large GEMMs, which is fastest for N up to some hundreds.
+
 Shape letters: B batch, H heads, N slots of tokens, M blocks, K key width, V value width.
 """
 
@@ -21,10 +22,24 @@ def parallel(
     scale: float | None,
     eps: float,
 ) -> Tensor:
-    """Outputs ``[B, H, N, V]``; ``mixing`` is ``[M, M]`` or ``[H, M, M]``; ``scale`` None asks for the normaliser."""
+    """Compute the outputs of the parallel form.
+
+    Args:
+        q_BHNK: queries, ``[B, H, N, K]``.
+        k_BHNK: keys, ``[B, H, N, K]``.
+        v_BHNV: values, ``[B, H, N, V]``.
+        mixing: coefficients, ``[M, M]`` or ``[H, M, M]``.
+        causal: whether only earlier tokens count.
+        scale: factor on the outputs; None divides by the normalizer.
+        eps: added to the normalizer.
+
+    Returns:
+        Outputs ``[B, H, N, V]``.
+    """
     scores = q_BHNK @ k_BHNK.transpose(-1, -2)
     shape, blocks = scores.shape, mixing.shape[-1]
     slots = shape[-1] // blocks
+    # a view by blocks: expanding the coefficients to N x N would cost another matrix of this size
     by_block = scores.view(shape[0], shape[1], blocks, slots, blocks, slots)
     scores = (by_block * mixing.unsqueeze(-1).unsqueeze(-3)).view(shape)
     if causal:

@@ -1,4 +1,4 @@
-"""The definition, written out: an N x N attention matrix. For tests and analysis; memory grows with N squared."""
+"""Reference form: the definition as an N x N attention matrix, for tests and analysis. Memory grows with N squared."""
 
 from __future__ import annotations
 
@@ -19,9 +19,19 @@ def weights(
     scale: float | None,
     eps: float,
 ) -> Tensor:
-    """Attention weights ``[B, H, N, N]``: ``m[b(t), b(j)] * (q_t . k_j)``, zero where masked.
+    """Compute the attention weights ``m[b(t), b(j)] * (q_t . k_j)``, zero where masked.
 
-    Each row is divided by its sum + ``eps`` when ``scale`` is None (the normalised operator), else multiplied by ``scale``.
+    Args:
+        q_BNHK: queries, ``[B, N, H, K]``.
+        k_BNHK: keys, ``[B, N, H, K]``.
+        mixing: coefficients, ``[M, M]`` or ``[H, M, M]``.
+        where: block and sequence of every token.
+        causal: whether only earlier tokens count.
+        scale: factor on the weights; None divides each row by its sum + ``eps``.
+        eps: added to the sum of a row.
+
+    Returns:
+        Weights ``[B, H, N, N]``.
     """
     block = where.block
     products = torch.einsum("bthk,bjhk->bhtj", q_BNHK, k_BNHK)
@@ -33,9 +43,9 @@ def weights(
     if scale is not None:
         return products * scale
     shares = divide(products, products.sum(-1, keepdim=True), eps)
-    return shares.tril() if causal else shares  # no gradient from above the diagonal, even where it overflows
+    return shares.tril() if causal else shares  # tril again: no gradient from above the diagonal, even if it overflows
 
 
 def attend(weights_BHNN: Tensor, v_BNHV: Tensor) -> Tensor:
-    """``[B, N, H, Dv]``: every row of weights applied to the values."""
+    """Apply weights ``[B, H, N, N]`` to values ``[B, N, H, Dv]``, and return the outputs ``[B, N, H, Dv]``."""
     return torch.einsum("bhtj,bjhv->bthv", weights_BHNN, v_BNHV)

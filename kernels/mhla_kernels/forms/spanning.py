@@ -1,8 +1,8 @@
-"""The spanning form in PyTorch: chunks of several blocks, for sums of exponentials. Its cost does not depend on the block.
+"""Spanning form in PyTorch: chunks of several blocks, for sums of exponentials. The cost does not depend on the block size.
 
-In short blocks the chunked form holds as many numbers in its summaries as in its tokens. Here a chunk spans G blocks: pairs
-of tokens inside it are weighed by a ``[G, G]`` matrix, and T running sums go from chunk to chunk, which is linear attention
-with T times as many features:
+In short blocks the chunked form holds as many numbers in its summaries as in its tokens. Here a chunk spans G blocks. Pairs
+of tokens inside a chunk are weighted by a ``[G, G]`` matrix, and T running sums pass from chunk to chunk, which is linear
+attention with T times as many features:
 
     o_t = sum_{j in chunk} m[b(t), b(j)] (q_t . k_j) v_j  +  sum_r reading[r, b(t)] q_t^T H_r
     H_r = sum over earlier (later) chunks of e^{-decay_r (chunks in between)} sum_j writing[r, b(j)] k_j v_j^T
@@ -25,12 +25,16 @@ from mhla_kernels.mixing.span import Span
 from mhla_kernels.normalizer import divide
 
 CHUNK: dict[str, int] = {"torch": 128, "triton": 256}
-"""Tokens that a chunk holds at most by backend, if its block is not longer. On a GPU sums that are moved cost more than
-pairs; on a CPU see ``benchmarks.short_blocks``."""
+"""Largest number of tokens in a chunk by backend, unless one block is longer.
+
+On a GPU moving sums costs more than scoring pairs; for a CPU see ``benchmarks.short_blocks``."""
 
 
 def chunk_tokens(tokens: int, block_size: int, backend: Literal["torch", "triton"] = "torch") -> int:
-    """Tokens of a chunk: whole blocks, up to ``CHUNK`` tokens or one block, or all there are."""
+    """Return the number of tokens in a chunk.
+
+    A chunk holds as many complete blocks as fit into ``CHUNK`` tokens, at least one block, and at most all N tokens.
+    """
     return at_most(tokens, max(1, CHUNK[backend] // block_size) * block_size)
 
 
@@ -46,14 +50,29 @@ def spanning(
     scale: float | None,
     eps: float,
 ) -> Tensor:
-    """Outputs ``[B, H, M, C, V]``; ``scale`` None asks for the normaliser, which is one more column of values."""
+    """Compute the outputs of the spanning form.
+
+    Args:
+        q_BHMCK: queries in chunks, ``[B, H, M, C, K]``.
+        k_BHMCK: keys in chunks, ``[B, H, M, C, K]``.
+        v_BHMCV: values in chunks, ``[B, H, M, C, V]``.
+        span: coefficients by chunks.
+        block_size: tokens in a block.
+        chunks: partition of the tokens into chunks.
+        causal: whether only earlier tokens count.
+        scale: factor on the outputs; None divides by the normalizer, which is computed as one more column of values.
+        eps: added to the normalizer.
+
+    Returns:
+        Outputs ``[B, H, M, C, V]``.
+    """
     q, k, v = q_BHMCK, k_BHMCK, v_BHMCV
     if scale is None:
         v = F.pad(v, (0, 1), value=1.0)
     block = torch.arange(v.shape[-2], device=v.device) // block_size
     scores = q @ k.transpose(-1, -2)
     matrix = span.matrix[:, None, block][..., block]
-    # before the product too: a masked score that overflowed would make NaN of the matrix's gradient
+    # mask before the product too: a masked score that overflowed would make the gradient of the matrix NaN
     scores = (scores.tril() * matrix).tril() if causal else scores * matrix
     out = scores @ v
     if q.shape[2] > 1:
@@ -66,12 +85,21 @@ def spanning(
 
 
 def _times(x_BHMCK: Tensor, weights_H1CT: Tensor) -> Tensor:
-    """``[B, H, M, C, F]``: the tokens, weighed for each term."""
+    """Multiply tokens ``[B, H, M, C, K]`` by the weights of each term, and return the products ``[B, H, M, C, F]``."""
     return (x_BHMCK[..., None, :] * weights_H1CT[..., None]).flatten(-2)
 
 
 def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
-    """The running sums that each chunk reads, of the chunks before it in its sequence, or after it."""
+    """Return the running sums that each chunk reads: of the chunks before it in its sequence, and of those after it.
+
+    Args:
+        sums_BHMFV: sums of each chunk, ``[B, H, M, F, V]``.
+        span: coefficients by chunks.
+        chunks: partition of the tokens into chunks.
+
+    Returns:
+        Running sums, ``[B, H, M, F, V]``.
+    """
     batch, heads, number, features, width = sums_BHMFV.shape
     terms = span.decay.shape[-1]
     x = finite_(sums_BHMFV).unflatten(3, (terms, -1)).permute(0, 1, 3, 2, 4, 5).flatten(4)  # [B, H, T, M, K V]
@@ -80,16 +108,23 @@ def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
     states = []
     for part, later in zip(parts, (False, True), strict=False):
         rates = (decay[:, -span.later :] if later else decay[:, : part.shape[2]]).reshape(-1, 1)
-        found = _carry(part.flatten(1, 2), rates, chunks, later).view(part.shape)
-        states.append(found.flip(3) if later else found)
+        state = _carry(part.flatten(1, 2), rates, chunks, later).view(part.shape)
+        states.append(state.flip(3) if later else state)
     x = states[0] if span.later == 0 else torch.cat(states, 2)
     return x.unflatten(4, (-1, width)).permute(0, 1, 3, 2, 4, 5).reshape(batch, heads, number, features, width)
 
 
 def _carry(sums: Tensor, decay: Tensor, chunks: BlockPartition, later: bool) -> Tensor:
-    """``sum_{c < i} exp(-decay (i - 1 - c)) sums[c]`` along axis 2, which runs from the end if ``later``."""
+    """Compute ``sum_{c < i} exp(-decay (i - 1 - c)) sums[c]`` over the chunks of each sequence.
+
+    Args:
+        sums: sums of each chunk along axis 2, in reverse order if ``later``.
+        decay: exponents of the decay over one chunk.
+        chunks: partition of the tokens into chunks.
+        later: whether the sums are of later chunks.
+    """
     number = sums.shape[2]
-    if chunks.local is not None and chunks.sequences is None:  # packed rows whose bounds only the device knows
+    if chunks.local is not None and chunks.sequences is None:  # only the device knows the bounds of packed rows
         assert chunks.owner is not None
         local, owner = (x.flip(0) if later else x for x in (chunks.local, chunks.owner))
         between = (local[:, None] - local).abs() - 1
@@ -101,6 +136,6 @@ def _carry(sums: Tensor, decay: Tensor, chunks: BlockPartition, later: bool) -> 
         sequences = tuple((number - last, number - first) for first, last in reversed(sequences))
     states = []
     for first, last in sequences:
-        before = F.pad(sums[:, :, first : last - 1], (0, 0, 1, 0))
-        states.append(before + earlier(before, torch.ones_like(decay), decay) if last - first > 2 else before)
+        preceding = F.pad(sums[:, :, first : last - 1], (0, 0, 1, 0))
+        states.append(preceding + earlier(preceding, torch.ones_like(decay), decay) if last - first > 2 else preceding)
     return states[0] if len(states) == 1 else torch.cat(states, 2)

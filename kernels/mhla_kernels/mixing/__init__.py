@@ -1,4 +1,4 @@
-"""Mixing coefficients: one file for each kind, behind the protocol :class:`Mixing`."""
+"""Kinds of mixing coefficients, each in one file, behind the interface :class:`Mixing`."""
 
 from torch import Tensor
 
@@ -8,14 +8,14 @@ from mhla_kernels.mixing.exponential import ExponentialMixing
 from mhla_kernels.mixing.resizing import extend_mixing, resize_mixing
 
 MixingLike = Tensor | Mixing
-"""Coefficients that the public functions take: a tensor of dense coefficients, or a kind of its own."""
+"""Coefficients that the public functions accept: a tensor of dense coefficients, or a :class:`Mixing`."""
 
 
 def as_mixing(mixing: MixingLike) -> Mixing:
-    """A tensor as :class:`DenseMixing`; a kind as it is.
+    """Return a tensor as :class:`DenseMixing`, and a :class:`Mixing` unchanged.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: for a value of any other type.
     """
     if isinstance(mixing, Mixing):
         return mixing

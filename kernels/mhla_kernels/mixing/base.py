@@ -1,4 +1,4 @@
-"""The protocol of mixing coefficients: a new kind is one class with its tensors and its matrix.
+"""Interface of mixing coefficients: a new kind is one class with its tensors and its matrix.
 
 Shape letters: B batch, H heads, M blocks, W numbers of a summary, R running sums.
 """
@@ -6,9 +6,8 @@ Shape letters: B batch, H heads, M blocks, W numbers of a summary, R running sum
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -17,22 +16,22 @@ from torch.nn import functional as F
 
 from mhla_kernels.blocks import is_dynamic, on_device
 from mhla_kernels.mixing.span import Span
-from mhla_kernels.torch_private import pytree
+from mhla_kernels.pytrees import register
 
 Rows = slice | Tensor
-"""Rows of a batch: all of them, or their indices."""
+"""Rows of a batch: a slice for all of them, or a tensor of their indices."""
 
 
 class BlockShares(Protocol):
-    """The processes that share a sequence, for mixing across them; see :mod:`mhla_kernels.sequence_parallel`."""
+    """Protocol of the processes that share a sequence; see :mod:`mhla_kernels.sequence_parallel`."""
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """First block of each process, and M."""
+        """First block of each process, and the number of blocks at the end."""
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
 
     @property
     def own(self) -> tuple[int, int]:
@@ -43,40 +42,31 @@ class BlockShares(Protocol):
         """Number of blocks of each process."""
 
     def gather(self, share: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The shares ``[B, H, length, ...]`` of all processes in a row."""
+        """Concatenate the shares ``[B, H, length, ...]`` of all processes along axis 2."""
 
 
 class Mixing(ABC):
-    """Mixing coefficients ``m[i, j]``: how query block i weighs the summary of block j.
+    """Mixing coefficients ``m[i, j]``: the weight that query block i gives to the summary of block j.
 
-    A kind is a frozen dataclass that derives from this class, names the fields that hold its tensors in ``learned`` and
-    defines :meth:`matrix`. Every other method has a default that applies the matrix; a kind overrides those for which it
-    knows a cheaper way. Kinds are pytrees of their tensors, and ``torch.load`` reads them with ``weights_only=True``, as
-    ``torch.export.load`` does.
+    A kind is a frozen dataclass that derives from this class, names the fields with its tensors in ``learned`` and defines
+    :meth:`matrix`. Every other method has a default that applies the matrix. A kind overrides the methods that it can compute
+    at lower cost. Kinds are pytrees of their tensors. ``torch.load`` reads them with ``weights_only=True``, and so does
+    ``torch.export.load``.
     """
 
     learned: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        pytree.register_pytree_node(
-            cls,
-            _flatten,
-            partial(_unflatten, cls),
-            serialized_type_name=f"{cls.__module__.partition('.')[0]}.{cls.__name__}",
-            to_dumpable_context=list,
-            from_dumpable_context=_from_json,
-            flatten_with_keys_fn=_flatten_with_keys,
-        )
-        torch.serialization.add_safe_globals([cls])
+        register(cls, cls.learned, _context, lambda tensors, rest: cls(**tensors, **dict(rest)), list, _from_json)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The learned tensors by name."""
+        """Learned tensors by name."""
         return {name: getattr(self, name) for name in self.learned}
 
     def to(self, dtype: torch.dtype) -> Self:
-        """The same coefficients with all tensors in ``dtype``."""
+        """Return the same coefficients with all tensors in ``dtype``."""
         if all(x.dtype == dtype for x in self.tensors.values()):
             return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
@@ -87,59 +77,67 @@ class Mixing(ABC):
 
     @property
     def heads(self) -> int | None:
-        """H, or None where all heads share the coefficients."""
+        """Number of heads H, or None if all heads share the coefficients."""
         return None
 
     @property
     def blocks(self) -> int | None:
-        """M of the largest grid or longest sequence that the coefficients are for; None for any length."""
+        """Number of blocks of the largest grid or longest sequence that the coefficients cover; None for any length."""
         return None
 
     def of_heads(self, heads: slice) -> Self | None:
-        """The coefficients of some heads, None for a kind that does not say how it keeps them."""
+        """Return the coefficients of some heads; None if the kind cannot be split by head."""
         return self if self.heads is None else None
 
     def _of_first_axis(self, heads: slice) -> Self:
-        """:meth:`of_heads` for a kind whose learned tensors all have the heads, if any, as their first axis."""
+        """Implement :meth:`of_heads` for a kind whose learned tensors have the heads, if any, as their first axis."""
         if self.heads is None:
             return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return type(self)(**values | {name: x[heads] for name, x in self.tensors.items()})
 
     def check(self, heads: int, causal: bool) -> None:
-        """Check values and shapes for attention of ``heads`` heads.
+        """Check values and shapes for attention with the given number of heads.
 
         Raises:
-            ValueError: naming what does not fit.
-            TypeError: for tensors of another dtype.
+            ValueError: naming the mismatch.
+            TypeError: for tensors of an unsupported dtype.
         """
         if self.heads not in (None, heads):
             raise ValueError(f"mixing is for {self.heads} heads; q has H = {heads}")
 
     @abstractmethod
     def matrix(self, blocks: int) -> Tensor:
-        """The matrix ``[M, M]`` or ``[H, M, M]``, for at least ``blocks`` blocks, or for as many as there are coefficients."""
+        """Return the matrix ``[M, M]`` or ``[H, M, M]``.
+
+        M is at least ``blocks``, or the number of blocks that the coefficients cover.
+        """
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
-        """m[i, i] of some blocks: ``[n]`` or ``[H, n]``, n being 1 where all blocks have the same.
+        """Return m[i, i] for some blocks: ``[n]`` or ``[H, n]``, where n is 1 if all blocks have the same coefficient.
 
         Args:
-            index: index of the blocks; numbers of the CPU are copied to the device.
-            blocks: a bound that the indices stay below.
+            index: indices of the blocks; a list is copied to the device.
+            blocks: upper bound of the indices, exclusive.
         """
         diagonal = self.matrix(blocks).diagonal(dim1=-2, dim2=-1)
         return diagonal[..., index if isinstance(index, slice | Tensor) else on_device(index, diagonal.device)]
 
     def mix(self, summary: Tensor, causal: bool) -> Tensor:
-        """Summaries mixed, ``[B, H, M, W]`` to the same; causal: earlier blocks only, without the block itself.
+        """Mix summaries ``[B, H, M, W]``, and return the same shape.
 
-        By default one batched GEMM, since torch would fold a broadcast matrix with two copies.
+        By default this is one batched GEMM, since torch would copy both operands to broadcast the matrix.
+
+        Args:
+            summary: summaries of the blocks.
+            causal: whether a block sees earlier blocks only, without itself.
         """
         batch, heads, blocks, _ = summary.shape
         weights = self.matrix(blocks)
         if not is_dynamic(blocks):
             weights = weights[..., :blocks, :blocks]
         if causal:
+            # without the block itself, which is added token by token, up to the query
             weights = weights.tril(-1)
         weights = weights.expand(batch, heads, blocks, blocks).reshape(batch * heads, blocks, blocks)
         return torch.bmm(weights, summary.flatten(0, 1)).view_as(summary)
@@ -147,40 +145,41 @@ class Mixing(ABC):
     # Chunks of several blocks, for coefficients that are sums of products: the spanning form.
 
     def span_terms(self, causal: bool) -> int | None:
-        """T, the running sums that such chunks pass on; None for a kind that has no such sums."""
+        """Return T, the number of running sums between chunks of several blocks; None for a kind without such sums."""
         return None
 
     def span(self, blocks: int, causal: bool) -> Span:
-        """The coefficients by chunks of ``blocks`` blocks, where :meth:`span_terms` is a number."""
+        """Return the coefficients for chunks of ``blocks`` blocks; only for a kind whose :meth:`span_terms` is a number."""
         raise NotImplementedError
 
-    # Generation: a state keeps the summaries of all finished blocks, or running sums of them.
+    # Generation: a state stores the summaries of all finished blocks, or running sums of them.
 
     @property
     def running_sums(self) -> int | None:
-        """R, where a fixed number of running sums stands for the finished blocks; None keeps every summary."""
+        """Number R of running sums that replace the finished blocks; None if every summary is stored."""
         return None
 
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """Finished summaries with room for ``blocks`` of them: the same tensor where it has that room, else a new one.
+        """Return finished summaries with room for ``blocks`` of them: the same tensor if it has the room, or a larger copy.
 
-        Those that are ``owned`` grow by more than they need, since blocks are then appended to them one by one.
+        Summaries that are ``owned`` grow by more than they need, since blocks are then appended one by one.
         """
         if finished.shape[2] >= blocks:
             return finished
+        # doubling makes appending one by one take linear time in all
         room = max(blocks, 2 * finished.shape[2]) if owned else blocks
         return F.pad(finished, (0, 0, 0, room - finished.shape[2]))
 
     def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor, in_place: bool) -> Tensor:
-        """Finished summaries with blocks ``[B, H, M, W]``, ``first`` and those after it, added to the ones of ``rows``.
+        """Append summaries of new blocks to the finished summaries of some rows.
 
         Args:
             finished: finished summaries, with room for the new ones.
-            rows: rows that ``summary`` is of.
+            rows: rows that ``summary`` belongs to.
             first: index of the first new block.
-            summary: summaries of the new blocks.
+            summary: summaries of the new blocks, ``[B, H, M, W]``.
             in_place: whether ``finished`` may be written to and returned. States that share it have fewer blocks, and do not
-                see the new ones.
+                read the new ones.
         """
         end = first + summary.shape[2]
         if in_place:
@@ -191,12 +190,29 @@ class Mixing(ABC):
         return grown if isinstance(rows, slice) else finished.index_copy(0, rows, grown)
 
     def read(self, finished: Tensor, block: int) -> Tensor:
-        """``[B, H, W]``: the mixture of the finished blocks that block ``block``, now open, sees."""
+        """Return the mixture of the finished blocks for the open block.
+
+        Args:
+            finished: finished summaries.
+            block: index of the open block.
+
+        Returns:
+            ``[B, H, W]``.
+        """
         weights = self.matrix(block + 1)[..., block, :block].reshape(1, -1, 1, block)
         return (weights @ finished[:, :, :block]).squeeze(2)
 
     def mix_after(self, finished: Tensor, summary: Tensor, first: int) -> Tensor:
-        """Causal mixing of blocks ``[B, H, M, W]``, ``first`` and those after it, that follow finished ones."""
+        """Mix blocks causally that follow finished blocks.
+
+        Args:
+            finished: finished summaries.
+            summary: summaries of the new blocks, ``[B, H, M, W]``.
+            first: index of the first new block.
+
+        Returns:
+            Mixed summaries for the new blocks, ``[B, H, M, W]``.
+        """
         blocks = summary.shape[2]
         rows = self.matrix(first + blocks)[..., first : first + blocks, :]
         inside = rows[..., first : first + blocks].tril(-1)
@@ -208,17 +224,17 @@ class Mixing(ABC):
 
     @property
     def boundary_sums(self) -> int | None:
-        """R, where processes exchange that many sums for each side; None where they exchange summaries."""
+        """Number R of sums that processes exchange for each side; None if they exchange summaries."""
         return None
 
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
-        """Mixing of this process's blocks ``[B, H, m, ...]`` with those of all processes.
+        """Mix the blocks of all processes for the blocks of this process, ``[B, H, m, ...]``.
 
         Args:
-            summary: summary of this process's blocks.
-            causal: whether only earlier blocks count, without the block itself.
+            summary: summaries of this process's blocks.
+            causal: whether a block sees earlier blocks only, without itself.
             shares: shares of all processes.
-            every: summaries of all blocks ``[B, H, M, ...]`` where they are known already; else they are gathered.
+            every: summaries of all blocks ``[B, H, M, ...]``; None gathers them.
         """
         if every is None:
             every = shares.gather(summary, shares.blocks)
@@ -234,32 +250,24 @@ class Mixing(ABC):
     # The choice between forms, and the fused kernels.
 
     def fused(self, blocks: int, causal: bool, form: str) -> tuple[str, list[Tensor]]:
-        """The fused kernels' name for the kind (a key of ``triton_backend.mixers.MIXERS``), and the tensors they take.
+        """Return the fused kernels' name for the kind (a key of ``triton_backend.mixers.MIXERS``), and the tensors they take.
 
-        The tensors have heads as their first axis, of length 1 where they are shared; the weights are linear in the
-        first one. The default applies the matrix.
+        The tensors have heads as their first axis, of length 1 if the heads share them. The weights are linear in the first
+        tensor. By default the kernels apply the matrix.
         """
         matrix = self.matrix(blocks)
         return "dense", [matrix if matrix.dim() == 3 else matrix[None]]
 
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
-        """Summaries that are added up for each of ``blocks`` blocks, for the choice of the cheaper form."""
+        """Return the number of summaries added up for each of ``blocks`` blocks, for the choice of the cheapest form."""
         return blocks
 
 
-def _flatten(mixing: Mixing) -> tuple[list[Tensor], tuple[tuple[str, Any], ...]]:
+def _context(mixing: Mixing) -> tuple[tuple[str, Any], ...]:
+    """The fields that are not learned tensors, by name."""
     others = (field.name for field in fields(mixing) if field.name not in mixing.learned)  # type: ignore[arg-type]
-    return list(mixing.tensors.values()), tuple((name, getattr(mixing, name)) for name in others)
-
-
-def _flatten_with_keys(mixing: Mixing) -> tuple[list[tuple[Any, Tensor]], tuple[tuple[str, Any], ...]]:
-    leaves, context = _flatten(mixing)
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(mixing.learned, leaves, strict=True)], context
+    return tuple((name, getattr(mixing, name)) for name in others)
 
 
 def _from_json(value: Any) -> Any:
     return tuple(map(_from_json, value)) if isinstance(value, list) else value
-
-
-def _unflatten(cls: type[Mixing], leaves: Iterable[Any], context: Any) -> Mixing:
-    return cls(**dict(zip(cls.learned, leaves, strict=True)), **dict(context))

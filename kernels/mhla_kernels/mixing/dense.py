@@ -13,7 +13,7 @@ from mhla_kernels.mixing.base import Mixing
 
 @dataclass(frozen=True)
 class DenseMixing(Mixing):
-    """A matrix of coefficients; what the operator makes of a plain tensor.
+    """Matrix of coefficients; the operator converts a plain tensor to this class.
 
     Args:
         mixing: ``[M, M]`` for all heads, or ``[H, M, M]``, in floating point.
@@ -43,11 +43,11 @@ class DenseMixing(Mixing):
     def check(self, heads: int, causal: bool) -> None:
         matrix = self.mixing
         if not matrix.is_floating_point():
-            raise TypeError(f"mixing is {matrix.dtype}; it must be floating point, best float32")
+            raise TypeError(f"mixing is {matrix.dtype}; it must be floating point, preferably float32")
         square = matrix.dim() in (2, 3) and matrix.shape[-1] == matrix.shape[-2] and matrix.numel() > 0
         if not square or self.heads not in (None, heads):
             raise ValueError(f"mixing has shape {list(matrix.shape)}; it must be [M, M] or [H, M, M] with H = {heads}")
 
     def matrix(self, blocks: int) -> Tensor:
-        """All coefficients, however many blocks are asked for."""
+        """Return all coefficients, whatever ``blocks`` is."""
         return self.mixing

@@ -1,11 +1,11 @@
-"""Mixing coefficients as a sum of exponentials of block distance: cost linear in the number of blocks, any length.
+"""Mixing coefficients as a sum of exponentials of block distance, for any length and at a cost linear in the number of blocks.
 
     m[i, j] = sum_r a_r prod_axis exp(-lambda_{r, axis} |i_axis - j_axis|)
 
-A sum of R such terms is applied to M block summaries by running sums, R at a time, instead of a matrix of M squared; the
-causal state is R summaries whatever the length. Learned dense coefficients of language models were found to be close to a
-function of distance alone (the "Toeplitz Block Mixing" report, 2026-03); the distance here is the weighted L1 one, since
-that separates over the axes of a grid.
+A sum of R such terms is applied to M block summaries by running sums, R at a time, instead of a matrix of M squared. The
+causal state is R summaries for any length. Learned dense coefficients of language models were found to be close to a function
+of distance alone (the "Toeplitz Block Mixing" report, 2026-03). The distance here is the weighted L1 distance, which
+separates over the axes of a grid.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from mhla_kernels.mixing.span import Span, make_span
 from mhla_kernels.torch_private import assert_async, has_values, unwrapped
 
 GROUP = 32
-"""Blocks that are mixed by a small matrix at once, between the steps of a running sum."""
+"""Number of blocks that one small matrix mixes at once; running sums connect the groups."""
 
 
 @dataclass(frozen=True)
 class ExponentialMixing(Mixing):
     """Mixing coefficients ``m[i, j] = sum_r a_r prod_axis exp(-lambda_{r, axis} |i_axis - j_axis|)``.
 
-    Gradients reach both tensors.
+    Both tensors get gradients.
 
     Args:
         amplitude: a, nonnegative, ``[R]`` for all heads or ``[H, R]``.
-        decay: lambda, per block, nonnegative: of amplitude's shape in one dimension (``grid`` None); for a grid of A axes
-            amplitude's shape and a last axis of length A.
-        grid: blocks along each axis, row-major, for 2-D and 3-D grids; None for a sequence of any length. Causal
-            attention needs None.
+        decay: lambda per block, nonnegative. Without ``grid`` it has the shape of ``amplitude``; for a grid of A axes it has
+            one more axis, of length A, at the end.
+        grid: blocks along each axis, row-major, for 2-D and 3-D grids; None for a sequence of any length. Causal attention
+            needs None.
 
     Raises:
         ValueError: if the shapes do not fit.
@@ -55,25 +55,25 @@ class ExponentialMixing(Mixing):
     grid: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.amplitude, Tensor):  # torch unflattens pytrees with placeholders
+        if not isinstance(self.amplitude, Tensor):  # torch unflattens pytrees with placeholders instead of tensors
             return
         if self.amplitude.dim() not in (1, 2) or self.amplitude.numel() == 0:
             raise ValueError(f"amplitude has shape {list(self.amplitude.shape)}; it must be [R] or [H, R]")
         axes = () if self.grid is None else (len(self.grid),)
         if self.decay.shape != (*self.amplitude.shape, *axes):
-            wanted = [*self.amplitude.shape, *axes]
-            raise ValueError(f"decay has shape {list(self.decay.shape)}; with grid={self.grid} it must be {wanted}")
+            shape = [*self.amplitude.shape, *axes]
+            raise ValueError(f"decay has shape {list(self.decay.shape)}; with grid={self.grid} it must be {shape}")
         if self.grid is not None and (not self.grid or min(self.grid) < 1):
             raise ValueError(f"grid={self.grid} must be blocks along each axis, each >= 1")
 
     @property
     def terms(self) -> int:
-        """R."""
+        """Number of terms R."""
         return self.amplitude.shape[-1]
 
     @property
     def heads(self) -> int | None:
-        """H, or None when all heads share the coefficients."""
+        """Number of heads H, or None if all heads share the coefficients."""
         return self.amplitude.shape[0] if self.amplitude.dim() == 2 else None
 
     def __str__(self) -> str:
@@ -92,18 +92,21 @@ class ExponentialMixing(Mixing):
     def check(self, heads: int, causal: bool) -> None:
         super().check(heads, causal)
         if causal and self.grid is not None:
-            raise ValueError(f"causal attention is over a sequence; give ExponentialMixing without grid={self.grid}")
+            raise ValueError(f"causal attention needs a sequence; give ExponentialMixing without grid={self.grid}")
         _check_decay(self.decay)
 
     def dense(self, blocks: int | None = None) -> Tensor:
-        """The matrix it stands for, ``[M, M]`` or ``[H, M, M]``; ``blocks`` is M where ``grid`` is None.
+        """Return the coefficients as a matrix, ``[M, M]`` or ``[H, M, M]``.
+
+        Args:
+            blocks: M; required if ``grid`` is None.
 
         Raises:
             ValueError: if ``blocks`` is missing, or is not the number of blocks of ``grid``.
         """
         if self.grid is None:
             if blocks is None:
-                raise ValueError("a mixing without a grid is of any length; give the number of blocks")
+                raise ValueError("a mixing without a grid has no fixed length; give the number of blocks")
             distance = _distance(blocks, self.amplitude)
             return _kernel(self.amplitude, self.decay, distance)
         size = prod(self.grid)
@@ -112,8 +115,8 @@ class ExponentialMixing(Mixing):
         axes = [_distance(length, self.amplitude) for length in self.grid]
         exponent = None
         for axis, distance in enumerate(axes):
-            own = self.decay[..., axis, None, None] * distance
-            exponent = own if exponent is None else _outer_sum(exponent, own)
+            axis_exponent = self.decay[..., axis, None, None] * distance
+            exponent = axis_exponent if exponent is None else _outer_sum(exponent, axis_exponent)
         assert exponent is not None
         return (self.amplitude[..., None, None] * (-exponent).exp()).sum(-3)
 
@@ -122,30 +125,30 @@ class ExponentialMixing(Mixing):
         return self.dense(blocks if self.grid is None else None)
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
-        """``[1]`` or ``[H, 1]``: the sum of the amplitudes, for every block."""
+        """Return the sum of the amplitudes, ``[1]`` or ``[H, 1]``, which is m[i, i] of every block."""
         return self.amplitude.sum(-1, keepdim=True)
 
     def _per_head(self) -> tuple[Tensor, Tensor]:
-        """Amplitude and decay with an axis of heads, of length 1 where they are shared."""
+        """Return amplitude and decay with an axis of heads, of length 1 if all heads share them."""
         return (self.amplitude, self.decay) if self.heads else (self.amplitude[None], self.decay[None])
 
     @override
     def mix(self, summary: Tensor, causal: bool) -> Tensor:
-        """The cost is O(M R W) (times a group or the length of an axis), never O(M^2 W)."""
+        """Mix summaries in O(M R W) (times a group or the length of an axis), never in O(M^2 W)."""
         amplitude, decay = self._per_head()
         if causal:
             return earlier(summary, amplitude, decay)
         if self.grid is None:
             later = earlier(summary.flip(2), amplitude, decay).flip(2)
-            own = amplitude.sum(-1)[:, None, None] * summary
-            return earlier(summary, amplitude, decay) + own + later
-        if self.terms * sum(self.grid) > prod(self.grid):
+            own_part = amplitude.sum(-1)[:, None, None] * summary
+            return earlier(summary, amplitude, decay) + own_part + later
+        if self.terms * sum(self.grid) > prod(self.grid):  # the matrix takes fewer operations than the axes
             return torch.einsum("hib,nhbw->nhiw", self.dense().expand(summary.shape[1], -1, -1), summary)
         return _separable(summary, amplitude, decay, self.grid)
 
     @override
     def span_terms(self, causal: bool) -> int | None:
-        """Return R terms for each direction; none over a grid, where blocks in a row are no neighbours."""
+        """Return R for each direction; None over a grid, where consecutive blocks need not be neighbors."""
         if self.grid is not None:
             return None
         return self.terms if causal else 2 * self.terms
@@ -156,17 +159,17 @@ class ExponentialMixing(Mixing):
 
     @property
     def running_sums(self) -> int:
-        """R: a sum for each term stands for all finished blocks."""
+        """Number of terms R: one sum for each term replaces all finished blocks."""
         return self.terms
 
     @override
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """Return the state as it is: there are as many running sums for any number of blocks."""
+        """Return the running sums unchanged: their number does not depend on the number of blocks."""
         return finished
 
     @override
     def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor, in_place: bool) -> Tensor:
-        """Let the running sums fade and add the new blocks to them; they are always copied."""
+        """Decay the running sums and add the new blocks to them, always in a copy."""
         count = summary.shape[2]
         decay = self.decay.reshape(1, -1, self.terms, 1)
         age = torch.arange(count - 1, -1, -1, device=finished.device, dtype=finished.dtype)
@@ -187,12 +190,12 @@ class ExponentialMixing(Mixing):
     @property
     @override
     def boundary_sums(self) -> int | None:
-        """Return the sums that processes exchange; None over a grid, where they exchange summaries."""
+        """Number of sums that processes exchange for each side; None over a grid, where they exchange summaries."""
         return self.terms if self.grid is None else None
 
     @override
     def mix_share(self, summary: Tensor, causal: bool, shares: BlockShares, every: Tensor | None) -> Tensor:
-        """Mix own blocks by running sums, and those of other processes by one sum for each term and side."""
+        """Mix this process's blocks by running sums, and those of other processes by one sum for each term and side."""
         if self.grid is not None:
             return super().mix_share(summary, causal, shares, every)
         flat = summary.flatten(3)
@@ -217,17 +220,17 @@ class ExponentialMixing(Mixing):
 
     @override
     def fused(self, blocks: int, causal: bool, form: str) -> tuple[str, list[Tensor]]:
-        """Use running sums in the causal chunked form, and the matrix elsewhere."""
+        """Return running sums for the causal chunked form, and the matrix for all other forms."""
         if not causal or form != "chunked":
             return super().fused(blocks, causal, form)
         return "exponential", [x.contiguous() for x in self._per_head()]
 
     @override
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
-        """Count running sums; the fused kernels apply the matrix unless causal."""
+        """Return the number of running sums, or of blocks where the fused kernels apply the matrix (unless causal)."""
         if fused and not causal:
             return blocks
-        both_ways = 1 if causal or self.grid is not None else 3  # two passes, and one for turning and adding them
+        both_ways = 1 if causal or self.grid is not None else 3  # two passes, and one for reversing and adding them
         return both_ways * at_most(blocks, GROUP + 2 * self.terms)
 
     @classmethod
@@ -241,51 +244,67 @@ class ExponentialMixing(Mixing):
         any_row_scale: bool = False,
         steps: int = 500,
     ) -> tuple[ExponentialMixing, Tensor]:
-        """The sum of exponentials nearest to learned dense coefficients, and how much of their variance it explains.
+        """Fit a sum of exponentials to learned dense coefficients, and return the explained variance.
 
-        Least squares over the coefficients that count (the lower triangle if ``causal``): Adam on the logarithms of the
-        decays, the best nonnegative amplitudes being solved for at each step.
+        The fit is by least squares over the coefficients that count (the lower triangle if ``causal``). Adam optimizes the
+        logarithms of the decays. Each step solves for the best nonnegative amplitudes.
 
         Args:
-            mixing: ``[M, M]`` or ``[H, M, M]``; every head is fitted on its own.
-            terms: R.
-            grid: block grid in 2-D or 3-D, with ``prod(grid)`` = M.
+            mixing: ``[M, M]`` or ``[H, M, M]``; each head is fitted separately.
+            terms: number of terms R.
+            grid: block grid in 2-D or 3-D, with ``prod(grid)`` = M; None for a sequence.
             causal: whether only the lower triangle counts.
-            any_row_scale: whether every row of the fit may be scaled to match. An operator with a normaliser, or an RMSNorm
-                after it, does not see the scale of a row, and rows that sum to 1 are no function of distance alone.
-            steps: optimiser steps.
+            any_row_scale: whether every row of the fit may be scaled to match. An operator with a normalizer, or an RMSNorm
+                after it, is invariant to the scale of a row, and rows that sum to 1 are not a function of distance alone.
+            steps: number of optimizer steps.
 
         Returns:
-            The mixing, float32, and the explained variance (R^2: 1 - residual / variance about the mean; about zero where
-            all coefficients are alike), a scalar or ``[H]``.
+            The mixing in float32, and the explained variance, a scalar or ``[H]`` (R^2: 1 - residual / variance about the
+            mean; about zero where all coefficients are equal).
+
+        Raises:
+            ValueError: for a wrong shape, numbers that are not finite, or options that do not fit.
         """
         amplitude, decay, explained = fit_exponentials(mixing, terms, grid, causal, any_row_scale, steps)
         return cls(amplitude, decay, grid), explained
 
 
 def _check_decay(decay: Tensor) -> None:
-    """On an accelerator, and while torch traces, the device itself checks, and nobody waits for it."""
+    """Check that the decays are finite and not negative.
+
+    On an accelerator, and while torch traces, the device itself checks them, and nothing waits for it.
+    """
     message = "the decays of ExponentialMixing must be finite and not negative"
     if decay.is_meta:
         return
     if not torch.compiler.is_compiling():
-        decay = unwrapped(decay)  # those of all rows that torch.vmap maps
-    sound = ((decay >= 0) & (decay < torch.inf)).all()
+        decay = unwrapped(decay)  # the decays of all rows that torch.vmap maps
+    valid = ((decay >= 0) & (decay < torch.inf)).all()
     if torch.compiler.is_compiling():
-        with suppress(RuntimeError):  # torch.vmap inside a graph has no rule for it; what it asserts is raised later
-            assert_async(sound, message)
+        # torch.vmap inside a graph has no rule for assert_async; failed checks raise later
+        with suppress(RuntimeError):
+            assert_async(valid, message)
         return
-    sound = unwrapped(sound)
-    if decay.device.type != "cpu" or not has_values(sound):
-        assert_async(sound, message)
-    elif not sound:
+    valid = unwrapped(valid)
+    if decay.device.type != "cpu" or not has_values(valid):
+        assert_async(valid, message)
+    elif not valid:
         raise ValueError(f"{message}, got {decay.flatten()[:8].tolist()}")
 
 
 def _faded(sums_BHPRW: Tensor, decay: Tensor, gaps: Sequence[int | None]) -> Tensor:
-    """Boundary sums of all processes, each faded over the blocks in between; None for a process that does not count.
+    """Sum the boundary sums of all processes, each decayed over the blocks in between.
 
-    Such a one gets the weight zero, not left out: every process takes part in the collective of the backward pass.
+    A process that does not count gets the weight zero instead of being left out, since every process must take part in the
+    collective operation of the backward pass.
+
+    Args:
+        sums_BHPRW: boundary sums of P processes.
+        decay: ``[H or 1, R]``.
+        gaps: number of blocks between each process and this one; None for a process that does not count.
+
+    Returns:
+        ``[B, H, R, W]``.
     """
     gap = torch.tensor([gap or 0 for gap in gaps], device=decay.device, dtype=decay.dtype)
     counts = torch.tensor([gap is not None for gap in gaps], device=decay.device, dtype=decay.dtype)
@@ -299,28 +318,34 @@ def _distance(length: int, like: Tensor) -> Tensor:
 
 
 def _kernel(amplitude: Tensor, decay: Tensor, distance: Tensor) -> Tensor:
-    """``sum_r a_r exp(-lambda_r d)`` for distances ``[...]``; ``amplitude`` and ``decay`` are ``[..., R]``."""
+    """Compute ``sum_r a_r exp(-lambda_r d)`` for distances ``[...]``; ``amplitude`` and ``decay`` are ``[..., R]``."""
     rates = decay.reshape(*decay.shape, *(1,) * distance.dim())
     weights = amplitude.reshape(*amplitude.shape, *(1,) * distance.dim())
     return (weights * (-rates * distance).exp()).sum(amplitude.dim() - 1)
 
 
 def _outer_sum(a: Tensor, b: Tensor) -> Tensor:
-    """``[..., I, J]`` and ``[..., K, L]`` to ``[..., I K, J L]``: what a Kronecker product is to products."""
+    """Combine ``[..., I, J]`` and ``[..., K, L]`` to ``[..., I K, J L]``: a Kronecker product with sums for products."""
     joined = a[..., :, None, :, None] + b[..., None, :, None, :]
     return joined.flatten(-4, -3).flatten(-2, -1)
 
 
 def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
-    """``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b``, in groups of blocks; R sums carry over from group to group.
+    """Compute ``sum_{b < i} sum_r a_r exp(-lambda_r (i - b)) S_b`` in groups of blocks; R running sums connect the groups.
 
-    ``summary`` ``[B, H, M, W]``; ``amplitude`` and ``decay`` ``[H or 1, R]``.
+    Args:
+        summary: summaries S, ``[B, H, M, W]``.
+        amplitude: ``[H or 1, R]``.
+        decay: ``[H or 1, R]``.
+
+    Returns:
+        ``[B, H, M, W]``.
     """
     batch, heads, blocks, width = summary.shape
     group = at_most(blocks, GROUP)
     groups = divide_up(blocks, group)
-    whole = groups * group == blocks
-    x = summary if whole else F.pad(summary, (0, 0, 0, groups * group - blocks))
+    complete = groups * group == blocks
+    x = summary if complete else F.pad(summary, (0, 0, 0, groups * group - blocks))
     x = x.reshape(-1, group, width)
     index = torch.arange(group, device=summary.device, dtype=summary.dtype)
     within = _kernel(amplitude, decay, (index[:, None] - index[None, :]).abs()).tril(-1)
@@ -334,17 +359,20 @@ def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
         reading = amplitude[:, None] * (-decay[:, None] * (index[:, None] + 1)).exp()  # [H, G, R]
         writing = (-decay[..., None] * (group - 1 - index)).exp()  # [H, R, G]
         sums = torch.bmm(everywhere(writing), x).view(batch, heads, groups, -1, width).transpose(2, 3).flatten(1, 2)
-        before = F.pad(finite_(sums)[:, :, :-1], (0, 0, 1, 0))  # [B, H R, groups, W]
+        preceding = F.pad(finite_(sums)[:, :, :-1], (0, 0, 1, 0))  # [B, H R, groups, W]
         fading = (group * decay).expand(heads, -1).reshape(-1, 1)
-        states = before + earlier(before, torch.ones_like(fading), fading)  # a sequence of groups
+        states = preceding + earlier(preceding, torch.ones_like(fading), fading)  # the groups are a sequence themselves
         states = states.unflatten(1, (heads, -1)).transpose(2, 3).flatten(0, 2)
         out = torch.baddbmm(torch.bmm(everywhere(reading), states), everywhere(within), x)
     out = out.view(batch, heads, -1, width)
-    return out if whole else out[:, :, :blocks]
+    return out if complete else out[:, :, :blocks]
 
 
 def _separable(summary: Tensor, amplitude: Tensor, decay: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """Mixing over a grid, one axis after the other for each term; shapes as for :func:`earlier`, decay ``[H, R, A]``."""
+    """Mix over a grid, along one axis after the other for each term.
+
+    Shapes are those of :func:`earlier`, but ``decay`` is ``[H or 1, R, A]`` for the A axes of the grid.
+    """
     shape = summary.shape
     out = torch.zeros_like(summary)
     for term in range(amplitude.shape[-1]):

@@ -1,4 +1,4 @@
-"""Fitting a sum of exponentials to dense coefficients that were learned."""
+"""Least-squares fit of a sum of exponentials to learned dense coefficients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ def fit_exponentials(
     any_row_scale: bool,
     steps: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Amplitudes, decays and explained variance; see :meth:`ExponentialMixing.fit` for the arguments and errors."""
+    """Fit amplitudes and decays; :meth:`ExponentialMixing.fit` documents the arguments and errors.
+
+    Returns:
+        Amplitudes, decays and explained variance.
+    """
     if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2] or mixing.numel() == 0:
         raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M]")
     if not torch.isfinite(mixing).all():
@@ -24,7 +28,7 @@ def fit_exponentials(
     if terms < 1:
         raise ValueError(f"terms={terms} must be positive")
     if causal and grid is not None:
-        raise ValueError("causal mixing is over a sequence; leave grid out")
+        raise ValueError("causal mixing needs a sequence; leave grid out")
     size = mixing.shape[-1]
     axes = grid or (size,)
     if prod(axes) != size:
@@ -33,36 +37,39 @@ def fit_exponentials(
     counts = torch.ones(size, size, dtype=torch.bool, device=mixing.device)
     if causal:
         counts = counts.tril()
-    wanted = target[:, counts]  # [H, n]
+    coefficients = target[:, counts]  # [H, n]
     where = torch.cartesian_prod(*(torch.arange(length, device=mixing.device) for length in axes)).view(size, -1)
     distance = (where[:, None] - where[None, :]).abs().double()[counts]  # [n, A]
 
+    # works in any grad mode; tensors made in inference mode are cloned below, so that autograd accepts them
     with torch.enable_grad(), torch.inference_mode(False):
-        heads, spread = len(wanted), max(axes)
+        heads, spread = len(coefficients), max(axes)
+        # decays from slow to fast; faster ones for a small grid, which has short distances only
         start = torch.logspace(-2, 0.7, terms, dtype=torch.float64, device=mixing.device) * 8 / min(8, spread)
         log_decay = start.log()[None, :, None].repeat(heads, 1, len(axes)).requires_grad_()
         optimizer = torch.optim.Adam([log_decay], lr=0.05)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        wanted, distance = wanted.clone(), distance.clone()
+        coefficients, distance = coefficients.clone(), distance.clone()
         amplitude = torch.ones(heads, terms, dtype=torch.float64, device=mixing.device)
         row = torch.arange(size, device=mixing.device)[:, None].expand(size, size)[counts]
-        scale = torch.ones_like(wanted)
+        scale = torch.ones_like(coefficients)
         for _ in range(steps):
             features = scale[..., None] * (-distance @ log_decay.exp().transpose(-1, -2)).exp()  # [H, n, R]
-            amplitude = _nonnegative_least_squares(features.detach(), wanted, amplitude, sweeps=2)
+            # Solve for the amplitudes, from the last ones on, so that Adam only searches for the decays.
+            amplitude = _nonnegative_least_squares(features.detach(), coefficients, amplitude, sweeps=2)
             fitted = (features @ amplitude[..., None]).squeeze(-1)
             optimizer.zero_grad()
-            (wanted - fitted).square().sum().backward()
+            (coefficients - fitted).square().sum().backward()
             optimizer.step()
             schedule.step()
             if any_row_scale:
-                scale = _row_scales(wanted, fitted.detach() / scale, row, size)
+                scale = _row_scales(coefficients, fitted.detach() / scale, row, size)
     features = scale[..., None] * (-distance @ log_decay.detach().exp().transpose(-1, -2)).exp()
-    amplitude = _nonnegative_least_squares(features, wanted, amplitude, sweeps=500)
-    residual = (wanted - (features @ amplitude[..., None]).squeeze(-1)).square().sum(-1)
-    variance = (wanted - wanted.mean(-1, keepdim=True)).square().sum(-1)
-    square = wanted.square().sum(-1)
-    variance = torch.where(variance > 1e-9 * square, variance, square)  # all alike: nothing varies about the mean
+    amplitude = _nonnegative_least_squares(features, coefficients, amplitude, sweeps=500)
+    residual = (coefficients - (features @ amplitude[..., None]).squeeze(-1)).square().sum(-1)
+    variance = (coefficients - coefficients.mean(-1, keepdim=True)).square().sum(-1)
+    square = coefficients.square().sum(-1)
+    variance = torch.where(variance > 1e-9 * square, variance, square)  # equal coefficients have no variance
     explained = torch.where(variance > 0, 1 - residual / variance, 1.0).float()
     decay = log_decay.detach().exp()
     if grid is None:
@@ -73,7 +80,17 @@ def fit_exponentials(
 
 
 def _row_scales(wanted: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tensor:
-    """The factor of each row that brings ``fitted`` nearest to ``wanted`` (both ``[H, n]``), of mean 1, ``[H, n]``."""
+    """Return the factor of each row that minimizes the squared error of ``fitted``, scaled to a mean of 1.
+
+    Args:
+        wanted: target coefficients, ``[H, n]``.
+        fitted: fitted coefficients, ``[H, n]``.
+        row: ``[n]`` row of each coefficient.
+        size: number of rows.
+
+    Returns:
+        Factor for each coefficient, ``[H, n]``.
+    """
     zeros = wanted.new_zeros(len(wanted), size)
     along = zeros.index_add(1, row, wanted * fitted)
     scale = along / zeros.index_add(1, row, fitted.square()).clamp(min=1e-300)
@@ -82,12 +99,20 @@ def _row_scales(wanted: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tenso
 
 
 def _nonnegative_least_squares(features: Tensor, wanted: Tensor, start: Tensor, sweeps: int) -> Tensor:
-    """``argmin_{a >= 0} |features a - wanted|`` for each head, by coordinate descent on the normal equations.
+    """Solve ``argmin_{a >= 0} |features a - wanted|`` for each head, by coordinate descent on the normal equations.
 
-    ``features`` ``[H, n, R]``, ``wanted`` ``[H, n]``, ``start`` ``[H, R]``; ``[H, R]``.
+    Args:
+        features: ``[H, n, R]``.
+        wanted: ``[H, n]``.
+        start: first guess, ``[H, R]``.
+        sweeps: number of passes over all R coordinates.
+
+    Returns:
+        The solution a, ``[H, R]``.
     """
     gram = features.transpose(-1, -2) @ features
     right = (features.transpose(-1, -2) @ wanted[..., None]).squeeze(-1)
+    # keeps the division below finite if one of the features vanishes
     ridge = 1e-12 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
     amplitude = start.clone()
     for _ in range(sweeps):

@@ -1,4 +1,4 @@
-"""Dense mixing coefficients as tensors: carrying a learned matrix to another block grid, or past its length."""
+"""Dense mixing coefficients as tensors: resizing a learned matrix to another block grid, or extending it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 
 
 def _axis_weights(old: int, new: int, device: torch.device) -> Tensor:
-    """``[new, old]`` weights of linear interpolation between block centres; a triangle filter when there are fewer."""
+    """Return the weights ``[new, old]`` of linear interpolation between block centers; for fewer blocks, a triangle filter."""
     stretch = old / new
-    centre = (torch.arange(new, device=device, dtype=torch.float64) + 0.5) * stretch - 0.5
-    distance = (centre[:, None] - torch.arange(old, device=device, dtype=torch.float64)[None, :]).abs()
+    center = (torch.arange(new, device=device, dtype=torch.float64) + 0.5) * stretch - 0.5
+    distance = (center[:, None] - torch.arange(old, device=device, dtype=torch.float64)[None, :]).abs()
     weights = (1 - distance / max(1.0, stretch)).clamp(min=0)
     return weights / weights.sum(-1, keepdim=True)
 
 
 def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[int]) -> Tensor:
-    """Carry dense mixing coefficients from one block grid to another, for a new image, clip or sequence size.
+    """Resize dense mixing coefficients from one block grid to another, for a new image, clip or sequence size.
 
-    Coefficients are interpolated linearly between block centres, along the axes of the query block and of the key
-    block alike; then each row is scaled to the interpolated sum of the old rows, so that rows that summed to 1 still
-    do. The same grid gives the same values back.
+    Coefficients are interpolated linearly between block centers, along the axes of the query block and of the key block. Then
+    each row is scaled to the interpolated sum of the old rows, so that rows with a sum of 1 keep it. The same grid returns
+    the same values.
 
     Args:
         mixing: ``[M, M]`` or ``[H, M, M]`` with ``M = prod(old_grid)``, blocks in row-major order of the grid.
         old_grid: blocks along each axis, for example ``(4, 4)``.
-        new_grid: blocks along each axis, as many axes as ``old_grid``.
+        new_grid: blocks along each axis; as many axes as ``old_grid``.
 
     Returns:
         ``[M', M']`` or ``[H, M', M']`` with ``M' = prod(new_grid)``, in the dtype and on the device of ``mixing``.
@@ -39,7 +39,7 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
     """
     if len(old_grid) != len(new_grid) or not old_grid or min(*old_grid, *new_grid) < 1:
         raise ValueError(
-            f"old_grid {tuple(old_grid)} and new_grid {tuple(new_grid)} must have equally many axes, each >= 1"
+            f"old_grid {tuple(old_grid)} and new_grid {tuple(new_grid)} must have the same number of axes, each >= 1"
         )
     if mixing.dim() not in (2, 3) or mixing.shape[-2:] != (prod(old_grid), prod(old_grid)):
         raise ValueError(
@@ -47,38 +47,40 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
             f"it must be [M, M] or [H, M, M] with M = {prod(old_grid)}"
         )
     carry = torch.ones(1, 1, device=mixing.device, dtype=torch.float64)
+    # the grid is a product of axes, and so is its interpolation
     for old, new in zip(old_grid, new_grid, strict=True):
         carry = torch.kron(carry, _axis_weights(old, new, mixing.device))
     rows = carry @ mixing.double()
     resized = rows @ carry.T
-    total = resized.sum(-1, keepdim=True)
+    total = resized.sum(-1, keepdim=True)  # differs from the old sums, since fewer or more blocks are added up
     resized = torch.where(total == 0, 0, resized * rows.sum(-1, keepdim=True) / total)
     return resized.to(mixing.dtype)
 
 
 def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "last", "zero"] = "exponential") -> Tensor:
-    """Continue learned causal coefficients past their size, so that a model sees sequences longer than in training.
+    """Extend learned causal coefficients to more blocks, so that a model runs on longer sequences than in training.
 
-    The known rows stay as they are. A new row takes, at each distance, the mean of the row-normalised coefficients at
-    that distance over the longer half of the known rows; beyond the last known distance an exponential that was fitted to
-    the farther half of the distances (never growing), and is then scaled to the mean sum of those known rows.
+    The existing rows are not changed. At each distance, a new row has the mean of the row-normalized coefficients at that
+    distance over the last half of the existing rows. Beyond the largest existing distance it has an exponential that is
+    fitted to the larger half of the distances and never grows. The row is then scaled to the mean sum of the same existing
+    rows.
 
     Args:
         mixing: ``[M, M]`` or ``[H, M, M]``; only the lower triangle counts.
-        blocks: number of blocks wanted; at most M gives the top left corner.
-        tail: what lies beyond the last known distance: ``"exponential"``, ``"last"`` (the last known value continues) or
+        blocks: number of blocks of the result; up to M, the result is the top left corner.
+        tail: coefficients beyond the largest existing distance: ``"exponential"``, ``"last"`` (the last existing value) or
             ``"zero"``.
 
     Returns:
         ``[blocks, blocks]`` or ``[H, blocks, blocks]``, zero above the diagonal in new rows; dtype and device of ``mixing``.
 
     Raises:
-        ValueError: for a shape, a number of blocks below 1, or an unknown tail.
-        TypeError: if ``mixing`` is no tensor.
+        ValueError: for a wrong shape, a number of blocks below 1, or an unknown tail.
+        TypeError: if ``mixing`` is not a tensor.
     """
     if not isinstance(mixing, Tensor):
         raise TypeError(
-            f"mixing is {type(mixing).__name__}; dense coefficients are extended (ExponentialMixing has no end)"
+            f"mixing is {type(mixing).__name__}; only dense tensors are extended (ExponentialMixing covers any length)"
         )
     if mixing.dim() not in (2, 3) or mixing.shape[-1] != mixing.shape[-2] or mixing.numel() == 0:
         raise ValueError(f"mixing has shape {list(mixing.shape)}; it must be [M, M] or [H, M, M]")
@@ -89,9 +91,9 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
     size = mixing.shape[-1]
     if blocks <= size:
         return mixing[..., :blocks, :blocks].clone()
-    known = mixing.double().tril()
-    sums = known.sum(-1, keepdim=True)
-    shares = torch.where(sums > 0, known / sums, 0)
+    existing = mixing.double().tril()
+    sums = existing.sum(-1, keepdim=True)
+    shares = torch.where(sums > 0, existing / sums, 0)
     half = size // 2
     profile = torch.stack(
         [shares.diagonal(-distance, -2, -1)[..., max(0, half - distance) :].mean(-1) for distance in range(size)], -1
@@ -111,7 +113,7 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
 
 
 def _tail(profile: Tensor, beyond: Tensor, tail: str) -> Tensor:
-    """Values of ``profile`` ``[..., M]`` at distances ``M - 1 + beyond``."""
+    """Return the values of ``profile`` ``[..., M]`` at the distances ``M - 1 + beyond``."""
     last = profile[..., -1:]
     if tail == "zero":
         return torch.zeros_like(last) * beyond

@@ -1,11 +1,11 @@
-"""Sums of exponentials as chunks of several blocks see them: inside a chunk a small matrix, between chunks running sums.
+"""Sums of exponentials for chunks of several blocks: a small matrix inside a chunk, running sums between chunks.
 
-With blocks counted from the start of their chunk, g for the query's and h for the key's, a term of the coefficient between
-two chunks that lie D >= 1 apart is a product of what reads, what lies between, and what writes:
+Count blocks from the start of their chunk, g for the query's block and h for the key's. A term of the coefficient between two
+chunks that are D >= 1 apart is then a product of a factor for reading, one for the chunks in between, and one for writing:
 
     a exp(-lambda (D G + g - h)) = a exp(-lambda (g + 1))  *  exp(-lambda G (D - 1))  *  exp(-lambda (G - 1 - h))
 
-for earlier chunks, and with the blocks counted from the end of the chunk for later ones. No factor is above a.
+This is for earlier chunks. For later chunks, blocks are counted from the end of the chunk. No exponential is larger than 1.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 class Span(NamedTuple):
-    """Coefficients by chunks of G blocks; T terms, and heads of length 1 where they share them.
+    """Coefficients for chunks of G blocks, with T terms; the axis of heads has length 1 if all heads share them.
 
     Attributes:
-        matrix: between the blocks of a chunk, ``[H or 1, G, G]``.
-        reading: how the queries of a block read each running sum, ``[H or 1, T, G]``.
-        writing: how its keys enter them, ``[H or 1, T, G]``.
-        decay: exponents by which the sums fade over a chunk, ``[H or 1, T]``.
-        later: how many of the terms, the last ones, sum up later chunks: none, or half of them.
+        matrix: coefficients between the blocks of a chunk, ``[H or 1, G, G]``.
+        reading: weights with which the queries of a block read each running sum, ``[H or 1, T, G]``.
+        writing: weights with which the keys of a block enter each running sum, ``[H or 1, T, G]``.
+        decay: exponents of the decay of the running sums over one chunk, ``[H or 1, T]``.
+        later: number of terms, the last ones, that sum over later chunks: none or half of them.
     """
 
     matrix: Tensor
@@ -35,7 +35,14 @@ class Span(NamedTuple):
 
 
 def make_span(amplitude: Tensor, decay: Tensor, blocks: int, causal: bool) -> Span:
-    """For chunks of ``blocks`` blocks; ``amplitude`` and ``decay`` ``[H or 1, R]``. Causal: R terms, else 2 R."""
+    """Return the coefficients for chunks of ``blocks`` blocks.
+
+    Args:
+        amplitude: ``[H or 1, R]``.
+        decay: decay per block, ``[H or 1, R]``.
+        blocks: blocks in a chunk, G.
+        causal: whether only earlier chunks count: R terms, otherwise 2 R.
+    """
     index = torch.arange(blocks, device=decay.device, dtype=decay.dtype)
     distance = (index[:, None] - index).abs()
     matrix = (amplitude[..., None, None] * (-decay[..., None, None] * distance).exp()).sum(1)

@@ -1,7 +1,18 @@
-"""Sequences whose tokens are spread over processes; see :mod:`mhla_kernels.sequence_parallel.operator`."""
+"""Sequence parallelism: the tokens of a sequence are spread over processes.
+
+See :mod:`mhla_kernels.sequence_parallel.operator`.
+"""
 
 from mhla_kernels.sequence_parallel.collectives import gather_shares
 from mhla_kernels.sequence_parallel.operator import mhla_sequence_parallel
-from mhla_kernels.sequence_parallel.plan import Plan, Traffic, share_blocks, share_tokens, traffic
+from mhla_kernels.sequence_parallel.plan import SequencePlan, Traffic, share_blocks, share_tokens, traffic
 
-__all__ = ["Plan", "Traffic", "gather_shares", "mhla_sequence_parallel", "share_blocks", "share_tokens", "traffic"]
+__all__ = [
+    "SequencePlan",
+    "Traffic",
+    "gather_shares",
+    "mhla_sequence_parallel",
+    "share_blocks",
+    "share_tokens",
+    "traffic",
+]

@@ -1,4 +1,7 @@
-"""The one collective of sequence parallelism: every process gets the shares of all, and gives their gradients back."""
+"""The collective operation of sequence parallelism: every process gets the shares of all processes.
+
+The backward pass returns the gradients of the shares to their processes.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,21 @@ from torch.nn import functional as F
 def gather_shares(
     share: Tensor, dim: int, lengths: Sequence[int], group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The shares of all processes one after the other along ``dim``; gradients are summed and scattered back.
+    """Concatenate the shares of all processes along ``dim``; gradients are summed over the processes and scattered back.
 
     Args:
-        share: this process's; it travels in its own dtype.
-        dim: along which shares differ in length.
-        lengths: lengths of every process's share.
+        share: share of this process, of any shape; it is sent in its own dtype.
+        dim: axis along which the lengths of shares may differ.
+        lengths: length of the share of each process.
         group: the processes.
-        dtype: dtype of what is given back, and in which gradients are summed; None for the share's own.
+        dtype: dtype of the result, in which gradients are summed too; None for the dtype of the share.
+
+    Returns:
+        The shares in the order of the ranks.
     """
     longest = max(lengths)
     share = share.movedim(dim, 0)
+    # all_gather_into_tensor and reduce_scatter_tensor need shares of equal length on all processes
     padded = F.pad(share, (0, 0) * (share.dim() - 1) + (0, longest - len(share)))
     parts = _Gather.apply(padded, group, dtype or share.dtype)
     if min(lengths) != longest:
@@ -33,18 +40,18 @@ def gather_shares(
 
 
 class _Gather(torch.autograd.Function):
-    """Equal shares of all processes along the first axis."""
+    """Autograd function that gathers shares of equal length along the first axis."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
         ctx.group, ctx.dtype = group, share.dtype
         every = share.new_empty(dist.get_world_size(group) * share.shape[0], *share.shape[1:])
         dist.all_gather_into_tensor(every, share.contiguous(), group=group)
-        return every.to(dtype)
+        return every.to(dtype)  # after the exchange, so that bfloat16 shares are sent as bfloat16
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (every,) = gradients
+        (every,) = gradients  # of all shares; this process needs the sum, over the processes, of its own
         share = every.new_empty(every.shape[0] // dist.get_world_size(ctx.group), *every.shape[1:])
         dist.reduce_scatter_tensor(share, every.contiguous(), group=ctx.group)
         return share.to(ctx.dtype), None, None

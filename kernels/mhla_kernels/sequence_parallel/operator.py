@@ -1,15 +1,16 @@
-"""MHLA over a sequence whose tokens are spread over processes: they exchange block summaries, not tokens.
+"""MHLA over a sequence whose tokens are spread over processes, which exchange block summaries instead of tokens.
 
-Process p holds whole blocks, a range [f_p, l_p) of them. It computes its own summaries, and of the others' it needs
+Process p holds the complete blocks of a range [f_p, l_p). It computes the summaries of its own blocks. From the other
+processes it needs
 
-    dense m          every summary S_b, or, where those are fewer bytes, every k and v instead;
+    dense m          every summary S_b, or every k and v where those are fewer bytes;
     exponential m    for each of the R terms one sum from every process on its left, and one from its right:
                      L_r = sum_{p' < p} e^{-lambda_r (f_p - l_p')} sum_{b in p'} e^{-lambda_r (l_p' - b)} S_b
                      whose part in block i is sum_r a_r e^{-lambda_r (i - f_p)} L_r; the same from the right.
 
-Then each process mixes for its own query blocks and computes their outputs alone. With the normaliser, v carries a
-column of ones, so that summaries and normalisers travel as one. Backwards the gradients of what was gathered are summed and
-scattered. Nothing but these collectives waits for another process.
+Then each process mixes the summaries for its own query blocks and computes their outputs alone. With the normalizer, v gets a
+column of ones, so that summaries and normalizers are exchanged together. The backward pass sums and scatters the gradients of
+the gathered tensors. A process waits for other processes in these collective operations only.
 
 Shape letters: B batch, N tokens, H heads, M blocks, W numbers of a summary, R exponential terms, P processes.
 """
@@ -35,7 +36,7 @@ from mhla_kernels.forms.chunked import Mixer, chunked, summarize
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
 from mhla_kernels.normalizer import divide
 from mhla_kernels.sequence_parallel.collectives import gather_shares
-from mhla_kernels.sequence_parallel.plan import Plan, block_bounds, share_blocks, traffic
+from mhla_kernels.sequence_parallel.plan import SequencePlan, block_bounds, share_blocks, traffic
 
 Exchange = Literal["auto", "summaries", "tokens"]
 
@@ -58,31 +59,33 @@ def mhla_sequence_parallel(
     key_mask: Tensor | None = None,
     exchange: Exchange = "auto",
 ) -> Tensor:
-    """:func:`mhla_kernels.mhla_attention` of a sequence that is spread over the processes of a group.
+    """Compute :func:`mhla_kernels.mhla_attention` of a sequence that is spread over the processes of a group.
 
-    Every process of the group calls it with its own tokens, from ``share_tokens(...)[rank]`` on, and gets their outputs.
-    Gradients of q, k and v are complete; those of ``mixing`` are this process's part of the sum over the group, as for
-    any weight that works on these tokens alone.
+    Every process of the group calls this function with its own tokens, which begin at ``share_tokens(...)[rank]``, and gets
+    their outputs. The gradients of q, k and v are complete. The gradients of ``mixing`` are this process's part of the sum
+    over the group, as for any weight that is applied to these tokens alone.
 
     Args:
-        q: ``[B, n, H, Dk]``, this process's n tokens of N.
-        k: ``[B, n, Hkv, Dk]``; see :func:`mhla_kernels.mhla_attention` on fewer heads than q.
+        q: ``[B, n, H, Dk]``, queries of this process's n tokens of N.
+        k: ``[B, n, Hkv, Dk]``; Hkv divides H, as for :func:`mhla_kernels.mhla_attention`.
         v: ``[B, n, Hkv, Dv]``.
-        mixing: whole, and the same on every process.
-        group: the processes, in the order of their tokens: a process group, or a mesh of one dimension (``mesh["sequence"]``).
-        tokens: N of the whole sequence.
-        block_size: tokens in a block; the last block of the sequence may be short. Exactly one of this and ``block_offsets``.
-        block_offsets: M + 1 integers of the whole sequence; bidirectional only.
-        causal: see :func:`mhla_kernels.mhla_attention`, as for the arguments up to ``key_mask``.
-        normalize: as there.
-        scale: as there.
-        eps: as there.
-        feature_map: as there.
-        key_mask: ``[B, n]`` bool, of this process's tokens.
-        exchange: ``"summaries"``, ``"tokens"`` (dense mixing only), or ``"auto"``: the fewer bytes, see :func:`traffic`.
+        mixing: coefficients for the complete sequence, the same on every process.
+        group: the processes in the order of their tokens: a process group, or a mesh of one dimension (``mesh["sequence"]``).
+        tokens: N of the complete sequence.
+        block_size: tokens in a block; the last block of the sequence may be shorter. Give exactly one of this and
+            ``block_offsets``.
+        block_offsets: M + 1 integers for the complete sequence; bidirectional only.
+        causal: as for :func:`mhla_kernels.mhla_attention`.
+        normalize: as for :func:`mhla_kernels.mhla_attention`.
+        scale: as for :func:`mhla_kernels.mhla_attention`.
+        eps: as for :func:`mhla_kernels.mhla_attention`.
+        feature_map: as for :func:`mhla_kernels.mhla_attention`.
+        key_mask: ``[B, n]`` bool, for the tokens of this process.
+        exchange: ``"summaries"``, ``"tokens"`` (dense mixing only), or ``"auto"``: whichever needs fewer bytes, see
+            :func:`traffic`.
 
     Returns:
-        ``[B, n, H, Dv]`` in the dtype of ``v``.
+        Outputs ``[B, n, H, Dv]`` in the dtype of ``v``.
 
     Raises:
         ValueError: for arguments that do not fit, and for tokens that are not this process's share.
@@ -101,30 +104,33 @@ def mhla_sequence_parallel(
     if q.shape[1] != bounds[last] - bounds[first]:
         raise ValueError(
             f"process {rank} of {world} has {q.shape[1]} tokens; of N={tokens} its share is {bounds[last] - bounds[first]}, "
-            f"from {bounds[first]} on: see share_tokens"
+            f"from {bounds[first]} on (see share_tokens)"
         )
     if exchange not in ("auto", "summaries", "tokens"):
         raise ValueError(f"exchange={exchange!r} is not one of 'auto', 'summaries', 'tokens'")
     if exchange == "tokens" and mixing.boundary_sums is not None:
-        raise ValueError(f"exchange='tokens' is for dense mixing; {mixing} exchanges boundary sums")
+        raise ValueError(
+            f"exchange='tokens' is for dense mixing; {mixing} exchanges boundary sums: use exchange='auto'"
+        )
     if exchange == "auto":
         sizes = (q.shape[0], tokens, q.shape[2], q.shape[3], v.shape[3], len(bounds) - 1, world)
         terms, token_bytes = mixing.boundary_sums, k.element_size()
         exchange = traffic(*sizes, terms=terms, causal=causal, normalize=normalize, token_bytes=token_bytes).least
-    plan = Plan(processes, bounds, shares, rank)
+    plan = SequencePlan(processes, bounds, shares, rank)
     with without_autocast(q.device.type):
-        every = None
+        all_summaries = None
         if exchange == "tokens":
-            every = _gathered_summaries(k, v, key_mask, plan, feature_map, problem.accumulate, normalize)
-            every = every.repeat_interleave(q.shape[2] // k.shape[2], 1)
+            all_summaries = _gathered_summaries(k, v, key_mask, plan, feature_map, problem.accumulate, normalize)
+            all_summaries = all_summaries.repeat_interleave(q.shape[2] // k.shape[2], 1)
         k, v = repeat_heads(q, k, v)
         q, k, v = (x.to(problem.accumulate) for x in (q, k, v))
         q, k, v = map_features(q, k, v, feature_map, key_mask)
-        if normalize:
+        if normalize:  # the normalizer becomes one more value, so that both are exchanged together
             v = _with_ones(v, key_mask)
         mixing = mixing.to(problem.accumulate)
-        mixer = _SharedMixer(mixing, mixing.own(slice(first, last), len(bounds) - 1), plan=plan, every=every)
+        mixer = _SharedMixer(mixing, mixing.own(slice(first, last), len(bounds) - 1), plan=plan, every=all_summaries)
         blocks = _partition(bounds, first, last, q.device)
+        # with the normalizer as a column of v, the division comes after merging the blocks
         factor = 1.0 if problem.scale is None else problem.scale
         out = chunked(blocks.split(q), blocks.split(k), blocks.split(v), mixer, causal=causal, scale=factor, eps=eps)
         out = blocks.merge(out)
@@ -148,9 +154,11 @@ def _check_whole(
     feature_map: FeatureMap,
     key_mask: Tensor | None,
 ) -> Problem:
-    """The checks of one process that had the whole sequence, on tensors without memory."""
+    """Check the call as if one process had the complete sequence, on tensors without memory."""
     if len({x.shape[1:2] for x in (q, k, v)}) != 1:
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must hold equally many tokens")
+        raise ValueError(
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must have the same number of tokens"
+        )
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != q.shape[:2]):
         raise ValueError(f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; it must be bool {list(q.shape[:2])}")
     meta = torch.device("meta")
@@ -164,7 +172,7 @@ def _check_whole(
 
 
 def _with_ones(v: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Values with a column that counts tokens, so that the normaliser is one more value."""
+    """Append a column of ones (zeros for masked tokens) to the values, so that the normalizer is computed as one more value."""
     v = F.pad(v, (0, 1), value=1.0)
     return v if key_mask is None else v * key_mask[..., None, None]
 
@@ -173,13 +181,13 @@ def _gathered_summaries(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
-    plan: Plan,
+    plan: SequencePlan,
     feature_map: FeatureMap,
     accumulate: torch.dtype,
     normalize: bool,
 ) -> Tensor:
-    """Summaries of all blocks ``[B, H, M, K, V]``, from the k and v of all processes; these travel as they come."""
-    if k.dtype != v.dtype:
+    """Compute the summaries ``[B, H, M, K, V]`` of all blocks from the k and v of all processes, sent in their own dtype."""
+    if k.dtype != v.dtype:  # both are sent in one tensor
         k, v = k.to(accumulate), v.to(accumulate)
     every = gather_shares(torch.cat([k, v], -1), 1, plan.tokens, plan.group, accumulate)
     mask = key_mask
@@ -195,28 +203,31 @@ def _gathered_summaries(
 
 @dataclass
 class _SharedMixer(Mixer):
-    """The mixer of this process's blocks.
+    """Mixer for the blocks of this process.
 
     Attributes:
         plan: assignment of blocks to processes.
-        every: summaries of all blocks ``[B, H, M, ...]`` where they are known; else processes exchange what they need.
+        every: summaries of all blocks ``[B, H, M, ...]`` if they are available; None lets the processes exchange what they
+            need.
     """
 
-    plan: Plan | None = None
+    plan: SequencePlan | None = None
     every: Tensor | None = None
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
-        """Mixed summaries ``[B, H, m, ...]`` of this process's blocks."""
+        """Return the mixed summaries ``[B, H, m, ...]`` of this process's blocks."""
         assert self.plan is not None
         return self.mixing.mix_share(summary, causal, self.plan, self.every)
 
 
 def _partition(bounds: tuple[int, ...], first: int, last: int, device: torch.device) -> BlockPartition:
-    """The blocks from ``first`` to ``last`` of a sequence."""
-    own = tuple(bound - bounds[first] for bound in bounds[first : last + 1])
+    """Return the partition into the blocks from ``first`` up to ``last`` of a sequence."""
+    offsets = tuple(bound - bounds[first] for bound in bounds[first : last + 1])
     size = max((b - a for a, b in pairwise(bounds)), default=1)
-    equal = all(b - a == size for a, b in pairwise(own[:-1])) and (len(own) < 2 or own[-1] - own[-2] <= size)
-    if equal:  # slots of the whole sequence's size, so that a process with the short last block alone has them too
-        tokens = own[-1]
+    equal = all(b - a == size for a, b in pairwise(offsets[:-1])) and (
+        len(offsets) < 2 or offsets[-1] - offsets[-2] <= size
+    )
+    if equal:  # with the slots of a full block, also in a process that holds only the short last block
+        tokens = offsets[-1]
         return BlockPartition(tokens, last - first, size)
-    return make_partition(own[-1], device, None, own, None)
+    return make_partition(offsets[-1], device, None, offsets, None)

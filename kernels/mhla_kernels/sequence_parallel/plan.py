@@ -1,4 +1,4 @@
-"""Which process holds which blocks, and how many bytes they exchange."""
+"""Assignment of blocks to processes, and the number of bytes that the processes exchange."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mhla_kernels.sequence_parallel.collectives import gather_shares
 
 
 def share_blocks(blocks: int, processes: int) -> tuple[int, ...]:
-    """First block of each process, and the number of blocks at the end: ranges as even as whole blocks allow.
+    """Return the first block of each process, and M at the end; the numbers of blocks differ by one at most.
 
     Args:
-        blocks: M.
-        processes: P.
+        blocks: number of blocks M.
+        processes: number of processes P.
 
     Returns:
-        P + 1 integers; with fewer blocks than processes some hold none.
+        P + 1 integers. If there are fewer blocks than processes, some processes hold none.
     """
     return tuple(blocks * rank // processes for rank in range(processes + 1))
 
@@ -29,23 +29,27 @@ def share_blocks(blocks: int, processes: int) -> tuple[int, ...]:
 def share_tokens(
     tokens: int, processes: int, *, block_size: int | None = None, block_offsets: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """First token of each process, and N at the end, when :func:`share_blocks` divides the blocks.
+    """Return the first token of each process, and N at the end, for the blocks of :func:`share_blocks`.
 
     Args:
-        tokens: N.
-        processes: P.
-        block_size: tokens in a block. Exactly one of this and ``block_offsets``.
+        tokens: number of tokens N.
+        processes: number of processes P.
+        block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
         block_offsets: M + 1 integers, see :func:`mhla_kernels.mhla_attention`.
 
     Raises:
-        ValueError: if none or both of the two are given.
+        ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given.
     """
     bounds = block_bounds(tokens, block_size, block_offsets)
     return tuple(bounds[block] for block in share_blocks(len(bounds) - 1, processes))
 
 
 def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[int] | None) -> tuple[int, ...]:
-    """First token of each block, and N; raises ValueError unless exactly one of the two is given."""
+    """Return the first token of each block, and N at the end.
+
+    Raises:
+        ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given.
+    """
     if (block_size is None) == (block_offsets is None):
         raise ValueError("give exactly one of block_size (equal blocks) and block_offsets (uneven blocks)")
     if block_offsets is not None:
@@ -58,11 +62,11 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
 class Traffic:
     """Bytes that one process receives in a forward pass of one layer.
 
-    The backward pass sums gradients of the same numbers, in float32.
+    The backward pass sums the gradients of the same numbers, in float32.
 
     Attributes:
-        summaries: summaries of the other processes, or their boundary sums.
-        tokens: tokens of the other processes' k and v; None where it is no choice.
+        summaries: bytes of the summaries of the other processes, or of their boundary sums.
+        tokens: bytes of the keys and values of the other processes; None if exchanging tokens is not possible.
     """
 
     summaries: int
@@ -70,7 +74,7 @@ class Traffic:
 
     @property
     def least(self) -> Literal["summaries", "tokens"]:
-        """The exchange of fewer bytes."""
+        """Exchange that needs fewer bytes."""
         return "tokens" if self.tokens is not None and self.tokens < self.summaries else "summaries"
 
 
@@ -88,19 +92,19 @@ def traffic(
     normalize: bool = True,
     token_bytes: int = 2,
 ) -> Traffic:
-    """Bytes that :func:`mhla_sequence_parallel` exchanges; summaries are float32.
+    """Return the number of bytes that :func:`mhla_sequence_parallel` exchanges; summaries are float32.
 
     Args:
-        batch: B.
-        tokens: N.
-        heads: H.
-        key_width: Dk.
-        value_width: Dv.
-        blocks: M.
-        processes: P, with equal shares.
-        terms: R of exponential mixing over a sequence; None where summaries are exchanged.
-        causal: whether blocks see earlier ones only.
-        normalize: whether normalisers travel too.
+        batch: batch size B.
+        tokens: number of tokens N.
+        heads: number of heads H.
+        key_width: width of a key, Dk.
+        value_width: width of a value, Dv.
+        blocks: number of blocks M.
+        processes: number of processes P, with equal shares.
+        terms: R of exponential mixing over a sequence; None if summaries are exchanged.
+        causal: whether blocks see earlier blocks only.
+        normalize: whether normalizers are exchanged too.
         token_bytes: bytes of one number of k and v.
     """
     width = key_width * (value_width + normalize)
@@ -113,8 +117,8 @@ def traffic(
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The blocks of a sequence over the processes of a group.
+class SequencePlan:
+    """Assignment of the blocks of a sequence to the processes of a group.
 
     Attributes:
         group: the processes.
@@ -144,5 +148,5 @@ class Plan:
         return [self.bounds[b] - self.bounds[a] for a, b in pairwise(self.shares)]
 
     def gather(self, share: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The shares ``[B, H, length, ...]`` of all processes in a row; see :func:`gather_shares`."""
+        """Concatenate the shares ``[B, H, length, ...]`` of all processes along axis 2; see :func:`gather_shares`."""
         return gather_shares(share, 2, lengths, self.group)

@@ -1,1 +1,1 @@
-"""The operator in Triton: kernels, what launches them, and their registration with torch."""
+"""Triton backend of the operator: the kernels, their launchers, and their registration with torch."""

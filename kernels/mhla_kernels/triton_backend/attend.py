@@ -1,12 +1,12 @@
-"""The kernel that gives outputs and the gradients of q, k and v, in both forms.
+"""Kernel for the outputs and for the gradients of q, k and v, in the parallel, chunked and spanning forms.
 
-All four are one computation with the operands exchanged. For each row token t,
+All four results are one computation with its operands exchanged. For each row token t,
 
     out_t = x_t^T S~  +  sum_j c(t, j) (x_t . y_j) a_j
 
-where the first term goes through a (mixed) summary, in the chunked form, and the second over token pairs: all of them in
-the parallel form, c being the mixing coefficient of the two blocks; those inside a block, c = m[i, i], in the causal
-chunked form.
+The first term reads a mixed summary; the parallel form does not have it. The second term is a sum over token pairs. In the
+parallel form it covers all pairs, and c is the mixing coefficient of the two blocks. In the causal chunked form it covers
+the pairs inside one block, and c = m[i, i].
 
     | mode   | x  | y  | a  | summary            | pairs (causal) |
     | OUT    | q  | k  | v  | S~ = m S           | j <= t         |
@@ -14,15 +14,15 @@ chunked form.
     | DV     | k  | q  | dO | dS = m^T R         | j >= t         |
     | DK     | v  | dO | q  | dS transposed      | j >= t         |
 
-With the normaliser n_t = sum_j c(t, j) (q_t . k_j) + eps, the output is divided by n_t. Writing w_t = sum_j c(t, j) k_j
-and u_t for DQ's sum, the gradients are those of an unnormalised operator whose values have one more column of ones, with
-output gradients dO_t / n_t and g_t = -(q_t . u_t) / n_t^2:
+With the normaliser n_t = sum_j c(t, j) (q_t . k_j) + eps, the output is divided by n_t. Let w_t = sum_j c(t, j) k_j, and
+let u_t be the sum of mode DQ. Then the gradients are those of an unnormalised operator whose values have one more column
+of ones, with output gradients dO_t / n_t and g_t = -(q_t . u_t) / n_t^2:
 
     dq_t = u_t / n_t + g_t w_t
 
-so that no gradient is a difference of rounded outputs. DQ runs first and leaves 1 / n_t and g_t for the others.
+In this form no gradient is a difference of rounded outputs. Mode DQ runs first and stores 1 / n_t and g_t for DV and DK.
 
-Longer than other modules, since the kernel, its stages and its launcher are read together.
+This module is longer than the others because the kernel, its stages and its launcher are read together.
 """
 
 from __future__ import annotations
@@ -67,10 +67,18 @@ def _through_summary(
     NORMALIZE: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Add ``x S`` to ``total``; of z, OUT adds ``x z`` to ``normalizer``, DQ ``z`` to ``keys``, DK ``z`` to ``total``."""
+    """Add the contribution of one summary (S, z) to the accumulators of a tile of row tokens.
+
+    ``total`` gets ``x S``. With ``NORMALIZE``, z is used as well: mode OUT adds ``x z`` to ``normalizer``, DQ adds ``z`` to
+    ``keys``, and DK adds ``z`` to ``total``. ``x`` is loaded in slices of ``SLICE`` features.
+
+    Returns:
+        ``total`` ``[ROWS, OUTPUTS]``, ``normalizer`` ``[ROWS]`` and ``keys`` ``[ROWS, OUTPUTS]``.
+    """
     for first in range(0, X_WIDTH, SLICE):
         inner = first + tl.arange(0, SLICE)
         x = load_tokens(x_base, rows, visible, inner, X_WIDTH, stride_n, stride_d, RELU)
+        # A summary is stored as K rows of V numbers. DQ and DK multiply by its transpose, so they exchange the indices.
         if MODE == DQ or MODE == DK:
             offset = outputs[None, :] * X_WIDTH + inner[:, None]
         else:
@@ -159,20 +167,25 @@ def attend_kernel(
     SPAN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """One ``[ROWS, OUTPUTS]`` tile of the result; see the module's text.
+    """Compute one ``[ROWS, OUTPUTS]`` tile of the result of a mode; the module docstring defines the modes.
 
-    Grid: (B * H * tiles, output parts). Chunked (``SUMMARY``): ``table`` is that of the blocks, each of ``pieces`` pieces
-    of ``piece_size`` tokens, each of ``tiles`` tiles; ``mixed`` holds a summary for each block and, if ``RUNNING``,
-    ``running`` for each piece that of the pieces before (after) it. Parallel: tiles of ``ROWS`` tokens, in ``table`` if
-    ``PACKED``, and ``COLUMNS`` tokens lie in ``SPAN`` blocks at most, of the ``size`` of ``mixing``.
+    Grid: (B * H * tiles, output parts).
 
-    Spanning (``SUMMARY`` and ``TERMS``): blocks of the table are chunks, pairs are those of a chunk, whose blocks
-    ``mixing`` is between, and ``mixed`` holds ``TERMS`` summaries for each, which a row enters by the weights
-    ``term_weight`` ``[H or 1, TERMS, size]`` of its block.
+    Chunked form (``SUMMARY``): ``table`` is the block table. A block has ``pieces`` pieces of ``piece_size`` tokens, and a
+    piece has ``tiles`` tiles. ``mixed`` holds one mixed summary for each block. With ``RUNNING``, ``running`` holds for
+    each piece the summary of the pieces before it in its block (after it in modes DV and DK).
 
-    ``own_gradient``, written in mode DK of the chunked causal form: ``[B * H, tiles in all, output parts]``, this tile's
-    part of the gradient of m[i, i]. Spanning, in modes DQ and DK: ``[B * H, N, TERMS, output parts, 2]``, this row's part
-    of the gradient of each weight, by values and, with the normaliser in DQ, by the sum of keys.
+    Parallel form: tiles have ``ROWS`` tokens. With ``PACKED``, ``table`` lists the tiles. ``COLUMNS`` consecutive tokens
+    lie in at most ``SPAN`` of the ``size`` blocks of ``mixing``.
+
+    Spanning form (``SUMMARY`` and ``TERMS``): the blocks of the table are chunks, and the pairs are those inside a chunk.
+    ``mixing`` holds the coefficients between the blocks of a chunk. ``mixed`` holds ``TERMS`` summaries for each chunk. A
+    row token reads each of them with the weight of its block in ``term_weight`` ``[H or 1, TERMS, size]``.
+
+    With ``OWN_GRADIENT`` the kernel also writes ``own_gradient``, in two cases. In mode DK of the causal chunked form it is
+    ``[B * H, tiles in total, output parts]`` and gets this tile's part of the gradient of m[i, i]. In modes DQ and DK of
+    the spanning form it is ``[B * H, N, TERMS, output parts, 2]`` and gets each row token's part of the gradient of each
+    term weight: entry 0 through the values, entry 1 (mode DQ with ``NORMALIZE``) through the sum of keys.
     """
     tile, part, row = tl.program_id(0) % tiles_of_row, tl.program_id(1), (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -184,6 +197,7 @@ def attend_kernel(
     MATRIX: tl.constexpr = not SUMMARY or TERMS > 0
     SUMMARY_WIDTH: tl.constexpr = X_WIDTH * OUT_WIDTH + (OUT_WIDTH if MODE == DQ or MODE == DK else X_WIDTH)
 
+    # Tokens from `low` to `high` form the part of the sequence whose pairs this program scores; its rows begin at `start`.
     block = 0
     piece = 0
     if SUMMARY:
@@ -200,9 +214,12 @@ def attend_kernel(
         start = tile * ROWS
         low = 0
         high = tokens
+    # The grid is sized for the largest block, and packed tables for the most blocks: some programs have no token.
     if start >= high:
         return
 
+    # Strides come divided by ALIGNED. Multiplying by the constant here tells the compiler that rows are aligned, so that it
+    # emits 16-byte loads without a kernel for every stride.
     x_stride_n *= ALIGNED
     y_stride_n *= ALIGNED
     a_stride_n *= ALIGNED
@@ -227,6 +244,7 @@ def attend_kernel(
     normalizer = tl.zeros([ROWS], tl.float32)
     keys = tl.zeros([ROWS, OUTPUTS], tl.float32)  # w_t
 
+    # Earlier pieces of the block share the coefficient m[i, i] with the pairs below: both are multiplied by it at once.
     if RUNNING:
         earlier = running + (row * table_size * pieces + piece) * SUMMARY_WIDTH
         total, normalizer, keys = _through_summary(
@@ -236,7 +254,7 @@ def attend_kernel(
 
     if PAIRS:
         last = high
-        if CAUSAL:
+        if CAUSAL:  # skip the columns that no row of this tile may see
             if LATER:
                 low = start
             else:
@@ -248,6 +266,7 @@ def attend_kernel(
                 x, rows, visible, x_stride_n, x_stride_d, y, columns, shown, y_stride_n, y_stride_d,
                 X_WIDTH, PAIR_RELU, ROWS, COLUMNS, SLICE,
             )  # fmt: skip
+            # Here the columns are queries: their output gradients are dO_t / n_t, and g_t in the column of ones.
             if NORMALIZE and LATER:
                 scores *= tl.load(inverse_normalizer + columns, mask=shown, other=0.0)[None, :]
                 if MODE == DK:
@@ -255,7 +274,8 @@ def attend_kernel(
             if CAUSAL:
                 counts = (columns[None, :] >= rows[:, None]) if LATER else (columns[None, :] <= rows[:, None])
             if MATRIX:
-                # m by row token and column block, then spread over the columns of each block
+                # Load one coefficient for each row token and column block, and expand it to the columns by a product with a
+                # one-hot matrix: fewer loads than one for each pair.
                 row_block = tl.load(token_row + rows, mask=rows < high, other=0)
                 first_block = tl.load(token_row + first)
                 in_tile = tl.load(token_row + columns, mask=columns < last, other=-1) - first_block
@@ -272,7 +292,7 @@ def attend_kernel(
                 scores *= coefficient
             else:
                 coefficient = tl.full([ROWS, COLUMNS], 1.0, tl.float32)
-            if CAUSAL:  # after all factors: zero times what overflowed would be NaN
+            if CAUSAL:  # mask after all factors: a zero times a score that overflowed would be NaN
                 scores = tl.where(counts, scores, 0.0)
             value = load_tokens(a, columns, shown, outputs, OUT_WIDTH, a_stride_n, a_stride_d, OUT_RELU)
             total = multiply(scores, value, total, INPUT)
@@ -310,6 +330,7 @@ def attend_kernel(
         if CAUSAL:
             block_row = tl.load(table + ROW * table_size + block)
             own_coefficient = tl.load(mixing + block_row * (mixing_stride_i + mixing_stride_j))
+            # `total` does not contain the coefficient yet, so k . total is the tile's part of the coefficient's gradient.
             if OWN_GRADIENT:
                 k = load_tokens(own, rows, visible, outputs, OUT_WIDTH, own_stride_n, own_stride_d, RELU)
                 tl.store(own_gradient + part, tl.sum(tl.sum(k.to(tl.float32) * total, 1), 0))
@@ -324,6 +345,7 @@ def attend_kernel(
 
     if NORMALIZE and MODE == OUT:
         total = total / (normalizer + eps)[:, None]
+    # These sums run over all features of q, so a program of mode DQ holds the full output width (see config.attend_tiles).
     if NORMALIZE and MODE == DQ:
         q = load_tokens(own, rows, visible, outputs, OUT_WIDTH, own_stride_n, own_stride_d, RELU).to(tl.float32)
         inverse = 1.0 / (tl.sum(q * keys, 1) + eps)
@@ -334,7 +356,7 @@ def attend_kernel(
     if OUT_RELU:
         raw = load_tokens(own, rows, visible, outputs, OUT_WIDTH, own_stride_n, own_stride_d, False)
         total = tl.where(raw.to(tl.float32) > 0, total, 0.0)
-    if HAS_MASK:
+    if HAS_MASK:  # hidden tokens give zeros as queries and pass no gradient, whatever they hold
         total = tl.where(visible[:, None], total, 0.0)
     offset = out + rows.to(tl.int64)[:, None] * out_stride_n + outputs[None, :] * out_stride_d
     inside = (rows < high)[:, None] & (outputs < OUT_WIDTH)[None, :]
@@ -351,10 +373,23 @@ def attend(
     weights: tuple[Tensor, Tensor] | None,
     own_gradient: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the kernel; ``operands`` are x, y, a of the table above; chunked if there are ``mixed`` summaries.
+    """Launch :func:`attend_kernel` in one mode.
 
-    Gives the result, and if asked a gradient: of m[i, i] of every block ``[B * H, blocks]``, in mode DK of the causal
-    chunked form; of the term weights as each token sees them, ``[B * H, N, T]``, in DQ and DK of the spanning form.
+    Args:
+        call: the call.
+        mode: ``OUT``, ``DQ``, ``DV`` or ``DK``, as a plain number.
+        operands: x, y and a of the table in the module docstring.
+        own: tokens of the rows: q in modes OUT and DQ, k in modes DV and DK.
+        mixed: mixed summaries, float32; None in the parallel form.
+        running: summaries of the other pieces of each block, see :func:`attend_kernel`; None if there are none.
+        weights: 1 / n_t and g_t, ``[B * H, N]`` float32 each, which DQ writes and DV and DK read; None without normaliser
+            and in mode OUT.
+        own_gradient: whether to compute the gradient of coefficients as well.
+
+    Returns:
+        The result, ``[B, N, H, V]`` in modes OUT and DV and ``[B, N, H, K]`` in DQ and DK. With ``own_gradient`` also a
+        float32 gradient: of m[i, i] of every block, ``[B * H, blocks]``, in mode DK of the causal chunked form; of the
+        weight with which each token reads or writes each term, ``[B * H, N, T]``, in modes DQ and DK of the spanning form.
     """
     x, y, a = operands
     out_like = call.v if mode in (OUT.value, DV.value) else call.q
@@ -375,10 +410,10 @@ def attend(
     if pairwise:
         span = config.power_of_two(call.span(tiles.columns))
     gradient = None
-    if own_gradient:
+    if own_gradient:  # zeros, since programs without tokens write nothing
         shape = (call.tables.tokens, terms, parts, 2) if terms else (count, parts)
         gradient = x.new_zeros(call.rows, *shape, dtype=torch.float32)
-    inverse, normalizer_gradient = weights or (x, x)
+    inverse, normalizer_gradient = weights or (x, x)  # x stands in for any tensor that the kernel does not read
     aligned = alignment(x, y, a, own, out)
     if call.pairs is None:
         call.pairs = MIXERS[call.arguments.mixer].pairs(call)
@@ -404,5 +439,6 @@ def attend(
         by_values, by_keys = gradient.sum(3).unbind(-1)
         if mode == DK.value or weights is None:
             return out, by_values
+        # mode DQ stores products with undivided output gradients: apply 1 / n_t and g_t here
         return out, by_values * inverse[..., None] + by_keys * normalizer_gradient[..., None]
     return out, gradient.view(call.rows, call.tables.blocks, -1).sum(-1)

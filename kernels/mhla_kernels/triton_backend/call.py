@@ -1,4 +1,4 @@
-"""One call of the fused operator: its arguments as the registered operator takes them, and what the launchers ask of them."""
+"""One call of the fused operator: its arguments, and the sizes, tables and options that the launchers derive from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 @lru_cache
 def chip_of(device: torch.device) -> int:
-    """Compute capability times ten; the interpreter passes for a Hopper."""
+    """Compute capability of a device times ten; :data:`config.HOPPER` for the interpreter on a CPU."""
     if device.type != "cuda":
         return config.HOPPER
     major, minor = torch.cuda.get_device_capability(device)
@@ -27,29 +27,29 @@ def chip_of(device: torch.device) -> int:
 
 
 class Arguments(NamedTuple):
-    """Arguments of ``torch.ops.mhla.attention``, in its order: tensors first, then numbers.
+    """Arguments of ``torch.ops.mhla.attention``, in its order: tensors first, then numbers and options.
 
     Attributes:
-        q: ``[B, N, H, K]``, any strides, like all token tensors.
-        k: ``[B, N, H, K]``.
-        v: ``[B, N, H, V]``.
-        coefficients: float32 tensors of the mixing, ``[1, ...]`` or ``[H, ...]``; a scale is multiplied into the first
-            one. In the spanning form the tensors of a :class:`mhla_kernels.mixing.span.Span`.
-        key_mask: ``[B, N]`` bool.
-        cu_seqlens: packed sequences, ``[S + 1]`` on the device.
-        table: see :class:`BlockTables`, like the next one.
-        sequences: see there.
-        token_row: ``[N]`` int32, the row of each token's block in the matrix of coefficients; parallel and spanning form.
-        largest: tokens in the largest block; in the spanning form those of a chunk, which takes the block's place.
-        block_size: tokens in a block, in the spanning form.
-        block_offsets: first token of each block and N, for uneven blocks.
-        causal: see :func:`mhla_kernels.mhla_attention`, like the next one.
-        normalize: see there.
-        relu: whether the feature map is ``"relu"``.
-        eps: see :func:`mhla_kernels.mhla_attention`.
+        q: queries, ``[B, N, H, K]``, float32 or bfloat16, any strides.
+        k: keys, ``[B, N, H, K]``, as q.
+        v: values, ``[B, N, H, V]``, as q.
+        coefficients: float32 tensors of the mixing, ``[1, ...]`` or ``[H, ...]``; in the spanning form those of a
+            :class:`mhla_kernels.mixing.span.Span`. A scale is multiplied into the first one (spanning: the first two).
+        key_mask: ``[B, N]`` bool, False for hidden tokens; None if all are visible.
+        cu_seqlens: first token of each packed sequence, and N: ``[S + 1]`` on the device; None without packing.
+        table: block table, ``[7, M]`` int32, see :class:`BlockTables`.
+        sequences: first block and number of blocks of each sequence, ``[2, S]`` int32.
+        token_row: row of each token's block in the matrix of coefficients, ``[N]`` int32; None in the chunked form.
+        largest: tokens in the largest block. In the spanning form chunks take the place of blocks.
+        block_size: tokens in a block, used in the spanning form; 0 for uneven blocks.
+        block_offsets: first token of each block and N, for uneven blocks; None for blocks of one size.
+        causal: whether token t attends to tokens ``j <= t`` only.
+        normalize: whether outputs are divided by the normaliser.
+        relu: whether the feature map is ``"relu"``, applied by the kernels.
+        eps: added to the normaliser.
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
         mixer: key of :data:`mhla_kernels.triton_backend.mixers.MIXERS`.
-        guard: the kind of kernels, where the PyTorch form takes their place if they fail; empty where they raise.
+        guard: name of the kind of kernels that the PyTorch form replaces if they fail; empty to raise their errors.
     """
 
     q: Tensor
@@ -74,7 +74,7 @@ class Arguments(NamedTuple):
 
 
 class Call:
-    """A checked call, with the sizes and tables that kernels are launched with.
+    """Checked arguments of one call, with the sizes, tables and options that kernels are launched with.
 
     Args:
         arguments: arguments of the operator.
@@ -92,9 +92,9 @@ class Call:
         self.causal, self.normalize, self.relu = arguments.causal, arguments.normalize, arguments.relu
         self.chunked = arguments.form == "chunked"
         self.terms = self.coefficients[1].shape[1] if arguments.form == "spanning" else 0
-        """Running sums between chunks; 0 in the other forms."""
+        """Number of running sums between chunks in the spanning form; 0 in the other forms."""
         self.pairs: tuple[Tensor, int, int, int] | None = None
-        """Coefficients for token pairs, once the attend kernel has asked for them."""
+        """Coefficients for token pairs with their strides along heads, query blocks and key blocks; None until first used."""
         if self.terms:
             matrix = self.coefficients[0]
             h, i, j = matrix.stride()
@@ -102,36 +102,36 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """B * H, a part of the first dimension of every grid."""
+        """Number of pairs of batch row and head, B * H; a factor of the first grid dimension of every kernel."""
         return self.q.shape[0] * self.q.shape[2]
 
     @property
     def heads(self) -> int:
-        """H."""
+        """Number of heads, H."""
         return self.q.shape[2]
 
     @property
     def key_width(self) -> int:
-        """K."""
+        """Width of a key, K."""
         return self.q.shape[-1]
 
     @property
     def value_width(self) -> int:
-        """V."""
+        """Width of a value, V."""
         return self.v.shape[-1]
 
     @property
     def summary_width(self) -> int:
-        """Numbers in a summary with its normaliser."""
+        """Numbers in a summary: K * V of the key-value products and K of the sum of keys."""
         return self.key_width * (self.value_width + 1)
 
     @property
     def chip(self) -> int:
-        """Compute capability times ten."""
+        """Compute capability of the device times ten."""
         return chip_of(self.q.device)
 
     def schedule(self, tiles: config.Tiles) -> dict[str, int]:
-        """Launch options for a kernel with such tiles."""
+        """Launch options (warps, stages, registers) of a kernel with these tiles on this device."""
         warps, stages = tiles.warps, tiles.stages
         if config.overlaps_chained_products(self.chip):
             stages = 1
@@ -139,7 +139,7 @@ class Call:
 
     @cached_property
     def pieces(self) -> tuple[int, int]:
-        """Pieces of a block, and tokens in one; a chunk is one piece."""
+        """Number of pieces of a block, and tokens in a piece. A chunk of the spanning form is one piece."""
         if self.terms:
             return 1, self.tables.largest
         longest = config.PIECE if self.causal else config.SPLIT
@@ -148,15 +148,19 @@ class Call:
 
     @cached_property
     def mask_bytes(self) -> Tensor:
-        """The key mask, or anything where there is none."""
+        """The key mask as bytes; an unrelated tensor, which kernels do not read, if there is no mask."""
         return self.q if self.key_mask is None else self.key_mask.contiguous().view(torch.uint8)
 
     def span(self, tile: int) -> int:
-        """Blocks that a tile of so many tokens touches at most, counted from the start of its sequence or chunk."""
+        """Largest number of blocks that a tile of ``tile`` tokens touches; tiles start where a sequence or chunk starts."""
         return span_of_tile(tile, self.arguments.block_size) if self.terms else self.tables.span(tile)
 
     def tile_table(self, rows: int) -> tuple[Tensor, int]:
-        """Tiles of ``rows`` tokens from the start of each sequence: their table (packed), anything (else); their number."""
+        """Tiles of ``rows`` tokens, counted from the start of each sequence.
+
+        Returns:
+            The table of the tiles for packed sequences (otherwise a table that kernels do not read), and their number.
+        """
         if self.arguments.cu_seqlens is None:
             return self.tables.table, triton.cdiv(self.tables.tokens, rows)
         table = make_tables(self.tables.tokens, self.q.device, rows, None, self.arguments.cu_seqlens).table
@@ -164,17 +168,34 @@ class Call:
 
 
 def sum_at(values: Tensor, index: Tensor, size: int) -> Tensor:
-    """``[R, size]`` sums of the columns of ``values`` ``[R, n]`` by ``index``, in a fixed order; beyond ``size`` are zeros."""
+    """Sum the columns of ``values`` that share an index, in a fixed order.
+
+    Args:
+        values: ``[R, n]``.
+        index: ``[n]`` integers; columns with an index of ``size`` or more are dropped (they hold zeros).
+        size: number of sums.
+
+    Returns:
+        ``[R, size]``.
+    """
+    # index_put_ sorts the indices and adds in that order; index_add_ would add by atomics, in any order
     out = values.new_zeros(size + 1, values.shape[0])
     out.index_put_((index.long().clamp(max=size),), values.T, accumulate=True)
     return out[:size].T
 
 
 def alignment(*tensors: Tensor) -> int:
-    """Numbers that every row of every head starts at a multiple of, at most 8: what a 16-byte load of bfloat16 wants."""
+    """Largest common divisor, at most 8, of the batch, token and head strides of the tensors, in elements.
+
+    8 elements are the 16 bytes of the widest load of bfloat16.
+    """
     return gcd(8, *(stride for x in tensors for stride in x.stride()[:3]))
 
 
 def strides(aligned: int, *tensors: Tensor) -> list[int]:
-    """Strides of the tensors, the first three in units of ``aligned`` numbers, so that the compiler knows of it."""
+    """Strides of the tensors as kernel arguments, four for each tensor.
+
+    Batch, token and head strides are divided by ``aligned``. A kernel multiplies them by it again, as a compile-time
+    constant, from which the compiler derives the alignment. The stride of the features stays in elements.
+    """
     return [number for x in tensors for number in (*(stride // aligned for stride in x.stride()[:3]), x.stride(3))]

@@ -1,7 +1,8 @@
-"""Tile sizes: how many tokens, keys and values a program works on, from dtype and widths alone.
+"""Tile sizes of the kernels: how many tokens, keys and values a program works on.
 
-Chosen so that ``make resources`` shows no spills for bfloat16 at the widths people use. No length enters a compile key,
-but for mixing, which has one kind of tiles for few blocks and one for many.
+They depend on the dtype, the widths and the chip, so that a kernel is not compiled again for another length. Mixing is the
+exception: it has one kind of tiles for few blocks and one for many. The sizes are chosen so that ``make resources`` shows
+no register spills for bfloat16 at common widths.
 """
 
 from __future__ import annotations
@@ -13,47 +14,61 @@ import torch
 import triton
 
 PIECE = 256
-"""Longest run of tokens of a block that is summarised, and whose pairs are scored, at once in the causal form."""
+"""Tokens in a piece of a block at most, in the causal form. A piece is summarised, and its pairs are scored, at once."""
 
 SPLIT = 2048
-"""The same without causality, where a piece only spreads the summary of a long block over more programs."""
+"""Tokens in a piece at most, without causality. There pieces only distribute the summary of a long block over programs."""
 
 
 def power_of_two(number: int) -> int:
-    """The next power of two, at least 16: the least that a matrix product takes."""
+    """Round up to a power of two, at least 16, which is the smallest operand of a matrix product."""
     return max(16, 1 << (number - 1).bit_length())
 
 
 PROGRAMS = 528
-"""Four for each multiprocessor of an H100 or H200: what small grids are spread to."""
+"""Number of programs that small grids are split into: four for each multiprocessor of an H100 or H200."""
 
 HOPPER = 90
-"""The chip whose tiles are the largest that do not spill, as in ``sm_90``; others get smaller ones where those would."""
+"""Compute capability of Hopper times ten, as in ``sm_90``.
+
+Tiles are the largest that do not spill on Hopper. Other chips get smaller tiles where these would spill.
+"""
 
 LITTLE_SHARED_MEMORY = (86, 89, 120, 121)
-"""Chips with 99 KB for a block (CUDA C++ Programming Guide, table 27)."""
+"""Compute capabilities times ten of the chips with 99 KB of shared memory for a thread block.
+
+Source: CUDA C++ Programming Guide, table 27.
+"""
 
 
 def overlaps_chained_products(chip: int) -> bool:
-    """Whether this Triton puts products that share an accumulator into different stages of a loop, which computes wrong.
+    """Whether the installed Triton computes wrong values on a chip in loops of more than one pipeline stage.
 
-    On datacenter Blackwell before 3.9 (triton-lang/triton #10821, mended by #10988): one stage there.
+    On datacenter Blackwell, Triton before 3.9 puts products that share an accumulator into different stages of a loop
+    (triton-lang/triton #10821, fixed by #10988). Kernels use one stage there.
+
+    Args:
+        chip: compute capability times ten.
     """
     return chip // 10 == 10 and tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2]) < (3, 9)
 
 
 def register_limit(chip: int, warps: int) -> dict[str, int]:
-    """Launch option for a chip, its compute capability times ten.
+    """Launch option that raises the limit of registers for each thread; empty on Hopper.
 
-    Left alone, the compiler holds some kernels to 128 or 168 registers a thread on chips other than Hopper and spills a few
-    bytes for it (``make resources``); this gives it all that the register file has for the block.
+    On other chips the compiler limits some kernels to 128 or 168 registers and spills a few bytes (``make resources``). This
+    option gives a thread block the complete register file.
+
+    Args:
+        chip: compute capability times ten.
+        warps: warps of the kernel.
     """
     return {} if chip == HOPPER else {"maxnreg": min(255, 65536 // (32 * warps))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How a program is scheduled; derived classes say how much it works on."""
+    """Warps and pipeline stages of a kernel. Derived classes add the sizes of its tiles."""
 
     warps: int = 4
     stages: int = 1
@@ -61,7 +76,14 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class AttendTiles(Tiles):
-    """``rows`` x ``columns`` token pairs, contracted width in slices of ``slice``, ``outputs`` wide."""
+    """Tiles of the attend kernel and of the gradient of mixing in the parallel form.
+
+    Attributes:
+        rows: row tokens of a tile.
+        columns: column tokens that a program loads at a time.
+        slice: features that products sum over at a time.
+        outputs: output features of a tile; 0 for a kernel without outputs.
+    """
 
     rows: int
     columns: int
@@ -79,11 +101,20 @@ def attend_tiles(
     short: bool = False,
     summaries: bool = False,
 ) -> AttendTiles:
-    """For the attend kernel; ``whole`` when a program needs the full output width (the normalised gradient of q).
+    """Tiles of the attend kernel.
 
-    ``parallel``: its pairs are weighed by a matrix. ``short``: in tiles of fewer rows, since it holds more for each.
-    ``summaries``: it reads summaries too. Otherwise features fit into one slice, so that the loop over columns loads its rows
-    once, and its columns ahead.
+    Without summaries, all features fit into one slice if possible. The loop over columns then loads its rows once and
+    prefetches its columns.
+
+    Args:
+        dtype: dtype of the operands, float32 or bfloat16.
+        x_width: width of x, which products sum over.
+        out_width: width of the result.
+        whole: whether one program computes the full output width, as the normalised gradient of q requires.
+        parallel: whether pairs are weighed by a matrix of coefficients.
+        chip: compute capability times ten.
+        short: whether to use fewer rows, because the kernel holds more registers for each.
+        summaries: whether the kernel reads summaries.
     """
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
     if dtype == torch.bfloat16:
@@ -93,10 +124,10 @@ def attend_tiles(
         if parallel and ((whole and outputs > 64) or short):
             rows = columns = 32
         warps = 4 if outputs <= 64 else 8
-        small = summaries or (whole and chip == HOPPER)  # or they spill
+        small = summaries or (whole and chip == HOPPER)  # larger slices spill
         slice_ = min(x_width, 64 if small else 128)
         if summaries and outputs > 128 and chip in LITTLE_SHARED_MEMORY:
-            slice_ = 32  # or its stages do not fit, with Triton 3.8
+            slice_ = 32  # the stages of larger slices exceed the shared memory, with Triton 3.8
         return AttendTiles(rows=rows, columns=columns, slice=slice_, outputs=outputs, warps=warps, stages=2)
     outputs = out_width if whole else min(out_width, 64)
     rows = 32 if outputs <= 64 else 16
@@ -104,7 +135,7 @@ def attend_tiles(
 
 
 def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
-    """For the gradient of mixing in the parallel form, which has no outputs."""
+    """Tiles of the kernel for the gradient of mixing in the parallel form; it has no outputs."""
     if dtype == torch.bfloat16:
         return AttendTiles(rows=64, columns=32, slice=64, warps=4 if chip == HOPPER else 8, stages=2)
     return AttendTiles(rows=32, columns=32, slice=32)
@@ -112,7 +143,7 @@ def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryTiles(Tiles):
-    """``tokens`` at a time into ``keys`` x ``values`` of the summary."""
+    """Tiles of the summaries kernel: ``tokens`` at a time are added to a ``keys`` x ``values`` part of a summary."""
 
     tokens: int
     keys: int
@@ -120,7 +151,7 @@ class SummaryTiles(Tiles):
 
 
 def summary_tiles(dtype: torch.dtype, key_width: int, value_width: int) -> SummaryTiles:
-    """For the summaries kernel."""
+    """Tiles of the summaries kernel for keys and values of these widths."""
     if dtype == torch.bfloat16:
         keys, values = min(power_of_two(key_width), 128), min(power_of_two(value_width), 128)
         tokens = 64 if keys * values < 128 * 128 else 32
@@ -131,7 +162,7 @@ def summary_tiles(dtype: torch.dtype, key_width: int, value_width: int) -> Summa
 
 @dataclass(frozen=True, kw_only=True)
 class MixTiles(Tiles):
-    """``rows`` query blocks x ``columns`` numbers of a summary, ``terms`` key blocks at a time."""
+    """Tiles of mixing: ``rows`` query blocks x ``columns`` numbers of a summary, summed over ``terms`` key blocks at a time."""
 
     rows: int
     terms: int
@@ -139,7 +170,7 @@ class MixTiles(Tiles):
 
 
 def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
-    """For mixing and its gradient; short tiles for few blocks, two kinds in all."""
+    """Tiles of mixing and of its gradient: fewer rows for at most 32 blocks."""
     few = blocks <= 32
     if dtype == torch.bfloat16:
         return (
@@ -151,24 +182,31 @@ def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
 
 
 def mixing_gradient_parts(tiles: int, width: int) -> int:
-    """Parts of a summary's numbers for as many programs as fill a GPU, each with enough to do."""
+    """Number of parts that the gradient of mixing splits its sum over a summary into.
+
+    The parts fill a GPU with programs, and each has at least 1024 numbers to sum.
+
+    Args:
+        tiles: programs without the split.
+        width: numbers in a summary.
+    """
     return max(1, min(PROGRAMS // tiles, width // 1024))
 
 
 def mixing_gradient_columns(chip: int) -> int:
-    """Numbers of a summary that the gradient of mixing takes at a time."""
+    """Numbers of a summary that the gradient of mixing loads at a time on a chip (its compute capability times ten)."""
     return 64 if chip in (HOPPER, 100) else 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScanTiles(Tiles):
-    """``terms`` running sums (padded) of ``columns`` numbers of a summary."""
+    """Tiles of a scan: ``terms`` running sums, padded to a power of two, of ``columns`` numbers of a summary."""
 
     terms: int
     columns: int
 
 
 def scan_tiles(terms: int) -> ScanTiles:
-    """For exponential mixing."""
+    """Tiles of the scan of exponential mixing with ``terms`` terms."""
     padded = 1 << (terms - 1).bit_length()
     return ScanTiles(terms=padded, columns=max(64, min(256, 2048 // padded)), stages=2)

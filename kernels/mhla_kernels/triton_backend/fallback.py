@@ -1,4 +1,4 @@
-"""The PyTorch form in the place of a fused kernel that failed: the same call, from the arguments of the operator."""
+"""PyTorch replacements for a fused kernel that failed. They take the arguments of the registered operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from mhla_kernels.verdicts import in_own_thread
 
 
 def outputs(given: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``[B, N, H, V]`` in the dtype of v, contiguous; differentiable. Sums are held in ``dtype``."""
+    """Compute the outputs of a call in PyTorch, differentiably.
+
+    Args:
+        given: arguments of the call.
+        dtype: dtype of the operands and sums.
+
+    Returns:
+        ``[B, N, H, V]`` in the dtype of v, contiguous.
+    """
     q, k, v = (x.to(dtype) for x in given[:3])
     q, k, v = map_features(q, k, v, "relu" if given.relu else "identity", given.key_mask)
     scale = None if given.normalize else 1.0
@@ -26,14 +34,14 @@ def outputs(given: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
         options = {"causal": given.causal, "scale": scale, "eps": given.eps}
         out = attend_span(q, k, v, span, given.block_size, given.largest, given.cu_seqlens, **options)
         return out.to(given.v.dtype).contiguous()
-    even = given.block_offsets is None
+    equal_blocks = given.block_offsets is None
     out = attend(
         q,
         k,
         v,
         MIXERS[given.mixer].mixing(given.coefficients),
         "chunked",
-        block_size=given.largest if even else None,
+        block_size=given.largest if equal_blocks else None,
         block_offsets=None if given.block_offsets is None else tuple(given.block_offsets),
         cu_seqlens=given.cu_seqlens,
         causal=given.causal,
@@ -44,18 +52,28 @@ def outputs(given: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def gradients(gradient: Tensor, wanted: Sequence[bool], given: Arguments) -> list[Tensor | None]:
-    """Gradients of q, k, v and of each coefficient tensor; ``wanted``: for q, k, v and the coefficients together."""
+    """Compute the gradients of a call in PyTorch, by autograd.
+
+    Args:
+        gradient: gradient of the outputs, ``[B, N, H, V]``.
+        wanted: whether to compute the gradient of q, of k, of v, and of the coefficients together.
+        given: arguments of the call.
+
+    Returns:
+        Gradients of q, k, v and of each coefficient tensor; None for those not wanted.
+    """
     count = len(given.coefficients)
-    wants = [*wanted[:3], *(wanted[3],) * count]
+    requires_grad = [*wanted[:3], *(wanted[3],) * count]
 
     def run() -> list[Tensor]:
         with torch.enable_grad():
             tensors = (*given[:3], *given.coefficients)
-            leaves = [x.detach().requires_grad_(want) for x, want in zip(tensors, wants, strict=True)]
+            leaves = [x.detach().requires_grad_(required) for x, required in zip(tensors, requires_grad, strict=True)]
             out = outputs(given._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=leaves[3:]))
-            asked = [x for x in leaves if x.requires_grad]
-            # a single chunk has no use for what lies between chunks
-            return list(torch.autograd.grad(out, asked, gradient.to(out.dtype), materialize_grads=True))
+            inputs = [x for x in leaves if x.requires_grad]
+            # a single chunk does not use the coefficients between chunks: their gradients are zeros, not None
+            return list(torch.autograd.grad(out, inputs, gradient.to(out.dtype), materialize_grads=True))
 
-    found = iter(in_own_thread(run, given.q.device))  # an operator's own thread records nothing for autograd
-    return [next(found) if want else None for want in wants]
+    # autograd records nothing in the thread that runs the backward pass of a registered operator
+    computed = iter(in_own_thread(run, given.q.device))
+    return [next(computed) if required else None for required in requires_grad]

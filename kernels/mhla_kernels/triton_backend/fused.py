@@ -1,4 +1,4 @@
-"""The fused operator as the public function calls it: its arguments, and whether its kernels may be used."""
+"""Entry point of the fused operator: prepares the arguments of a call and decides whether its kernels may be used."""
 
 from __future__ import annotations
 
@@ -33,13 +33,31 @@ def attend_fused(
     form: str,
     only_if_sound: bool,
 ) -> Tensor | None:
-    """Outputs ``[B, N, H, V]``: operands in one dtype, mixing in float32 with the scale in it, shared or per head.
+    """Run attention with the fused kernels.
 
-    ``only_if_sound``: None where the kernels may not be used, and the PyTorch form in their place where they fail.
+    Operands are brought to one dtype: float32 if any of them has it, else bfloat16. Coefficients become float32, and the
+    scale is multiplied into them.
+
+    Args:
+        q: queries, ``[B, N, H, K]``.
+        k: keys, ``[B, N, H, K]``.
+        v: values, ``[B, N, H, V]``.
+        mixing: coefficients, shared by the heads or one set for each.
+        problem: checked sizes of the call.
+        block_size: tokens in a block; None for uneven blocks.
+        causal: whether token t attends to tokens ``j <= t`` only.
+        eps: added to the normaliser.
+        relu: whether the feature map is ``"relu"``.
+        key_mask: ``[B, N]`` bool, False for hidden tokens; None if all are visible.
+        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
+        only_if_sound: whether to try the kernels before their first use, and to compute the PyTorch form if they fail later.
+
+    Returns:
+        Outputs ``[B, N, H, V]``, or None if ``only_if_sound`` and the kernels may not be used.
     """
     dtype = torch.float32 if torch.float32 in (q.dtype, k.dtype, v.dtype) else torch.bfloat16
     mixing, factor = mixing.to(torch.float32), 1.0 if problem.scale is None else problem.scale
-    most = most_blocks(problem.tokens, block_size, problem.block_offsets)
+    max_blocks = most_blocks(problem.tokens, block_size, problem.block_offsets)
     chunk = None
     if form == "spanning":
         assert block_size is not None
@@ -48,12 +66,13 @@ def attend_fused(
         coefficients = [span.matrix * factor, span.reading * factor, span.writing, span.decay]
         terms = span.decay.shape[-1]
     else:
-        kind, (first, *others) = mixing.fused(most, causal, form)
+        kind, (first, *others) = mixing.fused(max_blocks, causal, form)
         coefficients, terms = [first * factor, *others], first.shape[-1] if others else 0
     guard = ""
     if only_if_sound:
         offsets = problem.block_offsets
         size = block_size if offsets is None else max(b - a for a, b in pairwise(offsets))
+        # sound_kernels runs while torch.compile traces, so it takes plain values; an open number of blocks counts as many
         layout = "uneven" if offsets is not None else "equal" if problem.cu_seqlens is None else "packed"
         guard = sound_kernels(
             q.device.type, q.device.index, form, kind, "float32" if dtype is torch.float32 else "bfloat16", q.shape[-1],
@@ -97,7 +116,13 @@ def attend_fused(
 
 @torch.compiler.assume_constant_result
 def sound_kernels(device_type: str, device_index: int | None, *fields: Any) -> str:
-    """The name of a kind of kernels (see :class:`Kind`), or nothing where they may not be used on a device."""
+    """Name of a kind of kernels, or an empty string if they may not be used on a device.
+
+    Args:
+        device_type: type of the device, such as ``"cuda"``.
+        device_index: index of the device; None for the current one.
+        fields: fields of :class:`Kind`, with the exact block size.
+    """
     kind = Kind(*fields)
     kind = kind._replace(block_size=size_class(kind.block_size, kind.form))
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")

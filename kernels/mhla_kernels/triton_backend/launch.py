@@ -1,6 +1,6 @@
-"""Putting the kernels together: a forward and a backward pass of either form, on plain tensors.
+"""Forward and backward passes of all forms: the order of kernel launches, on plain tensors.
 
-A buffer that a kernel fills whole is allocated empty; those that it adds to, or fills in part, are zeroed.
+A buffer that a kernel fills completely is allocated without values. A buffer that it adds to, or fills in part, is zeroed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mhla_kernels.triton_backend.summaries import summarize
 
 
 def forward(call: Call) -> Tensor:
-    """Outputs ``[B, N, H, V]``."""
+    """Launch the kernels of the forward pass; returns the outputs, ``[B, N, H, V]``."""
     if call.terms:
         return spanning.forward(call)
     mixed = running = None
@@ -30,18 +30,27 @@ def forward(call: Call) -> Tensor:
 
 
 def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients of q, k, v and of each coefficient tensor, None for those not ``wanted``; summaries are recomputed.
+    """Launch the kernels of the backward pass.
 
-    ``wanted``: for q, k, v and the coefficients together. At most two sets of float32 summaries live at once.
+    Summaries are computed again instead of being saved by the forward pass. At most two sets of float32 summaries exist at
+    the same time.
+
+    Args:
+        call: the call.
+        gradient: gradient of the outputs, ``[B, N, H, V]``.
+        wanted: whether to compute the gradient of q, of k, of v, and of the coefficients together.
+
+    Returns:
+        Gradients of q, k, v and of each coefficient tensor; None for those not wanted.
     """
     of_q, of_k, of_v, of_mixing = wanted
     q, k, v = call.q, call.k, call.v
     gradient = gradient.to(q.dtype)
     if call.terms:
-        found, of_span = spanning.backward(call, gradient, wanted)
-        return [*found, *(_reduce(x, call) for x in of_span)]
+        of_tokens, of_span = spanning.backward(call, gradient, wanted)
+        return [*of_tokens, *(_reduce(x, call) for x in of_span)]
     mixer = MIXERS[call.arguments.mixer]
-    mixed = running = later = weights = own = dq = dk = dv = None
+    mixed = running = later = weights = diagonal = dq = dk = dv = None
     coefficients: list[Tensor] = []
     if call.normalize:
         shape = (call.rows, call.tables.tokens)
@@ -49,10 +58,10 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tenso
     summary = None
     if call.chunked and (of_q or of_mixing or call.normalize):
         summary, running = summarize(call, k, v)
-    if of_q or call.normalize:  # its kernel leaves the weights
+    if of_q or call.normalize:  # mode DQ also writes the weights that the other modes read
         mixed = None if summary is None else mixer.mix(call, summary)
         dq, _ = attend(call, DQ.value, (gradient, v, k), q, mixed, running, weights)
-    mixed = running = None
+    mixed = running = None  # frees these summaries before those of the other direction are allocated
     if call.chunked and (of_k or of_v or of_mixing):
         d_mixed, later = summarize(call, q, gradient, weights, reverse=True)
         if of_mixing:
@@ -63,17 +72,18 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> list[Tenso
             mixed = mixer.mix(call, d_mixed, transposed=True)
     if of_v:
         dv, _ = attend(call, DV.value, (k, q, gradient), k, mixed, later, weights)
-    wants_own = of_mixing and call.chunked and call.causal
-    if of_k or wants_own:
-        dk, own = attend(call, DK.value, (v, gradient, q), k, mixed, later, weights, wants_own)
+    # pairs inside a block have the coefficient m[i, i]; the mixing of summaries does not see them in the causal form
+    needs_diagonal = of_mixing and call.chunked and call.causal
+    if of_k or needs_diagonal:
+        dk, diagonal = attend(call, DK.value, (v, gradient, q), k, mixed, later, weights, needs_diagonal)
     if of_mixing and not call.chunked:
         coefficients = [pair_gradient(call, gradient, weights)]
-    if own is not None:
-        mixer.add_own(call, coefficients, own)
+    if diagonal is not None:
+        mixer.add_own(call, coefficients, diagonal)
     return [dq if of_q else None, dk if of_k else None, dv, *(_reduce(x, call) for x in coefficients)]
 
 
 def _reduce(gradient: Tensor, call: Call) -> Tensor:
-    """``[B * H, ...]`` summed over the batch, and over the heads where they share coefficients."""
+    """Sum a gradient ``[B * H, ...]`` over the batch, and over the heads if they share coefficients."""
     gradient = gradient.unflatten(0, (-1, call.heads)).sum(0)
     return gradient.sum(0, keepdim=True) if call.coefficients[0].shape[0] == 1 else gradient

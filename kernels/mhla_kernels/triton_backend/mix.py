@@ -1,4 +1,4 @@
-"""Dense mixing of summaries: ``S~ = m S``, its transpose for the backward pass, and the gradient of m."""
+"""Kernels of dense mixing: ``S~ = m S``, its transpose for the backward pass, and the gradient of m."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def mix_kernel(
     TERMS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``mixed[i] = sum_b m[i, b] summary[b]`` over the blocks of i's sequence; causal: b < i, or b > i if ``TRANSPOSED``.
+    """Compute ``mixed[i] = sum_b m[i, b] summary[b]`` over the blocks b of i's sequence.
 
-    Grid: (B * H * block tiles, column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``. ``TRANSPOSED`` takes
-    ``m[b, i]``.
+    With ``CAUSAL`` the sum runs over b < i. With ``TRANSPOSED`` the coefficient is ``m[b, i]``, and a causal sum runs over
+    b > i. Grid: (B * H * block tiles, column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``.
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -51,6 +51,7 @@ def mix_kernel(
     i = tile * ROWS + tl.arange(0, ROWS)
     i_row = tl.load(table + ROW * blocks + i, mask=i < blocks, other=0)
     i_first = tl.load(table + FIRST * blocks + i, mask=i < blocks, other=blocks)
+    # Key blocks that any query block of this tile can see: from the first sequence of the tile to its last one.
     low = tl.min(i_first)
     high = tl.max(tl.load(table + LAST * blocks + i, mask=i < blocks, other=0))
     if CAUSAL:
@@ -64,6 +65,7 @@ def mix_kernel(
         b = first + tl.arange(0, TERMS)
         b_row = tl.load(table + ROW * blocks + b, mask=b < blocks, other=0)
         b_first = tl.load(table + FIRST * blocks + b, mask=b < blocks, other=-1)
+        # Only blocks of one sequence, which have the same first block, are mixed.
         counts = i_first[:, None] == b_first[None, :]
         if CAUSAL:
             if TRANSPOSED:
@@ -98,10 +100,13 @@ def mixing_gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``dm[i, b] = <gradient[i], summary[b]>``, summed over the packed sequences; causal: b < i, else 0.
+    """Compute ``dm[i, b] = <gradient[i], summary[b]>``, summed over the packed sequences.
+
+    With ``CAUSAL`` the result is 0 unless b < i.
 
     Grid: (B * H * tiles of i, tiles of b, parts of ``WIDTH``). ``gradient`` (of the mixed summaries) and ``summary``:
-    ``[B * H, blocks, WIDTH]`` float32; ``mixing_gradient``: ``[parts, B * H, size, size]`` float32, a term each.
+    ``[B * H, blocks, WIDTH]`` float32. ``mixing_gradient``: ``[parts, B * H, size, size]`` float32; the caller sums the
+    parts.
     """
     tiles = tl.cdiv(size, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -111,7 +116,7 @@ def mixing_gradient_kernel(
     summary += row * blocks * WIDTH
     part, share = tl.program_id(2), tl.cdiv(tl.cdiv(WIDTH, COLUMNS), tl.num_programs(2)) * COLUMNS
     total = tl.zeros([ROWS, ROWS], tl.float32)
-    if not CAUSAL or tl.program_id(1) <= tile:
+    if not CAUSAL or tl.program_id(1) <= tile:  # tiles above the diagonal are zero, and are still stored
         for sequence in range(0, num_sequences):
             first = tl.load(sequences + sequence)
             count = tl.load(sequences + num_sequences + sequence)
@@ -139,7 +144,7 @@ class DenseMixer:
     """Launchers for a matrix of coefficients, ``[1, M, M]`` or ``[H, M, M]``."""
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Mix the summaries of blocks, see :meth:`TritonMixer.mix`."""
         mixed = torch.empty_like(summary)
         _, blocks, width = summary.shape
         tiles = config.mix_tiles(call.q.dtype, blocks)
@@ -152,18 +157,18 @@ class DenseMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Convert the coefficients for the PyTorch forms, see :meth:`TritonMixer.mixing`."""
         (matrix,) = coefficients
         return DenseMixing(matrix if len(matrix) > 1 else matrix[0])
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Coefficients of token pairs with their strides, see :meth:`TritonMixer.pairs`."""
         (matrix,) = call.coefficients
         h, i, j = matrix.stride()
         return matrix, 0 if matrix.shape[0] == 1 else h, i, j
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Gradients of the coefficients through mixing, see :meth:`TritonMixer.gradients`."""
         size = call.coefficients[0].shape[-1]
         _, blocks, width = summary.shape
         tiles = config.mix_tiles(call.q.dtype, size)
@@ -179,6 +184,6 @@ class DenseMixer:
         return [gradient.sum(0)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Add the gradients of m[i, i] in place, see :meth:`TritonMixer.add_own`."""
         diagonal = gradients[0].diagonal(dim1=1, dim2=2)
         diagonal += sum_at(own, call.tables.table[_ROW], diagonal.shape[-1])

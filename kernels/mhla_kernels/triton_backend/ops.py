@@ -1,8 +1,8 @@
-"""Registration with torch: the operator as ``torch.ops.mhla.attention``, with a fake kernel and an autograd formula.
+"""Registration of the operator as ``torch.ops.mhla.attention``, with a fake kernel, an autograd formula and a FLOP count.
 
-Plain tensors and numbers only, so that ``torch.compile``, ``torch.export`` and activation checkpointing see one opaque
-call. Arguments were checked by :func:`mhla_kernels.mhla_attention`, which also answers for empty ones; they are those of
-:class:`Arguments`, from which the schema is made.
+The operator takes plain tensors and numbers only, so that ``torch.compile``, ``torch.export`` and activation checkpointing
+see one opaque call. Its schema is made from :class:`Arguments`. :func:`mhla_kernels.mhla_attention` checks the arguments
+first, and handles empty inputs without this operator.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ SCHEMA_TYPES: dict[Any, str] = {
 }
 SCHEMA = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Arguments).items())
 TENSORS = Arguments._fields.index("largest")
-"""Leading arguments that are tensors or lists of them."""
+"""Number of leading arguments that are tensors or lists of tensors."""
 
 
 @torch.library.custom_op("mhla::attention", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
 def attention(*arguments: Any) -> Tensor:
-    """``[B, N, H, V]``, contiguous. See :class:`Arguments`."""
-    given = Arguments(*arguments)
+    """Compute the outputs ``[B, N, H, V]``, contiguous, from the arguments that :class:`Arguments` lists."""
+    named = Arguments(*arguments)
 
     def run() -> Tensor:
-        with torch.cuda.device_of(given.q):
-            return launch.forward(Call(given))
+        with torch.cuda.device_of(named.q):
+            return launch.forward(Call(named))
 
-    out: Tensor = guarded(given.guard, given.q.device, run, lambda: fallback.outputs(given))
+    out: Tensor = guarded(named.guard, named.q.device, run, lambda: fallback.outputs(named))
     return out
 
 
@@ -59,26 +59,36 @@ def _(*arguments: Any) -> Tensor:
 def attention_backward(
     gradient: Tensor, wanted: list[bool], *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Gradients of q, k, v and of the coefficients, those that are ``wanted`` of the four; the others are empty."""
-    given = Arguments(*arguments)
+    """Compute the gradients of q, k, v and of the coefficients.
+
+    Args:
+        gradient: gradient of the outputs, ``[B, N, H, V]``.
+        wanted: whether to compute the gradient of q, of k, of v, and of the coefficients together.
+        arguments: arguments of the operator, see :class:`Arguments`.
+
+    Returns:
+        Gradients of q, k, v and of each coefficient tensor; tensors without elements for those not wanted.
+    """
+    named = Arguments(*arguments)
 
     def run() -> list[Tensor | None]:
-        with torch.cuda.device_of(given.q):
-            return launch.backward(Call(given), gradient, wanted)
+        with torch.cuda.device_of(named.q):
+            return launch.backward(Call(named), gradient, wanted)
 
-    found = guarded(given.guard, given.q.device, run, lambda: fallback.gradients(gradient, wanted, given))
-    found += [None] * (3 + len(given.coefficients) - len(found))
-    kinds = given.q, given.k, given.v, *given.coefficients
-    dq, dk, dv, *others = (
-        like.new_empty(0) if x is None else x.contiguous() for x, like in zip(found, kinds, strict=True)
+    gradients = guarded(named.guard, named.q.device, run, lambda: fallback.gradients(gradient, wanted, named))
+    gradients += [None] * (3 + len(named.coefficients) - len(gradients))
+    inputs = named.q, named.k, named.v, *named.coefficients
+    # a registered operator cannot return None for a tensor: an empty one takes its place
+    dq, dk, dv, *of_coefficients = (
+        like.new_empty(0) if x is None else x.contiguous() for x, like in zip(gradients, inputs, strict=True)
     )
-    return dq, dk, dv, others
+    return dq, dk, dv, of_coefficients
 
 
 @attention_backward.register_fake
 def _(gradient: Tensor, wanted: list[bool], *arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     q, k, v, coefficients = arguments[:4]
-    dq, dk, dv = (x.new_empty(x.shape if wants else 0) for x, wants in zip((q, k, v), wanted[:3], strict=True))
+    dq, dk, dv = (x.new_empty(x.shape if needed else 0) for x, needed in zip((q, k, v), wanted[:3], strict=True))
     return dq, dk, dv, [x.new_empty(x.shape if wanted[3] else 0) for x in coefficients]
 
 
@@ -93,19 +103,26 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     inputs, coefficients = saved[: len(saved) - ctx.coefficients], list(saved[len(saved) - ctx.coefficients :])
     q, k, v, *tables = inputs
-    of_coefficients = ctx.needs_input_grad[3]
-    wanted = [*ctx.needs_input_grad[:3], any(of_coefficients)]
-    *found, others = torch.ops.mhla.attention_backward(gradient, wanted, q, k, v, coefficients, *tables, *ctx.options)
-    kept = [x if wants else None for x, wants in zip(others, of_coefficients, strict=True)]
+    needs_coefficients = ctx.needs_input_grad[3]
+    wanted = [*ctx.needs_input_grad[:3], any(needs_coefficients)]
+    *of_tokens, of_coefficients = torch.ops.mhla.attention_backward(
+        gradient, wanted, q, k, v, coefficients, *tables, *ctx.options
+    )
+    coefficient_gradients = [
+        x if needed else None for x, needed in zip(of_coefficients, needs_coefficients, strict=True)
+    ]
     return (
-        *(x if wants else None for x, wants in zip(found, wanted[:3], strict=True)),
-        kept,
-        *(None,) * (len(Arguments._fields) - 4),
+        *(x if needed else None for x, needed in zip(of_tokens, wanted[:3], strict=True)),
+        coefficient_gradients,
+        *(None,) * (len(Arguments._fields) - 4),  # tables, numbers and options have no gradient
     )
 
 
 def _operations(given: Any) -> int:
-    """Of the form that runs, without what lies beside its products; an operation is an addition or a multiplication."""
+    """Count the additions and multiplications in the products of one form, from arguments whose tensors are shapes.
+
+    Work outside of the products is not counted.
+    """
     batch, tokens, heads, key_width = given.q
     width, causal = given.v[-1], given.causal
     chunked = given.form != "parallel"
@@ -121,13 +138,13 @@ def _operations(given: Any) -> int:
 
 @register_flop_formula(torch.ops.mhla.attention)
 def _forward_operations(*arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """For :class:`torch.utils.flop_counter.FlopCounterMode`."""
+    """Operations of the forward pass, for :class:`torch.utils.flop_counter.FlopCounterMode`."""
     return _operations(Arguments(*arguments))
 
 
 @register_flop_formula(torch.ops.mhla.attention_backward)
 def _backward_operations(gradient: Any, wanted: Any, *arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """Twice the forward pass."""
+    """Operations of the backward pass: twice those of the forward pass."""
     return 2 * _operations(Arguments(*arguments))
 
 

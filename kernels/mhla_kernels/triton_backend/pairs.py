@@ -1,8 +1,8 @@
-"""Products of token pairs, and the gradient of mixing in the parallel form, which is summed from them.
+"""Products of token pairs, and the kernel for the gradient of mixing in the parallel form, which sums them.
 
     dm[i, b] = sum_{t in i, j in b} (q_t . k_j) (G_t . v_j + g_t)
 
-with G_t = dO_t / n_t and g_t the gradient of the normaliser, as in :mod:`mhla_kernels.triton_backend.attend`.
+Here G_t = dO_t / n_t, and g_t is the gradient of the normaliser, as in :mod:`mhla_kernels.triton_backend.attend`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def products(
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """``[ROWS, COLUMNS]`` products of tokens a and tokens b."""
+    """Products ``[ROWS, COLUMNS]`` of the tokens a and the tokens b, float32; ``RELU`` maps both first."""
     scores = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, SLICE):
         inner = first + tl.arange(0, SLICE)
@@ -68,22 +68,29 @@ def _add_block_sums(
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Add the sums of ``pairs`` over the blocks of its rows and of its columns to ``total``, and write it.
+    """Sum ``pairs`` over each key block (rows) and query block (columns), add the sums to ``total``, and store ``total``.
 
-    ``gradient``: ``[size, SPAN]``, query block by key block, key blocks counted from the first one of the row tile.
-    ``total``: ``[SPAN, SPAN]``, key block by query block; slot s has the block ``held[s]``, which is s modulo ``SPAN``. A
-    thread writes the same slots for every column tile, so the last sum of a block is what stays, without barrier or read.
+    ``gradient`` is ``[size, SPAN]``, query block by key block. Key blocks are counted from the first one of the row tile.
+    ``total`` is ``[SPAN, SPAN]``, key block by query block. Query block i uses the slot i modulo ``SPAN``, and ``held[s]``
+    is the block that slot s has at the moment.
+
+    Returns:
+        ``total``, and the new ``held``.
     """
     b_first = tl.load(token_row + start)
     i_first = tl.load(token_row + first)
     b = tl.load(token_row + rows, mask=rows < end, other=-1) - b_first
     i = tl.load(token_row + columns, mask=columns < end, other=-1)
     slots = tl.arange(0, SPAN)
+    # `now` is the query block of each slot for this column tile: the one of the SPAN next blocks that is s modulo SPAN.
     now = i_first + ((slots - i_first) & (SPAN - 1))
     in_row_block = (slots[:, None] == b[None, :]).to(tl.float32).to(INPUT)
     in_column_block = (i[:, None] == now[None, :]).to(tl.float32).to(INPUT)
+    # Products with one-hot matrices sum over blocks in a fixed order, which atomic additions would not.
     sums = multiply(in_row_block, pairs, tl.zeros([SPAN, COLUMNS], tl.float32), INPUT)
     sums = multiply(sums, in_column_block, tl.zeros([SPAN, SPAN], tl.float32), INPUT)
+    # A slot that got a new block starts from zero. A block keeps its slot, hence its thread, so the stores of one thread
+    # follow each other and the last, complete sum stays, without a barrier and without reading memory.
     total = tl.where((now == held)[None, :], total, 0.0) + sums
     offset = gradient + now[None, :] * SPAN + slots[:, None]
     tl.store(offset, total, mask=tl.broadcast_to((now < size)[None, :], [SPAN, SPAN]))
@@ -138,11 +145,11 @@ def pair_gradient_kernel(
     SPAN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """The gradient of mixing from one tile of ``ROWS`` keys and all queries that see them.
+    """Compute the part of the gradient of mixing that one tile of ``ROWS`` keys and all queries that see them give.
 
-    Grid: (B * H * tiles). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, zeroed before; query block by key
-    block, key blocks counted from the first one of the tile, which has at most ``SPAN``. ``CHUNKS``: ``table`` is that of
-    chunks, each of ``tiles`` tiles, and pairs are those of a chunk.
+    Grid: (B * H * tiles). ``mixing_gradient``: ``[B * H, tiles, size, SPAN]`` float32, zeroed before, query block by key
+    block. Key blocks are counted from the first one of the tile, which has at most ``SPAN`` of them. With ``CHUNKS``,
+    ``table`` lists chunks, each of ``tiles`` tiles, and the pairs are those inside a chunk.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -213,7 +220,16 @@ def pair_gradient_kernel(
 
 
 def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Gradient of the matrix of coefficients: ``[B * H, M, M]``, in the spanning form ``[B * H, G, G]``."""
+    """Compute the gradient of the matrix of coefficients from token pairs.
+
+    Args:
+        call: the call, in the parallel or spanning form.
+        gradient: gradient of the outputs, ``[B, N, H, V]``.
+        weights: 1 / n_t and g_t, ``[B * H, N]`` float32 each; None without normaliser.
+
+    Returns:
+        ``[B * H, M, M]`` float32; in the spanning form ``[B * H, G, G]``, between the blocks of a chunk.
+    """
     q, k, v = call.q, call.k, call.v
     tiles = config.pair_tiles(q.dtype, call.chip)
     size, in_chunk = call.coefficients[0].shape[-1], triton.cdiv(call.tables.largest, tiles.rows)
@@ -235,10 +251,11 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
         ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice, SPAN=span,
         ALIGNED=aligned, **call.schedule(tiles),
     )  # fmt: skip
+    # Add the part of each tile at the key blocks of the tile: its first block and those that follow.
     starts = torch.arange(count, device=q.device)
     if call.terms:
         starts = table[_START].long()[starts // in_chunk] + starts % in_chunk * tiles.rows
-        starts = starts.clamp(max=call.tables.tokens - 1)  # a tile without tokens
+        starts = starts.clamp(max=call.tables.tokens - 1)  # tiles without tokens, whose parts are zero
     elif call.tables.packed:
         starts = table[_START].long()
     else:

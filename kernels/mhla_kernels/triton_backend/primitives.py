@@ -1,7 +1,7 @@
 """Building blocks of every kernel: loading tokens, rounding, and products that keep float32 precision.
 
-Triton's interpreter rounds float32 to bfloat16 towards zero and multiplies the bit patterns of bfloat16 operands, so
-both are spelt out for it here; on a GPU the plain operations are used.
+Triton's interpreter rounds float32 to bfloat16 towards zero, and multiplies the bit patterns of bfloat16 operands. This
+module therefore spells out both operations for the interpreter. On a GPU it uses Triton's own.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ SIZES = (
     "size",
     "num_sequences",
 )
+"""Kernel parameters that hold lengths. A kernel is not compiled again for other values of them."""
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """``triton.jit``, compiled once for all lengths: sizes and strides are not specialised, but for that of the features.
+    """Decorate a kernel with ``triton.jit`` so that it is compiled once for all lengths.
 
-    (There a stride of 1 decides between wide and narrow loads. The others come in units of what they are multiples of.)
+    Sizes and strides are not specialised, with the exception of the stride of the features: a value of 1 there decides
+    between wide and narrow loads. The other strides come divided by their alignment, which is a constant of the kernel.
     """
     lengths = [
         name
@@ -52,7 +54,8 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
-    """Float32 ``x`` in ``DTYPE``, to the nearest, ties to even."""
+    """Round float32 ``x`` to ``DTYPE``: to the nearest number, ties to even."""
+    # Adding 0x7FFF and the lowest bit that stays carries into that bit exactly where the number has to be rounded up.
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -62,7 +65,7 @@ def round_to(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """``acc + a @ b`` for operands of one dtype; IEEE products for float32."""
+    """Compute ``acc + a @ b`` for operands of one dtype. Float32 products are IEEE ones, not TF32."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -70,10 +73,10 @@ def dot(a, b, acc):
 
 @triton.jit
 def multiply(a, b, acc, INPUT: tl.constexpr):
-    """``acc + a @ b``, operands in ``INPUT`` or float32, to float32 precision.
+    """Compute ``acc + a @ b`` for operands in ``INPUT`` or float32, without rounding float32 operands to ``INPUT``.
 
-    With bfloat16 inputs a float32 operand enters the matrix unit as two bfloat16 pieces (16 bits of significand); the
-    product of the two small pieces is left out.
+    If ``INPUT`` is bfloat16, a float32 operand enters the matrix unit as the sum of two bfloat16 numbers, which keep 16 bits
+    of the significand. The product of the two small numbers is omitted.
     """
     if tl.float32 == INPUT:
         acc = dot(a.to(tl.float32), b.to(tl.float32), acc)
@@ -97,13 +100,17 @@ def multiply(a, b, acc, INPUT: tl.constexpr):
 
 @triton.jit
 def rectify(x):
-    """``max(x, 0)``; NaN stays, as in PyTorch, so that a run that diverges is seen to."""
+    """Compute ``max(x, 0)``. NaN stays NaN, as in PyTorch, so that a diverging run is noticed."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def load_tokens(base, rows, visible, columns, width, stride_n, stride_d, RELU: tl.constexpr):
-    """``[len(rows), len(columns)]`` of a token tensor, zero where not ``visible``, mapped if ``RELU``."""
+    """Load features ``columns`` of tokens ``rows`` as ``[len(rows), len(columns)]``, after the feature map if ``RELU``.
+
+    Tokens that are not ``visible`` and features from ``width`` on are zero, also after the feature map.
+    """
+    # 64-bit offsets: a tensor of tokens may have more than 2^31 elements
     mask = visible[:, None] & (columns < width)[None, :]
     x = tl.load(base + rows.to(tl.int64)[:, None] * stride_n + columns[None, :] * stride_d, mask=mask, other=0.0)
     if RELU:
@@ -114,7 +121,7 @@ def load_tokens(base, rows, visible, columns, width, stride_n, stride_d, RELU: t
 
 @triton.jit
 def load_visible(mask_base, rows, end, HAS_MASK: tl.constexpr):
-    """Which of ``rows`` are tokens before ``end`` that the key mask shows."""
+    """Mask of the ``rows`` that lie before ``end`` and that the key mask does not hide."""
     visible = rows < end
     if HAS_MASK:
         visible = visible & (tl.load(mask_base + rows, mask=visible, other=0) != 0)

@@ -1,4 +1,4 @@
-"""Feature map and rotary embedding in one pass over a token tensor, and the way back."""
+"""Kernel that applies the feature map and the rotary embedding in one pass over a token tensor, and its backward pass."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def rotary_kernel(
     HALF_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """``ROWS`` of the B * N * H rows; ``out`` is contiguous, ``cos`` and ``sin`` are ``[N, HALF]`` or ``[B, N, HALF]``,
-    contiguous: ``angle_stride_b`` is counted in their rows.
+    """Map and rotate ``ROWS`` of the B * N * H rows of ``x``, or with ``BACKWARD`` compute the gradient of the input.
 
-    Backward: ``x`` is the gradient of the output and ``raw`` the input, whose sign decides what the rectifier lets through.
+    Forward: ``x`` is the input. Backward: ``x`` is the gradient of the output, and ``raw`` is the input, whose sign decides
+    where the rectifier passes the gradient. ``out`` is contiguous. ``cos`` and ``sin`` are contiguous, ``[N, HALF]`` with
+    ``angle_stride_b`` = 0 or ``[B, N, HALF]`` with ``angle_stride_b`` = N.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, HALF_PADDED)
@@ -63,7 +64,7 @@ def rotary_kernel(
     angle = ((batch * angle_stride_b + token) * HALF)[:, None] + pair[None, :]
     c = tl.load(cos + angle, mask=inside, other=0.0)
     s = tl.load(sin + angle, mask=inside, other=0.0)
-    if BACKWARD:
+    if BACKWARD:  # the gradient of a rotation is the rotation by the opposite angle
         new_a, new_b = a * c + b * s, b * c - a * s
         if RELU:
             offset = (batch * raw_stride_b + token * raw_stride_n + head * raw_stride_h)[:, None] * ALIGNED
@@ -82,7 +83,20 @@ def rotary_kernel(
 def launch_rotary(
     x: Tensor, raw: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, backward: bool
 ) -> Tensor:
-    """See :func:`rotary_kernel`; ``[B, N, H, D]`` contiguous, in the dtype of ``raw``."""
+    """Launch :func:`rotary_kernel`.
+
+    Args:
+        x: ``[B, N, H, D]``: the input, or in the backward pass the gradient of the output.
+        raw: the input, ``[B, N, H, D]``.
+        cos: ``[N, D / 2]`` or ``[B, N, D / 2]`` float32, contiguous.
+        sin: as cos.
+        relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
+        interleaved: whether pairs are neighbouring features (else feature i and feature i + D / 2).
+        backward: whether to compute the gradient of the input.
+
+    Returns:
+        ``[B, N, H, D]``, contiguous, in the dtype of ``raw``.
+    """
     batch, tokens, heads, width = x.shape
     out = torch.empty(x.shape, dtype=raw.dtype, device=x.device)
     rows, half = batch * tokens * heads, width // 2
@@ -101,7 +115,10 @@ def launch_rotary(
 
 @torch.library.custom_op("mhla::rotary", mutates_args=())
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str) -> Tensor:
-    """See :func:`mhla_kernels.rotary_features`; ``cos`` and ``sin`` contiguous float32. ``guard`` as in :class:`Arguments`."""
+    """Registered operator behind :func:`mhla_kernels.rotary_features`.
+
+    ``cos`` and ``sin`` must be contiguous and float32. ``guard`` has the meaning that :class:`Arguments` gives it.
+    """
     out: Tensor = guarded(
         guard,
         x.device,
@@ -120,7 +137,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard:
 def rotary_backward(
     gradient: Tensor, x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str
 ) -> Tensor:
-    """Gradient of x; none for the angles."""
+    """Gradient of x, ``[B, N, H, D]``; the angles have no gradient."""
 
     def instead() -> Tensor:
         def run() -> Tensor:
@@ -128,8 +145,9 @@ def rotary_backward(
                 leaf = x.detach().requires_grad_()
                 return torch.autograd.grad(turn(leaf, cos, sin, relu, interleaved), leaf, gradient)[0]
 
-        found: Tensor = in_own_thread(run, x.device)
-        return found.contiguous()
+        # autograd records nothing in the thread that runs the backward pass of a registered operator
+        x_gradient: Tensor = in_own_thread(run, x.device)
+        return x_gradient.contiguous()
 
     out: Tensor = guarded(
         guard, x.device, lambda: launch_rotary(gradient, x, cos, sin, relu, interleaved, backward=True), instead
@@ -158,7 +176,11 @@ rotary.register_autograd(_backward, setup_context=_setup_context)
 def turn_fused(
     x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, only_if_sound: bool
 ) -> Tensor | None:
-    """As :func:`mhla_kernels.features.turn`; ``only_if_sound``: None where the kernel may not be used."""
+    """Apply the feature map and the rotary embedding with the fused kernel, as :func:`mhla_kernels.features.turn` does.
+
+    Returns:
+        ``[B, N, H, D]``, or None if ``only_if_sound`` and the kernel may not be used.
+    """
     guard = ""
     if only_if_sound:
         dtype = "float32" if x.dtype is torch.float32 else "bfloat16"
@@ -173,7 +195,7 @@ def turn_fused(
 def sound_kernel(
     device_type: str, device_index: int | None, dtype: str, width: int, relu: bool, interleaved: bool
 ) -> str:
-    """The name of a kind of rotary kernel, or nothing where it may not be used on a device."""
+    """Name of a kind of rotary kernel, or an empty string if it may not be used on a device."""
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
     flags = [name for name, on in (("relu", relu), ("interleaved", interleaved)) if on]
     kind = "-".join(["rotary", dtype, str(width), *flags])
@@ -182,22 +204,22 @@ def sound_kernel(
 
 
 def try_rotary(dtype: torch.dtype, width: int, relu: bool, interleaved: bool, device: torch.device) -> Verdict:
-    """Run the kernel forward and backward on a few rows, and judge it by the PyTorch form."""
+    """Run the kernel forward and backward on a few rows, and compare it with the PyTorch form in float64."""
     start, (bound, gradient_bound) = time.perf_counter(), BOUNDS[dtype]
     generator = torch.Generator(device).manual_seed(0)
     single: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
     x, gradient = (torch.randn(2, 45, 3, width, **single).to(dtype) for _ in range(2))
     angle = torch.rand(45, width // 2, **single) * 6
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for fused in (False, True):
         leaf = x.to(dtype if fused else torch.float64, copy=True).requires_grad_()
-        given = leaf, angle.cos(), angle.sin(), relu, interleaved
-        out = torch.ops.mhla.rotary(*given, "") if fused else turn(*given)
-        found.append([out.detach(), *torch.autograd.grad(out, leaf, gradient.to(out.dtype))])
-    (want, wanted_gradient), (got, found_gradient) = found
+        arguments = leaf, angle.cos(), angle.sin(), relu, interleaved
+        out = torch.ops.mhla.rotary(*arguments, "") if fused else turn(*arguments)
+        results.append([out.detach(), *torch.autograd.grad(out, leaf, gradient.to(out.dtype))])
+    (reference, reference_gradient), (fused_output, fused_gradient) = results
     errors = [
-        compare("the output", got, want, bound),
-        compare("the gradient", found_gradient, wanted_gradient, gradient_bound),
+        compare("the output", fused_output, reference, bound),
+        compare("the gradient", fused_gradient, reference_gradient, gradient_bound),
     ]
     wrong = "; ".join(text for _, text in errors if text)
     return Verdict(not wrong, wrong or f"errors {errors[0][0]:.1e}, {errors[1][0]:.1e}", time.perf_counter() - start)

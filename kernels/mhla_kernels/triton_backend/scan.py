@@ -1,9 +1,10 @@
-"""Mixing by running sums for exponential coefficients, causal: R states instead of a matrix of M squared.
+"""Kernels of causal exponential mixing: R running sums over the blocks, in place of an M x M matrix.
 
     S~_i = sum_r a_r e^{-lambda_r} P_r(i - 1),     P_r(i) = e^{-lambda_r} P_r(i - 1) + S_i
 
-and backwards in time for the gradient. With Q_r(i) = e^{-lambda_r} (Q_r(i - 1) + P_r(i - 1)), the sum of
-(i - b) e^{-lambda_r (i - b)} S_b over earlier b, the gradients are
+The gradient of the summaries runs the same sums from the last block to the first. Let R_i be the gradient of S~_i. The
+gradients of amplitudes and decays also use Q_r(i) = e^{-lambda_r} (Q_r(i - 1) + P_r(i - 1)), which is the sum of
+(i - b) e^{-lambda_r (i - b)} S_b over earlier b:
 
     da_r = sum_i <R_i, e^{-lambda_r} P_r(i - 1)>,     dlambda_r = -a_r sum_i <R_i, Q_r(i)>
 """
@@ -41,9 +42,9 @@ def scan_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """``mixed[i]``: the sum over earlier blocks (later ones if ``REVERSE``) of i's sequence.
+    """Compute ``mixed[i]``, the weighted sum over the earlier blocks of i's sequence (the later ones with ``REVERSE``).
 
-    Grid: (B * H * column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``; ``amplitude`` and ``decay``:
+    Grid: (B * H * column parts). ``summary`` and ``mixed``: ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay``:
     ``[H or 1, TERMS]`` float32.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
@@ -59,6 +60,7 @@ def scan_kernel(
     for step in range(0, blocks):
         i = blocks - 1 - step if REVERSE else step
         offset = tl.cast(i, tl.int64) * WIDTH + columns
+        # The first block of a sequence starts from a zero state. Unused blocks of packed tables have zeros as summaries.
         if REVERSE:
             new = tl.load(table + LAST * blocks + i) == i + 1
         else:
@@ -86,7 +88,7 @@ def scan_gradient_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """This part's share of the gradients of ``amplitude`` and ``decay``, ``[B * H, parts, TERMS]`` float32.
+    """Compute one part's share of the gradients of ``amplitude`` and ``decay``, ``[B * H, parts, TERMS]`` float32 each.
 
     Grid: (B * H * column parts). ``gradient`` (of the mixed summaries) and ``summary``: ``[B * H, blocks, WIDTH]`` float32.
     """
@@ -106,6 +108,7 @@ def scan_gradient_kernel(
     for i in range(0, blocks):
         offset = tl.cast(i, tl.int64) * WIDTH + columns
         new = tl.load(table + FIRST * blocks + i) == i
+        # slope is Q(i): it needs P(i - 1), so it is updated before the state
         slope = tl.where(new, 0.0, (slope + state) * fade[:, None])
         state = tl.where(new, 0.0, state * fade[:, None])
         r = tl.load(gradient + offset, mask=inside, other=0.0)
@@ -118,10 +121,10 @@ def scan_gradient_kernel(
 
 
 class ExponentialMixer:
-    """Launchers for sums of exponentials, causal: amplitudes and decays, ``[1, R]`` or ``[H, R]``."""
+    """Launchers for causal sums of exponentials. The coefficients are amplitudes and decays, ``[1, R]`` or ``[H, R]``."""
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Mix the summaries of blocks, see :meth:`TritonMixer.mix`."""
         amplitude, decay = call.coefficients
         mixed = torch.empty_like(summary)
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
@@ -134,17 +137,17 @@ class ExponentialMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Convert the coefficients for the PyTorch forms, see :meth:`TritonMixer.mixing`."""
         amplitude, decay = (x if len(x) > 1 else x[0] for x in coefficients)
         return ExponentialMixing(amplitude, decay)
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`: m[i, i], whatever the block."""
-        own = call.coefficients[0].sum(-1)
-        return own, int(len(own) > 1), 0, 0
+        """Coefficient m[i, i], which is the same for all blocks, with its strides; see :meth:`TritonMixer.pairs`."""
+        diagonal = call.coefficients[0].sum(-1)
+        return diagonal, int(len(diagonal) > 1), 0, 0  # strides of 0 repeat it for all pairs of blocks
 
     def gradients(self, call: Call, d_mixed: Tensor, summary: Tensor) -> list[Tensor]:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`."""
+        """Gradients of the coefficients through mixing, see :meth:`TritonMixer.gradients`."""
         amplitude, decay = call.coefficients
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
         tiles = config.scan_tiles(terms)
@@ -158,7 +161,7 @@ class ExponentialMixer:
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
     def add_own(self, call: Call, gradients: list[Tensor], own: Tensor) -> None:
-        """See :class:`mhla_kernels.triton_backend.mixers.Mixer`: m[i, i] is the sum of the amplitudes."""
+        """Add the gradients of m[i, i], the sum of the amplitudes, in place; see :meth:`TritonMixer.add_own`."""
         gradients[0] += own.sum(-1, keepdim=True)
 
 

@@ -1,9 +1,9 @@
-"""The spanning form on plain tensors: chunks of several blocks, between which running sums go; exponential coefficients.
+"""Forward and backward pass of the spanning form: chunks of several blocks, connected by running sums.
 
-A summary for each term takes the place of a block's; the chunk's own pairs are scored with the matrix of its blocks. The
-backward pass is the forward one with queries for keys, the weights of reading for those of writing, and time reversed; so
-with X the sums that chunks read and Y the gradients of what they write, a term's ``e^-decay`` has the gradient
-``sum_c <X_c, Y_c>``.
+This form is for exponential coefficients. A chunk has one summary for each term where the chunked form has one for each
+block. The pairs inside a chunk are scored and weighed by the matrix between its blocks. The backward pass is the forward
+pass with queries in place of keys, reading weights in place of writing weights, and time reversed. So let X be the sums that
+chunks read, and Y the gradients of the sums that they write: the gradient of a term's ``e^-decay`` is ``sum_c <X_c, Y_c>``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ def carry_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Replace each chunk's sums by those of the chunks before it in its sequence, faded by ``e^-decay`` a chunk.
+    """Replace each chunk's sums by the sum over the chunks before it in its sequence, decayed by ``e^-decay`` per chunk.
 
-    Grid: (B * H * TERMS * column parts). ``sums``: ``[B * H, TERMS, blocks, WIDTH]`` float32, in place; ``decay``:
-    ``[H or 1, TERMS]``. Terms from ``EARLIER`` on take the chunks after; ``REVERSE`` exchanges the two.
+    The terms from ``EARLIER`` on sum over the chunks after it instead. ``REVERSE`` exchanges the two directions.
+
+    Grid: (B * H * TERMS * column parts). ``sums``: ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place. ``decay``:
+    ``[H or 1, TERMS]``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, place = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -57,6 +59,7 @@ def carry_kernel(
     state = tl.zeros([COLUMNS], tl.float32)
     for step in range(0, blocks):
         i = tl.where(backwards, blocks - 1 - step, step)
+        # the state starts from zero at the first chunk of a sequence in the direction of the sum: FIRST = i or LAST = i + 1
         begin = tl.load(table + tl.where(backwards, LAST, FIRST) * blocks + i)
         state = tl.where(begin == tl.where(backwards, i + 1, i), 0.0, state)
         offset = sums + i.to(tl.int64) * WIDTH + columns
@@ -66,9 +69,9 @@ def carry_kernel(
 
 
 def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
-    """In place, of what :func:`summarize` gives."""
+    """Replace the result of :func:`summarize` by the running sums that chunks read, in place; returns it."""
     decay, earlier = call.coefficients[3], call.terms
-    if not call.causal:
+    if not call.causal:  # half of the terms sum over earlier chunks, the other half over later ones
         earlier //= 2
     width = sums.shape[-1]
     tiles = config.scan_tiles(1)
@@ -80,13 +83,23 @@ def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
 
 
 def forward(call: Call) -> Tensor:
-    """Outputs ``[B, N, H, V]``."""
+    """Launch the kernels of the forward pass; returns the outputs, ``[B, N, H, V]``."""
     sums = _carry(call, summarize(call, call.k, call.v)[0])
     return attend(call, OUT.value, (call.q, call.k, call.v), call.q, sums, None, None)[0]
 
 
 def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Gradients of q, k, v, None for those not ``wanted``, and of the tensors of the span, ``[B * H, ...]``."""
+    """Launch the kernels of the backward pass.
+
+    Args:
+        call: the call.
+        gradient: gradient of the outputs, ``[B, N, H, V]``.
+        wanted: whether to compute the gradient of q, of k, of v, and of the coefficients together.
+
+    Returns:
+        Gradients of q, k and v, None for those not wanted; and gradients ``[B * H, ...]`` of the tensors of the span, or an
+        empty list.
+    """
     of_q, of_k, of_v, of_mixing = wanted
     q, k, v = call.q, call.k, call.v
     sums = weights = dq = dk = dv = by_query = by_key = None
@@ -94,7 +107,7 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list
     if call.normalize:
         shape = (call.rows, call.tables.tokens)
         weights = q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
-    if of_q or of_mixing or call.normalize:  # its kernel leaves the weights
+    if of_q or of_mixing or call.normalize:  # mode DQ also writes the weights that the other modes read
         sums = _carry(call, summarize(call, k, v)[0])
         dq, by_query = attend(call, DQ.value, (gradient, v, k), q, sums, None, weights, of_mixing)
     if of_k or of_v or of_mixing:
@@ -107,15 +120,16 @@ def backward(call: Call, gradient: Tensor, wanted: Sequence[bool]) -> tuple[list
             assert sums is not None
             assert by_query is not None
             assert by_key is not None
-            fading = sums.mul_(later).view(call.rows, call.terms, -1).sum(-1)
-            of_decay = -(-call.coefficients[3]).exp().repeat(call.rows // len(call.coefficients[3]), 1) * fading
+            # in place, since `sums` is not read again and a third set of float32 summaries would be large
+            of_fading = sums.mul_(later).view(call.rows, call.terms, -1).sum(-1)
+            of_decay = -(-call.coefficients[3]).exp().repeat(call.rows // len(call.coefficients[3]), 1) * of_fading
             coefficients = [pair_gradient(call, gradient, weights), *(_by_block(call, x) for x in (by_query, by_key))]
             coefficients.append(of_decay)
     return [dq if of_q else None, dk if of_k else None, dv], coefficients
 
 
 def _by_block(call: Call, by_token: Tensor) -> Tensor:
-    """``[B * H, N, T]`` summed over the tokens of each block of a chunk: ``[B * H, T, G]``."""
+    """Sum ``[B * H, N, T]`` over the tokens of each block position inside chunks: ``[B * H, T, G]``."""
     assert call.token_row is not None
     rows, _, terms = by_token.shape
     size = call.coefficients[0].shape[-1]

@@ -1,7 +1,8 @@
-"""Summaries of blocks: ``S_b = sum_j k_j v_j^T`` and ``z_b = sum_j k_j``.
+"""Kernels for the summaries of blocks: ``S_b = sum_j k_j v_j^T`` and ``z_b = sum_j k_j``.
 
 A summary is stored as one row of ``K * V + K`` numbers: S row by row, then z. The backward pass uses the same kernel for
-the gradient of the mixed summaries, with queries for keys, output gradients for values, and a weight for each token.
+the gradient of the mixed summaries, with queries in place of keys, output gradients in place of values, and a weight for
+each token.
 """
 
 from __future__ import annotations
@@ -61,12 +62,15 @@ def summaries_kernel(
     VALUES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """One ``[KEYS, VALUES]`` part of the summary of one piece of a block.
+    """Compute one ``[KEYS, VALUES]`` part of the summary of one piece of a block.
 
     Grid: (B * H * blocks * pieces, key parts * value parts). ``summary``: ``[B * H, blocks * pieces, K * V + K]``.
-    ``value_weight`` and ``normalizer_weight``: ``[B * H, N]`` float32; tokens enter S and z with these weights.
-    With ``TERMS`` there is a summary for each of them, ``[B * H, TERMS, blocks, K * V + K]`` and one program each, which
-    a token enters by the weight ``[H or 1, TERMS, size]`` of its block.
+
+    With ``WEIGHTED``, each token is multiplied by ``value_weight`` in S and by ``normalizer_weight`` in z, ``[B * H, N]``
+    float32 each.
+
+    With ``TERMS`` there is one summary for each term, ``[B * H, TERMS, blocks, K * V + K]``, and one program for each of
+    these. A token is then also multiplied by the weight of its block in ``term_weight``, ``[H or 1, TERMS, size]``.
     """
     piece, part = tl.program_id(0) % (blocks * pieces), tl.program_id(1)
     row = (tl.program_id(0) // (blocks * pieces)).to(tl.int64)
@@ -86,6 +90,7 @@ def summaries_kernel(
     key += (batch * key_stride_b + head * key_stride_h) * ALIGNED
     value += (batch * value_stride_b + head * value_stride_h) * ALIGNED
 
+    # Programs without tokens run through as well: they store the zeros of an empty piece, since the buffer is not zeroed.
     total = tl.zeros([KEYS, VALUES], tl.float32)
     normalizer = tl.zeros([KEYS], tl.float32)
     for first in range(start, end, TOKENS):
@@ -112,14 +117,14 @@ def summaries_kernel(
                 wide *= by_term[:, None]
             normalizer += tl.sum(wide, 0)
 
-    if CAUSAL:  # a zero coefficient times a sum that overflowed is zero: see mhla_kernels.finite
+    if CAUSAL:  # a zero coefficient times a sum that overflowed must be zero: see mhla_kernels.finite
         total = tl.where(tl.abs(total) <= LARGEST, total, tl.where(total < 0, -LARGEST, LARGEST))
         normalizer = tl.where(tl.abs(normalizer) <= LARGEST, normalizer, tl.where(normalizer < 0, -LARGEST, LARGEST))
     summary += place * (KEY_WIDTH * VALUE_WIDTH + KEY_WIDTH)
     offset = keys[:, None] * VALUE_WIDTH + values[None, :]
     inside = (keys < KEY_WIDTH)[:, None] & (values < VALUE_WIDTH)[None, :]
     tl.store(summary + offset, round_to(total, summary.dtype.element_ty), mask=inside)
-    if part % value_parts == 0:
+    if part % value_parts == 0:  # z does not depend on the values: the first of the value parts stores it
         offset_of_z = summary + KEY_WIDTH * VALUE_WIDTH + keys
         tl.store(offset_of_z, round_to(normalizer, summary.dtype.element_ty), mask=keys < KEY_WIDTH)
 
@@ -134,9 +139,9 @@ def running_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum the pieces of each block, and replace each piece by the sum of those before it (after it if ``REVERSE``).
+    """Sum the pieces of each block, and replace each piece by the sum of the pieces before it (after it with ``REVERSE``).
 
-    Grid: (B * H * blocks, column parts). ``pieces_summary``: ``[B * H, blocks * pieces, WIDTH]``, changed in place;
+    Grid: (B * H * blocks, column parts). ``pieces_summary``: ``[B * H, blocks * pieces, WIDTH]``, changed in place.
     ``block_summary``: ``[B * H, blocks, WIDTH]``.
     """
     block, part, row = tl.program_id(0) % blocks, tl.program_id(1), (tl.program_id(0) // blocks).to(tl.int64)
@@ -156,10 +161,20 @@ def running_kernel(
 def summarize(
     call: Call, key: Tensor, value: Tensor, weights: tuple[Tensor, Tensor] | None = None, reverse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Summaries of the blocks ``[B * H, M, K * V + K]`` float32, and of earlier pieces of the same block, if any.
+    """Compute the summaries of the blocks, or of the chunks in the spanning form.
 
-    ``weights``: of each token in S and in z, ``[B * H, N]``. ``reverse`` asks for later pieces. In the spanning form those
-    of the chunks, ``[B * H * T, M, K * V + K]``, of queries if ``reverse``.
+    Args:
+        call: the call.
+        key: keys, or queries for the gradient of the mixed summaries, ``[B, N, H, K]``.
+        value: values, or gradients of the outputs, ``[B, N, H, V]``.
+        weights: weights of each token in S and in z, ``[B * H, N]`` float32 each; None for 1.
+        reverse: whether the running sums go over later instead of earlier pieces, and the weights of the terms are those of
+            reading instead of writing.
+
+    Returns:
+        Summaries of the blocks, ``[B * H, M, K * V + K]`` float32; in the spanning form those of the chunks for each term,
+        ``[B * H * T, M, K * V + K]``. In the causal form with several pieces to a block also, for each piece, the summary
+        of the earlier pieces of its block, ``[B * H, M * pieces, K * V + K]``; else None.
     """
     pieces, piece_size = call.pieces
     blocks, width = call.tables.blocks, call.summary_width

@@ -1,7 +1,8 @@
-"""Block tables: where the kernels look up which tokens make up a block, and which blocks belong together.
+"""Block tables, in which kernels look up the tokens of a block and the blocks of a sequence.
 
-One int32 tensor ``[7, M]`` serves equal blocks, uneven blocks and packed sequences alike, so that a kernel has one path.
-Nothing here waits for the device. Tables that depend on sizes alone are kept, see :func:`mhla_kernels.blocks.keep`.
+One int32 tensor ``[7, M]`` describes equal blocks, uneven blocks and packed sequences, so that a kernel has one code path.
+Nothing in this module waits for the device. Tables that depend on sizes alone are cached by
+:func:`mhla_kernels.blocks.keep`.
 """
 
 from __future__ import annotations
@@ -16,22 +17,26 @@ from torch import Tensor
 from mhla_kernels.blocks import keep, on_device
 
 START, END, ROW, FIRST, LAST, LOW, HIGH = range(7)
-"""Rows of a table: first token and end of the block, its row in the mixing matrix, first block and end of the blocks of
-its sequence, first token and end of its sequence. A block that is not in use has no tokens, FIRST = M and LAST = 0."""
+"""Rows of a table, with a column for each block.
+
+START and END: first token of the block, and the token after its last one. ROW: the block's row in the mixing matrix. FIRST
+and LAST: first block of its sequence, and the block after the last one. LOW and HIGH: first token of its sequence, and the
+token after the last one. An unused block has no tokens, FIRST = M and LAST = 0.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTables:
-    """Blocks as the kernels see them; see the module's text.
+    """Sizes and lookup tables of the blocks of one call, as the kernels read them.
 
     Attributes:
-        tokens: N.
-        blocks: M, or an upper bound of it for packed sequences.
+        tokens: number of tokens, N.
+        blocks: number of blocks, M; for packed sequences an upper bound of it.
         largest: tokens in the largest block.
-        offsets: first token of each block and N, for uneven blocks.
-        packed: whether there are several sequences.
-        table: ``[7, M]`` int32.
-        sequences: ``[2, S]`` int32, first block and number of blocks of each sequence.
+        offsets: first token of each block and N, for uneven blocks; None for equal ones.
+        packed: whether sequences are packed.
+        table: ``[7, M]`` int32; :data:`START` and the names beside it are its rows.
+        sequences: first block and number of blocks of each sequence, ``[2, S]`` int32.
     """
 
     tokens: int
@@ -43,7 +48,7 @@ class BlockTables:
     sequences: Tensor
 
     def span(self, tile: int) -> int:
-        """Blocks that a tile of so many tokens, counted from the start of its sequence, touches at most."""
+        """Largest number of blocks that a tile of ``tile`` tokens touches; tiles are counted from the start of a sequence."""
         if self.offsets is None:
             return span_of_tile(tile, self.largest)
         starts = range(0, self.tokens, tile)
@@ -51,7 +56,7 @@ class BlockTables:
 
 
 def span_of_tile(tile: int, block_size: int) -> int:
-    """Blocks of equal size that so many tokens in a row touch at most."""
+    """Largest number of equal blocks that ``tile`` consecutive tokens touch, wherever they begin."""
     return min(tile, (tile - 2) // block_size + 2)
 
 
@@ -62,7 +67,15 @@ def make_tables(
     block_offsets: tuple[int, ...] | None,
     cu_seqlens: Tensor | None,
 ) -> BlockTables:
-    """The tables for one of: equal blocks, uneven blocks, packed sequences of equal blocks."""
+    """Make the tables for equal blocks, for uneven blocks, or for packed sequences of equal blocks.
+
+    Args:
+        tokens: number of tokens, N.
+        device: device of the tables.
+        block_size: tokens in a block; not used with ``block_offsets``.
+        block_offsets: first token of each block and N, for uneven blocks.
+        cu_seqlens: first token of each packed sequence and N, ``[S + 1]`` on the device.
+    """
     if block_offsets is not None:
         return keep(_uneven, device, block_offsets)
     assert block_size is not None
@@ -95,7 +108,11 @@ def _one_sequence(
 
 
 def _packed(tokens: int, block_size: int, bounds: Tensor) -> BlockTables:
-    """S sequences of N tokens in all have at most ``N // block_size + S`` blocks; that many are laid out."""
+    """Tables of packed sequences, made on the device without reading the bounds back.
+
+    S sequences of N tokens in total have at most ``N // block_size + S`` blocks. The table has that many columns, and those
+    at its end may be unused.
+    """
     counts = (bounds.diff() + block_size - 1) // block_size
     ends = counts.cumsum(0)
     firsts = ends - counts
@@ -122,13 +139,13 @@ def _packed(tokens: int, block_size: int, bounds: Tensor) -> BlockTables:
 
 
 def token_rows(tables: BlockTables) -> Tensor:
-    """``[N]`` int32: for each token the row of its block in the mixing matrix."""
+    """For each token, the row of its block in the mixing matrix: ``[N]`` int32."""
     device = tables.table.device
     return _token_rows(device, tables) if tables.packed else keep(_token_rows, device, tables)
 
 
 def rows_in_chunks(tokens: int, device: torch.device, block_size: int, chunk: int, cu_seqlens: Tensor | None) -> Tensor:
-    """``[N]`` int32: for each token its block, counted from the start of its chunk of ``chunk`` tokens."""
+    """For each token, its block counted from the start of its chunk of ``chunk`` tokens: ``[N]`` int32."""
     if cu_seqlens is None:
         return keep(_rows_in_chunks, device, tokens, block_size, chunk)
     rows = token_rows(make_tables(tokens, device, block_size, None, cu_seqlens))
@@ -142,6 +159,7 @@ def _rows_in_chunks(device: torch.device, tokens: int, block_size: int, chunk: i
 def _token_rows(device: torch.device, tables: BlockTables) -> Tensor:
     token = torch.arange(tables.tokens, device=device, dtype=torch.int32)
     start, end = tables.table[START].contiguous(), tables.table[END]
+    # unused blocks start behind the last token, so that the starts rise and the search ends before these blocks
     used_start = torch.where(end > start, start, tables.tokens).contiguous()
     block = torch.searchsorted(used_start, token, right=True) - 1
     return tables.table[ROW][block].contiguous()

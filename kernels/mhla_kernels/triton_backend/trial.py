@@ -1,4 +1,4 @@
-"""A trial of a kind of fused kernel: outputs and gradients of a small problem, compared with those of the PyTorch form."""
+"""Trials of fused kernels: outputs and gradients of a small problem are compared with those of the PyTorch form."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from mhla_kernels.triton_backend.tables import make_tables, rows_in_chunks, toke
 from mhla_kernels.verdicts import BOUNDS, Verdict, compare
 
 MANY = 32
-"""Blocks above which mixing takes other tiles; see :func:`mhla_kernels.triton_backend.config.mix_tiles`."""
+"""Number of blocks above which mixing uses larger tiles, see :func:`mhla_kernels.triton_backend.config.mix_tiles`."""
 
 LONGEST = 4096
-"""Blocks that are longer are tried with so many tokens."""
+"""Largest number of tokens in a block of a trial; it also stands for longer blocks."""
 
 
 class Kind(NamedTuple):
-    """Everything but alignments and strides that decides which kernels a call compiles.
+    """Properties of a call that decide which kernels it compiles, except for alignments and strides.
 
     Attributes:
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
-        mixer: key of ``MIXERS``.
+        mixer: key of :data:`mhla_kernels.triton_backend.mixers.MIXERS`.
         dtype: ``"float32"`` or ``"bfloat16"``.
-        key_width: K.
-        value_width: V.
-        causal: as of the call, like the next three.
-        normalize: see there.
-        relu: see there.
+        key_width: width of a key, K.
+        value_width: width of a value, V.
+        causal: whether token t attends to tokens ``j <= t`` only.
+        normalize: whether outputs are divided by the normaliser.
+        relu: whether the feature map is ``"relu"``.
         masked: whether there is a key mask.
-        layout: ``"equal"`` blocks, ``"uneven"`` ones, or ``"packed"`` sequences.
-        block_size: tokens of the largest block, rounded up to a power of two, at most :data:`LONGEST`.
+        layout: ``"equal"`` or ``"uneven"`` blocks, or ``"packed"`` sequences.
+        block_size: tokens in the largest block, rounded up to a power of two, at most :data:`LONGEST`.
         many: whether there are more than :data:`MANY` blocks.
-        terms: terms of exponential coefficients, in the spanning form running sums; 0 for a matrix.
+        terms: number of exponential terms, in the spanning form of running sums; 0 for a matrix of coefficients.
     """
 
     form: str
@@ -64,23 +64,30 @@ class Kind(NamedTuple):
 
 
 def size_class(block_size: int, form: str) -> int:
-    """See :attr:`Kind.block_size`. Kernels that weigh pairs are compiled for the blocks that a tile touches."""
+    """Round a block size up to the one that a trial uses, see :attr:`Kind.block_size`.
+
+    In the parallel and the spanning form kernels are compiled for the number of blocks that a tile touches. There, sizes up
+    to 4 are rounded to 1, 2 or 4 instead of 16.
+    """
     if form != "chunked" and block_size <= 4:
         return 1 << (block_size - 1).bit_length()
     return min(LONGEST, power_of_two(block_size))
 
 
 def make_problem(kind: Kind, device: torch.device) -> Arguments:
-    """Two heads of random tokens that the kind describes, in three blocks or in two more than :data:`MANY`."""
+    """Make the arguments of a small call of a kind: two heads of random tokens.
+
+    There are three blocks, or two more than :data:`MANY`, or in the spanning form those of two chunks and a part of a third.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def rand(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, device=device, dtype=torch.float32)  # whatever the default is
+        return torch.rand(shape, generator=generator, device=device, dtype=torch.float32)  # not torch's default dtype
 
     blocks, size = MANY + 2 if kind.many else 3, kind.block_size
     if kind.form == "spanning":
-        blocks = -(-2 * CHUNK["triton"] // size) + 1  # two chunks and a part of a third
-    tokens = blocks * size - size // 3
+        blocks = -(-2 * CHUNK["triton"] // size) + 1  # the sums of the first chunk reach the third through the second
+    tokens = blocks * size - size // 3  # the last block is short
     offsets = bounds = None
     if kind.layout == "uneven":
         offsets = (0, *(size - size // 4 + i * size for i in range(blocks - 1)), tokens)
@@ -109,29 +116,29 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
 
 
 def try_kernels(kind: Kind, device: torch.device) -> Verdict:
-    """Run the fused kernels of a kind forward and backward on a small problem, and judge them by the PyTorch form."""
+    """Run the fused kernels of a kind forward and backward on a small problem, and compare them with the PyTorch form."""
     start = time.perf_counter()
-    given = make_problem(kind, device)
-    want, wanted_gradients = _run(given, fused=False)
-    got, found_gradients = _run(given, fused=True)
-    bound, gradient_bound = BOUNDS[given.q.dtype]
-    found = [compare("the output", got, want, bound)]
-    names = ("q", "k", "v", *(f"coefficients {i}" for i in range(len(given.coefficients))))
-    for name, one, two in zip(names, found_gradients, wanted_gradients, strict=True):
-        found.append(compare(f"the gradient of {name}", one, two, gradient_bound))
-    wrong = [text for _, text in found if text]
-    errors = f"errors {found[0][0]:.1e} (output), {max(error for error, _ in found[1:]):.1e} (gradients)"
+    problem = make_problem(kind, device)
+    reference, reference_gradients = _run(problem, fused=False)
+    output, gradients = _run(problem, fused=True)
+    bound, gradient_bound = BOUNDS[problem.q.dtype]
+    comparisons = [compare("the output", output, reference, bound)]
+    names = ("q", "k", "v", *(f"coefficients {i}" for i in range(len(problem.coefficients))))
+    for name, gradient, reference_gradient in zip(names, gradients, reference_gradients, strict=True):
+        comparisons.append(compare(f"the gradient of {name}", gradient, reference_gradient, gradient_bound))
+    wrong = [text for _, text in comparisons if text]
+    errors = f"errors {comparisons[0][0]:.1e} (output), {max(error for error, _ in comparisons[1:]):.1e} (gradients)"
     return Verdict(not wrong, "; ".join(wrong) or errors, time.perf_counter() - start)
 
 
 def _run(given: Arguments, fused: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-    dtype = given.q.dtype if fused else torch.float64  # float32 products may be TF32 ones
+    dtype = given.q.dtype if fused else torch.float64  # not float32, whose products PyTorch may compute in TF32
     leaves = [x.to(dtype).requires_grad_() for x in given[:3]]
-    kept = torch.float32 if fused else torch.float64
-    coefficients = [x.detach().to(kept, copy=True).requires_grad_() for x in given.coefficients]
+    coefficient_dtype = torch.float32 if fused else torch.float64
+    coefficients = [x.detach().to(coefficient_dtype, copy=True).requires_grad_() for x in given.coefficients]
     given = given._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=coefficients)
     out = torch.ops.mhla.attention(*given) if fused else fallback.outputs(given, torch.float64)
     generator = torch.Generator(out.device).manual_seed(1)
     cotangent = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
-    cotangent = cotangent.to(torch.bfloat16).to(out.dtype)  # the same in either dtype
+    cotangent = cotangent.to(torch.bfloat16).to(out.dtype)  # rounded first, so that both runs get equal values
     return out.detach(), torch.autograd.grad(out, [*leaves, *coefficients], cotangent)

@@ -1,4 +1,4 @@
-"""FID and its kin: feature networks, scores of sets of images, and a callback."""
+"""FID and related metrics: feature networks, scores of sets of images, and a callback."""
 
 from lightning_mhla.generative.fidelity.callback import GenerationMetrics
 from lightning_mhla.generative.fidelity.features import (

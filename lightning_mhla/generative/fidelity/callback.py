@@ -26,19 +26,19 @@ from lightning_mhla.system.listing import shown
 from lightning_mhla.system.redaction import redacted
 
 MOST_REAL = 50_000
-"""Images of the data that samples are compared with, at most."""
+"""Maximum number of real images that samples are compared with."""
 
 
 @runtime_checkable
 class HasRealImages(Protocol):
-    """A data module whose images samples can be compared with."""
+    """Data module with real images to compare samples with."""
 
     def real_images(self, part: str) -> SampleSource:
-        """Samples of ``"train"`` or ``"validate"`` with an ``image`` ``[C, S, S]`` in -1 .. 1."""
+        """Return the samples of ``"train"`` or ``"validate"``, which have an ``image`` ``[C, S, S]`` in -1 .. 1."""
 
 
 class GenerationMetrics(SampleGrid):
-    """Draws samples, balanced over the conditions, from the weights that validation uses, and scores them.
+    """Draw samples, balanced over the conditions, with the weights that validation uses, and score them.
 
     Logs ``NAME/fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as features and
     reference allow; ``NAME/label_accuracy`` where the feature network knows the classes. ``NAME.jsonl`` in the log folder
@@ -79,7 +79,7 @@ class GenerationMetrics(SampleGrid):
         self._reference: ImageSet | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out now, not hours later, whether samples can be drawn and compared: VAE, features, reference, sampler.
+        """Check before training that samples can be drawn and compared: VAE, features, reference and sampler.
 
         Raises:
             ValueError: for what does not fit together.
@@ -89,11 +89,11 @@ class GenerationMetrics(SampleGrid):
         self._find_reference(trainer, self._checked(pl_module))
 
     def state_dict(self) -> dict[str, Any]:
-        """Also the rows so far."""
+        """Save the rows so far."""
         return {**super().state_dict(), "rows": self.rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Rows so far, and the step of the last."""
+        """Restore the rows so far, and the step of the last one."""
         super().load_state_dict(state_dict)
         self.rows = state_dict["rows"]
 
@@ -114,7 +114,7 @@ class GenerationMetrics(SampleGrid):
         trainer.strategy.barrier()
 
     def _draw(self, trainer: Trainer, module: ImageGenerator) -> tuple[ImageSet, Tensor, float | None]:
-        """All samples' features in order, pixels of the first ones, and the share that shows its class."""
+        """Compute features of all samples in order, pixels of the first ones, and the share that shows its class."""
         network, classes, wanted = self.features.network().to(module.device), module.num_conditions, GRID * GRID
         parts: list[Features] = []
         shown: list[Tensor] = []
@@ -136,7 +136,7 @@ class GenerationMetrics(SampleGrid):
         return generated, torch.cat(shown)[:wanted], share
 
     def _find_reference(self, trainer: Trainer, module: ImageGenerator) -> None:
-        """Features of the reference, computed on the first process when first needed; all processes meet its errors."""
+        """Return the features of the reference, computed on the first process. Errors are raised on all processes."""
         failed: Exception | None = None
         if trainer.is_global_zero and self._reference is None:
             try:
@@ -159,7 +159,7 @@ class GenerationMetrics(SampleGrid):
         return image_set(f"the data's part {self.reference!r}", batches, self.features, device)
 
     def _check_width(self, reference: ImageSet, module: ImageGenerator) -> None:
-        """Find out before samples are drawn whether reference and samples have the same features."""
+        """Check before samples are drawn that reference and samples have the same features."""
         known = reference.moments("pooled")
         if known is None or reference.pooled is not None:
             return
@@ -209,7 +209,7 @@ class GenerationMetrics(SampleGrid):
 
 
 def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
-    """Images of a source, at most ``MOST_REAL`` spread evenly over it, in batches ``[b, C, S, S]`` uint8."""
+    """Yield images of a source in batches ``[b, C, S, S]`` uint8, at most ``MOST_REAL``, spaced evenly."""
     count = min(len(source), MOST_REAL)
     chosen = [index * len(source) // count for index in range(count)]
     chunks = range(0, count, batch_size)

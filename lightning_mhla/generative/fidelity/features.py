@@ -1,4 +1,4 @@
-"""Networks whose features compare generated with real images: Inception-v3, a random one, and a small one for the digits."""
+"""Feature networks to compare generated with real images: Inception-v3, a random network, and small ones for digits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_mhla.data.sampling import kept_random_state
 
 
 class Features(NamedTuple):
-    """Outputs of a feature network for images.
+    """Output of a feature network for a batch of images.
 
     Attributes:
         pooled: ``[B, D]``, for FID, KID, precision and recall.
@@ -33,7 +33,7 @@ class Features(NamedTuple):
 
 
 class FeatureNetwork:
-    """A frozen network over 8-bit images; derive from it to bring your own.
+    """Frozen network that computes features of 8-bit images. Derive from it to use your own network.
 
     Attributes:
         names_labels: whether the K logits are scores of the data's own classes, so that they tell whether a sample shows
@@ -43,16 +43,16 @@ class FeatureNetwork:
     names_labels = False
 
     def network(self) -> nn.Module:
-        """The network, made or loaded when first asked for; the same one each time."""
+        """Return the network, created or loaded at the first call."""
         raise NotImplementedError
 
     def extract(self, network: nn.Module, images: Tensor) -> Features:
-        """Features of images ``[B, C, S, S]`` uint8 (C is 1 or 3) by ``network``, on its device."""
+        """Compute features of images ``[B, C, S, S]`` uint8 (C is 1 or 3) with ``network``, on its device."""
         raise NotImplementedError
 
 
 def fingerprint(network: nn.Module) -> str:
-    """Hash of all weights, to be named beside every value that depends on them."""
+    """Hash of all weights, reported beside every value that depends on them."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(name.encode())
@@ -61,7 +61,7 @@ def fingerprint(network: nn.Module) -> str:
 
 
 class InceptionFeatures(FeatureNetwork):
-    """Inception-v3 as the published FID has it: torch-fidelity's port of the weights of 2015-12-05, with TensorFlow's resizing.
+    """Inception-v3 of the published FID: torch-fidelity's port of the weights of 2015-12-05, with TensorFlow's resizing.
 
     ``spatial`` is the first seven channels of ``mixed_6/conv`` (17 x 17), as in the ADM evaluator of guided-diffusion;
     ``logits`` are those without bias, of 1,008 classes, which both libraries take for the Inception Score.
@@ -128,7 +128,7 @@ class InceptionFeatures(FeatureNetwork):
 
 
 class DigitNetwork(nn.Module):
-    """Convolutional classifier of digits ``[B, 1, S, S]`` in 0 .. 1: features ``[B, 64]`` and scores ``[B, 10]``.
+    """Convolutional classifier of digits ``[B, 1, S, S]`` in 0 .. 1, with features ``[B, 64]`` and scores ``[B, 10]``.
 
     Args:
         side: S, 8 or 28.
@@ -150,13 +150,13 @@ class DigitNetwork(nn.Module):
         self.head = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Features and scores."""
+        """Compute features and scores."""
         features = self.body(images)
         return features, self.head(features)
 
 
 class DigitFeatures(FeatureNetwork):
-    """A classifier trained on the 1,437 training digits when first needed: seconds on a CPU, the same for a seed.
+    """Classifier trained on first use on the 1,437 training digits of scikit-learn: seconds on a CPU, reproducible by seed.
 
     Args:
         seed: seed of its weights and order.
@@ -172,7 +172,7 @@ class DigitFeatures(FeatureNetwork):
 
     @override
     def network(self) -> nn.Module:
-        """Return the classifier, trained once in a process."""
+        """Return the classifier, trained once per process."""
         return _train_on_digits(self.digits, self.side, self.seed, self.epochs)
 
     @override
@@ -186,7 +186,7 @@ class DigitFeatures(FeatureNetwork):
 
 
 class MnistFeatures(DigitFeatures):
-    """A classifier trained on 4,000 of MNIST's digits (28 x 28) when first needed: seconds on a CPU, the same for a seed.
+    """Classifier trained on first use on 4,000 digits of MNIST (28 x 28): seconds on a CPU, reproducible by seed.
 
     Args:
         seed: seed of its weights and order.
@@ -201,7 +201,7 @@ class MnistFeatures(DigitFeatures):
 
 
 class RandomFeatures(FeatureNetwork):
-    """A convolutional network with random weights: needs no download, takes images of any size.
+    """Convolutional network with random weights. It needs no download and takes images of any size.
 
     Distances in the features of untrained networks rank samples, and do not depend on what a network was trained for (Naeem
     et al., arXiv 2002.09797, section 4); they compare with nothing published. Means and standard deviations of the last

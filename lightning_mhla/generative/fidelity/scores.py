@@ -25,41 +25,41 @@ from lightning_mhla.system.listing import shown
 from lightning_mhla.system.untrusted import read_arrays
 
 PUBLISHED_COUNT = 50_000
-"""Samples behind a published FID."""
+"""Number of samples behind a published FID."""
 
 KID_SUBSET = 1000
-"""Samples of a subset, at most (torch-fidelity)."""
+"""Maximum number of samples in a subset for KID (torch-fidelity)."""
 
 SPLITS = 10
-"""Parts whose Inception Scores are averaged (torch-fidelity; 5,000 images each at 50,000, as in ADM's evaluator)."""
+"""Number of parts whose Inception Scores are averaged (torch-fidelity; 5,000 images each of 50,000, as in ADM's evaluator)."""
 
 
 STATISTICS, LARGEST_STATISTICS = ("mu", "sigma", "mu_s", "sigma_s"), 1 << 28
-"""Arrays of an ``.npz`` of reference statistics, and their bytes: a covariance of 5,792 features at most."""
+"""Limits of an ``.npz`` of reference statistics: number of arrays and bytes, enough for a covariance of 5,792 features."""
 
 
 class Moments(NamedTuple):
-    """Mean ``[D]`` and covariance ``[D, D]`` of features, float64."""
+    """Mean ``[D]`` and covariance ``[D, D]`` of features, both float64."""
 
     mean: np.ndarray
     covariance: np.ndarray
 
 
 def moments(features: Tensor) -> Moments:
-    """Moments of features ``[n, D]``, accumulated in float64."""
+    """Compute the moments of features ``[n, D]``, accumulated in float64."""
     statistics = fid_features_to_statistics(features.double().cpu())
     return Moments(statistics["mu"], np.atleast_2d(statistics["sigma"]))
 
 
 def frechet_distance(one: Moments, two: Moments) -> float:
-    """Frechet distance of two normal distributions (FID, arXiv 1706.08500, equation 6)."""
+    """Compute the Frechet distance of two normal distributions (FID, arXiv 1706.08500, equation 6)."""
     pair = [{"mu": np.float64(moments.mean), "sigma": np.float64(moments.covariance)} for moments in (one, two)]
     return fid_statistics_to_metric(*pair, verbose=False)[KEY_METRIC_FID]
 
 
 @dataclass
 class ImageSet:
-    """Everything that metrics need to know of a set of images.
+    """Features and statistics of a set of images.
 
     Attributes:
         origin: origin of the options, for messages.
@@ -80,7 +80,7 @@ class ImageSet:
     statistics: dict[str, Moments] = field(default_factory=dict)
 
     def moments(self, name: str) -> Moments | None:
-        """Moments of ``"pooled"`` or ``"spatial"`` features; None if unknown."""
+        """Return the moments of ``"pooled"`` or ``"spatial"`` features; None if unknown."""
         features: Tensor | None = getattr(self, name)
         if name not in self.statistics and features is not None and len(features) > 1:
             self.statistics[name] = moments(features)
@@ -88,7 +88,7 @@ class ImageSet:
 
 
 def image_set(origin: str, batches: Iterable[Tensor], features: FeatureNetwork, device: torch.device) -> ImageSet:
-    """Features of images that come in batches ``[b, C, S, S]`` uint8."""
+    """Compute features of images in batches ``[b, C, S, S]`` uint8."""
     network = features.network().to(device)
     digest, parts = hashlib.sha256(), []
     for images in batches:
@@ -99,13 +99,13 @@ def image_set(origin: str, batches: Iterable[Tensor], features: FeatureNetwork, 
 
 @torch.no_grad()
 def extract(features: FeatureNetwork, network: nn.Module, images: Tensor) -> Features:
-    """Features in float32, whatever precision the surroundings ask for."""
+    """Compute features in float32, also under autocast."""
     with torch.autocast(images.device.type, enabled=False):
         return features.extract(network, images)
 
 
 def assemble(origin: str, digest: str, parts: Sequence[Features]) -> ImageSet:
-    """The set of all parts, in order.
+    """Concatenate sets in order.
 
     Raises:
         ValueError: when there are no images.
@@ -119,7 +119,7 @@ def assemble(origin: str, digest: str, parts: Sequence[Features]) -> ImageSet:
 
 
 def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_size: int = 64) -> ImageSet:
-    """Images and statistics of a folder of images, or of an ``.npz`` as ADM's evaluator reads it.
+    """Read images or statistics from a folder of images, or from an ``.npz`` of ADM's evaluator.
 
     Args:
         path: folder; or ``.npz`` with ``arr_0`` ``[N, S, S, 3]`` uint8, or ``mu``, ``sigma`` (and ``mu_s``, ``sigma_s``
@@ -177,12 +177,12 @@ def _from_arrays(
 
 
 def _shown(batches: Iterable[Tensor], path: Path, count: int) -> Iterable[Tensor]:
-    """With a progress bar, on the error stream so that results can be piped."""
+    """Iterate with a progress bar on standard error, so that results can be piped."""
     return track(batches, f"features of {escape(shown(path.name))}", total=count, console=Console(stderr=True))
 
 
 def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
-    """Images ``[b, 3, H, W]`` uint8 of files.
+    """Read images ``[b, 3, H, W]`` uint8 from files.
 
     Raises:
         ValueError: when they are not all of one size, in whatever batches they come.
@@ -205,14 +205,14 @@ def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
 
 @dataclass
 class Scores:
-    """Metrics by name, and what has to be said beside them."""
+    """Metrics by name, and remarks on them."""
 
     values: dict[str, float]
     marks: list[str]
 
 
 def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
-    """All metrics that both sets allow.
+    """Compute all metrics for which both sets have the features.
 
     Args:
         generated: samples.

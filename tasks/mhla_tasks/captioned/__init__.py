@@ -1,1 +1,1 @@
-"""What the domains of captioned images and videos share: swapped transformers of diffusers, trained by flow matching."""
+"""Shared by the domains of captioned images and videos: swapped transformers of diffusers, trained by flow matching."""

@@ -1,4 +1,4 @@
-"""Samples that a VAE encoded, with the embeddings of their captions: written once, read in training."""
+"""Shards of latents and caption embeddings, written once and read in training."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, ShardSets
-from lightning_mhla.data.captioned import CaptionedFiles, caption_members
+from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, ShardSets, find_shards
+from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles, caption_members
 from lightning_mhla.data.loader import sample_groups
-from lightning_mhla.data.origins import Origin, sample_key
+from lightning_mhla.data.origins import Origin, sample_key, shard_origins
 from lightning_mhla.data.remote import LARGEST_SIDE_FILE
-from lightning_mhla.data.shards import beside_shard
+from lightning_mhla.data.shards import beside_shard, holds_shards
 from lightning_mhla.data.write import Preparation, array_bytes, readable
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.untrusted import check_size, parse_array, read_json
 from mhla_tasks.captioned.text import CaptionEncoder
 
 LATENT, EMBEDDING = "latent.npy", "text.npy"
-"""Members of an encoded sample: its latent, and the embeddings of its caption's tokens.
+"""Members of an encoded sample: its latent, and the embeddings of the tokens of its caption.
 
 In a set of several sizes, the latent's rows and columns stand before its name: ``16x12.latent.npy``. Further captions of a
 sample are ``1.text.npy`` and so on.
 """
 
 TRIED = 100
-"""Samples that are read for the size of a set's latents."""
+"""Number of samples that are read to determine the sizes of latents."""
 
 AXES = {3: "[C, h, w]", 4: "[C, f, h, w]"}
 
 
 def empty_caption_file(shard: Path) -> Path:
-    """Where the empty caption of a shard's set lies."""
+    """Path of the empty caption that belongs to a shard."""
     return beside_shard(shard, "empty-caption.npy")
 
 
 def read_manifest(sets: ShardSets) -> dict[str, Any]:
-    """The manifest of the training shards, written by the command that encoded them; empty if there is none."""
+    """Read the manifest of the training shards; empty if there is none."""
     manifest = beside_shard(sets.find("train")[0], "manifest.json")
     return dict(read_json(manifest)) if manifest.is_file() else {}
 
 
 def encoded_length(sets: ShardSets, default: int) -> int:
-    """Tokens of a caption as the training shards' manifest says, or a default."""
+    """Return the number of tokens of a caption from the manifest of the training shards, or a default."""
     length = read_manifest(sets).get("text_length")
     return length if isinstance(length, int) and length > 0 else default
 
 
 def read_empty_caption(sets: ShardSets, command: str) -> Tensor:
-    """Embeddings ``[l, D]`` of the empty caption beside the training shards.
+    """Read the embeddings ``[l, D]`` of the empty caption beside the training shards.
 
     Raises:
         FileNotFoundError: when it is not there; ``command`` is what writes it.
@@ -74,7 +74,7 @@ def read_empty_caption(sets: ShardSets, command: str) -> Tensor:
 
 
 class EncodedSamples:
-    """Encoded samples of shards as a source.
+    """Source of encoded samples in shards.
 
     Attributes:
         groups: ``[samples]`` int64, number of the size of each latent; None where there is one.
@@ -110,7 +110,7 @@ class EncodedSamples:
         return len(self.reader)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``latent`` ``[C, ...]`` and ``text`` ``[text_length, D]`` float32, and ``index``."""
+        """Read ``latent`` ``[C, ...]`` float32, ``text`` ``[text_length, D]`` float32 and ``index``."""
         latent, tokens = self._latent(index), self.reader.array(index, self._embedding(index))
         end = self._ends[self._group(index)]
         size = self.size if end is None else (*self.size[: -len(end)], *end)
@@ -125,7 +125,7 @@ class EncodedSamples:
         return {"latent": torch.from_numpy(latent).float(), "text": text, "index": index}
 
     def _embedding(self, index: int) -> str:
-        """The member of the sample's caption; of several, one drawn by torch's random numbers."""
+        """Name the member of the sample's caption, chosen at random if there are several."""
         count = self._captions[index] + 1
         return EMBEDDING if count == 1 else embedding_names(count)[int(torch.randint(count, ()))]
 
@@ -142,19 +142,19 @@ class EncodedSamples:
 
 
 def _side(name: str) -> tuple[int, int]:
-    """Rows and columns in the name of a latent."""
+    """Parse rows and columns from the name of a latent."""
     rows, _, columns = name.partition(".")[0].partition("x")
     return int(rows), int(columns)
 
 
 def embedding_names(count: int) -> list[str]:
-    """Members of the embeddings of a sample's captions: ``text.npy``, then ``1.text.npy`` and so on."""
+    """Name the members of a sample's captions: ``text.npy``, ``1.text.npy`` and so on."""
     return [EMBEDDING if number == 0 else f"{number}.{EMBEDDING}" for number in range(count)]
 
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """Samples to encode, and what they are made from.
+    """Samples to encode, and their origins.
 
     Attributes:
         samples: give a sample ``[3, ...]`` in -1 .. 1 under ``key``; of several sizes where they have ``groups``.
@@ -171,6 +171,31 @@ class EncodedSource:
     per_sample: bool
 
 
+def open_source(
+    name: str,
+    kind: str,
+    extensions: Sequence[str],
+    caption_key: str,
+    make_samples: Callable[[CaptionedFiles], SampleSource],
+) -> EncodedSource:
+    """Open the captioned samples of a folder or of shards for encoding.
+
+    Args:
+        name: folder of files, or shards in any of the forms that data modules take.
+        kind: entry of a sample that is encoded.
+        extensions: of the files that are samples, without dots.
+        caption_key: entry of a JSON file that is the caption.
+        make_samples: samples of the files.
+    """
+    files: CaptionedFiles
+    if Path(name).is_dir() and not holds_shards(Path(name)):
+        files = folder = FolderFiles(name, extensions, caption_key)
+        return EncodedSource(make_samples(files), kind, files, folder.origins(), per_sample=True)
+    shards = find_shards(name)
+    files = ShardFiles(ShardReader(shards), caption_key)
+    return EncodedSource(make_samples(files), kind, files, shard_origins(shards), per_sample=False)
+
+
 def encode_samples(
     source: EncodedSource,
     options: dict[str, Any],
@@ -184,7 +209,7 @@ def encode_samples(
     share: tuple[int, int] = (0, 1),
     force: bool = False,
 ) -> tuple[list[Path], int]:
-    """Write ``target/prefix-00000.tar`` and so on; the shards of this process of ``share``, rank and number.
+    """Write the encoded samples to ``target/prefix-00000.tar`` and so on, each process its share of the shards.
 
     Args:
         source: the samples.

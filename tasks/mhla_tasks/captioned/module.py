@@ -1,45 +1,57 @@
-"""Flow matching of captioned samples by a transformer of diffusers whose attention is swapped: what image and video share."""
+"""Base of the modules that train a swapped transformer of diffusers on captioned samples, by flow matching."""
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.generative.codecs import FrozenVAE
-from lightning_mhla.generative.distillation import DistillationConfig, Teacher
+from lightning_mhla.generative.distillation import DistillationConfig, VelocityHost
 from lightning_mhla.generative.flow import FlowConfig, draw_flow_times, flow_point
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
-from lightning_mhla.training.transfer import check_layer_steps
+from lightning_mhla.training.linearize import Linearization
+from mhla_tasks.captioned.host import Host, build_transformer, load_weights, read_transformer
 from mhla_tasks.captioned.requests import SampleFolder
+from mhla_tasks.captioned.sampling import check_patches, denoise, latent_shape
 from mhla_tasks.captioned.text import CaptionEncoder
+
+AT_ONCE = 32
+"""Number of samples that are drawn at once."""
 
 
 class CaptionedDiffusion(GenerativeModule):
-    """A swapped transformer that predicts the velocity of captioned samples; arguments as for :class:`TrainingModule`.
+    """Swapped transformer that predicts the velocity of captioned samples. Arguments as for :class:`TrainingModule`.
 
-    A domain calls :meth:`set_up` at the end of its constructor, and says how its transformer is called, how samples are
-    encoded and drawn, and where weights come from.
+    A domain calls :meth:`set_up` at the end of its constructor, names its host, and says how the transformer and the pipeline
+    of that are called.
     """
 
     output_names = ("proj_out", "scale_shift_table")
 
-    samples: str
-    """Samples, in errors."""
+    train_batch: ClassVar[tuple[str, ...]]
+    evaluation_batch: ClassVar[tuple[str, ...]]
+    predict_batch = ("caption", "file", "index", "seed")
 
-    sample_key: str
-    """Entry of a batch with samples that a codec encodes; encoded ones come as ``latent``."""
+    host: ClassVar[Host]
+    """Description of the transformer."""
 
-    text_option: str
-    """Option of the transformer that is the width of a caption's embeddings."""
+    samples: ClassVar[str]
+    """Word for samples in error messages."""
+
+    sample_key: ClassVar[str]
+    """Key of the samples in a batch. Encoded samples have the key ``latent``."""
+
+    text_option: ClassVar[str]
+    """Option of the transformer that sets the width of caption embeddings."""
 
     network: Any
     codec: Any
@@ -47,7 +59,9 @@ class CaptionedDiffusion(GenerativeModule):
 
     def set_up(
         self,
-        network: Any,
+        shape: Any,
+        attention: AttentionConfig,
+        layer_kinds: list[str] | None,
         captions: CaptionEncoder,
         codec: FrozenVAE | None,
         flow: FlowConfig,
@@ -59,10 +73,12 @@ class CaptionedDiffusion(GenerativeModule):
         pretrained: str | None,
         writer: SampleFolder,
     ) -> None:
-        """Take over the parts.
+        """Store the components and build the transformer.
 
         Args:
-            network: a transformer of diffusers after :func:`lightning_mhla.swap_attention`.
+            shape: dataclass of the transformer's options.
+            attention: the attention that replaces the transformer's self-attention.
+            layer_kinds: kinds of the layers, as for :func:`lightning_mhla.swap_attention`.
             captions: encoder of the captions.
             codec: between samples and what the network denoises; None for samples as they are.
             flow: times, shift and caption dropout.
@@ -71,7 +87,7 @@ class CaptionedDiffusion(GenerativeModule):
             distillation: from the model before the swap.
             checkpointing: recompute blocks in the backward pass.
             sampling: sampler options; its ``guidance`` must be 1 without caption dropout.
-            pretrained: weights to start from, for :meth:`load_pretrained`; None for none.
+            pretrained: weights to start from, see :func:`mhla_tasks.captioned.host.load_weights`; None for none.
             writer: writes what predict draws.
 
         Raises:
@@ -82,45 +98,89 @@ class CaptionedDiffusion(GenerativeModule):
                 f"sampling.guidance={sampling.guidance} needs training without captions: flow.caption_dropout"
             )
         self.flow, self.sampling, self.distillation = flow, sampling, distillation
-        self.network = network
-        choose_trained(network, train, lora)
+        self.shape = shape
+        self.network = build_transformer(self.host, shape, attention, layer_kinds)
+        choose_trained(self.network, train, lora)
         if checkpointing:
-            network.enable_gradient_checkpointing()
+            self.network.enable_gradient_checkpointing()
         self.captions, self.codec, self.pretrained = captions, codec, pretrained
         self._writer = writer
         self._started = False
-        self._teacher: Teacher | None = None
+        self.linearization = Linearization(distillation, VelocityHost(self.velocity))
         self._empty: Tensor | None = None
 
     @staticmethod
     @abstractmethod
     def velocity(network: Any, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """What a transformer predicts for samples at ``times`` ``[B]`` with captions ``[B, L, D]``."""
+        """Predict the velocity of samples at ``times`` ``[B]`` with captions ``[B, L, D]``."""
 
+    @staticmethod
     @abstractmethod
-    def load_pretrained(self, path: str) -> None:
-        """Give the network the weights at a path."""
+    def caption_arguments(text: Tensor, negative: Tensor) -> dict[str, Tensor]:
+        """Return the pipeline's arguments for captions and negative captions, both ``[B, L, D]``."""
 
+    @staticmethod
     @abstractmethod
-    def build_teacher(self, path: str) -> Any:
-        """The transformer before the swap, with the weights at a path."""
+    def to_bytes(samples: Tensor) -> Tensor:
+        """Convert samples ``[B, ...]`` in about -1 .. 1 to uint8."""
 
-    @abstractmethod
     def check_drawable(self, sampling: Any = None) -> None:
-        """Find out at once whether samples can be drawn; ValueError or FileNotFoundError if not."""
+        """Check that samples can be drawn.
 
-    @abstractmethod
+        Args:
+            sampling: sampler options; None for those of the module.
+
+        Raises:
+            ValueError: for what does not fit together.
+            FileNotFoundError: for a text encoder or an autoencoder that is not there.
+        """
+        channels = self.network.config.out_channels
+        if self.codec is None and channels not in (1, 3):
+            raise ValueError(
+                f"{self.samples} of {channels} channels are latents; name the autoencoder that decodes them: "
+                "--model.vae=FOLDER_OR_NAME"
+            )
+        latent_shape(self.network, self.codec, sampling or self.sampling, self.samples)
+        if self.codec is not None:
+            self.codec.model(self.device)
+        self.captions.tokens("", self.device)
+
     def draw(self, prompts: list[str], indices: list[int], seed: int, sampling: Any = None) -> Tensor:
-        """Samples ``[B, ...]`` uint8 of prompts, each a function of weights, prompt, seed and its index."""
+        """Draw samples of prompts. Each depends on weights, prompt, seed and its index only.
+
+        Args:
+            prompts: B texts.
+            indices: number of each sample, for its noise.
+            seed: seed of all samples.
+            sampling: sampler options; None for those of the module.
+
+        Returns:
+            Images ``[B, C, H, W]`` or clips ``[B, F, C, H, W]``, uint8.
+
+        Raises:
+            ValueError: for a size that cannot be.
+        """
+        chosen = sampling or self.sampling
+        shape = latent_shape(self.network, self.codec, chosen, self.samples)
+        text = self.captions.encode(prompts, self.device)
+        negative = self.captions.encode([chosen.negative_prompt], self.device, instructed=False)[0]
+        captions = self.caption_arguments(text, negative.expand_as(text))
+        drawn = denoise(self.host, self.network, shape, chosen, self.flow.shift, captions, indices, seed)
+        return self.to_bytes(drawn if self.codec is None else self.codec.decode(drawn))
+
+    def draw_prompts(self, prompts: list[str], seed: int) -> Tensor:
+        """Draw a sample for each prompt, :data:`AT_ONCE` at a time: uint8 on the CPU. See :meth:`draw`."""
+        parts = [range(start, min(start + AT_ONCE, len(prompts))) for start in range(0, len(prompts), AT_ONCE)]
+        return torch.cat([self.draw([prompts[i] for i in part], list(part), seed).cpu() for part in parts])
 
     @override
     def layers(self) -> list[nn.Module]:
         return list(getattr(self.network, "blocks", None) or self.network.transformer_blocks)
 
     def configure_model(self) -> None:
-        """Take over weights to start from; then see :meth:`GenerativeModule.configure_model`."""
+        """Load the weights to start from; then see :meth:`GenerativeModule.configure_model`."""
         if self.pretrained is not None and not self._started:
-            self.load_pretrained(self.pretrained)
+            load_weights(self.network, self.pretrained, self.host)
         self._started = True
         super().configure_model()
 
@@ -130,29 +190,23 @@ class CaptionedDiffusion(GenerativeModule):
 
     def on_fit_start(self) -> None:
         """Load the teacher, if there is one, and the empty caption."""
-        path = self.distillation.teacher
-        if self.distillation.layer_steps:
-            check_layer_steps(self.trainer, self.network, self.hparams["train"])
-        if path is not None and self._teacher is None:
-            self._teacher = Teacher(self.build_teacher(path), self.velocity)
-        if self._teacher is not None:
-            self._teacher.model.to(self.device)
+        self.linearization.start(self, lambda path: read_transformer(path, self.host, self.shape))
         self._check_encoded_captions()
         if self.flow.caption_dropout:
             self.empty_caption()
 
     def on_predict_start(self) -> None:
-        """Load what samples are drawn with, before the clock starts."""
+        """Load text encoder and autoencoder, before times are measured."""
         self.check_drawable()
 
     def rest(self) -> None:
-        """Leave the GPU to training: a text encoder may be larger than the model."""
+        """Move text encoder and autoencoder off the GPU. A text encoder may be larger than the model."""
         self.captions.rest()
         if self.codec is not None:
             self.codec.rest()
 
     def _check_encoded_captions(self) -> None:
-        """Refuse captions that come encoded otherwise than prompts will be."""
+        """Check that the data's captions were encoded in the way prompts will be."""
         length = getattr(self.trainer.datamodule, "text_length", None)  # type: ignore[attr-defined]
         if length is None:
             return
@@ -174,32 +228,25 @@ class CaptionedDiffusion(GenerativeModule):
             )
 
     def forward(self, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """Velocity ``[B, C, ...]`` float32 of samples or latents at ``times`` ``[B]``, text ``[B, L, D]``."""
+        """Predict the velocity ``[B, C, ...]`` float32 of samples or latents at ``times`` ``[B]`` with text ``[B, L, D]``."""
         return self.velocity(self.network, noisy, times, text).float()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """The loss at random timesteps: plain, or of distillation."""
+        """Compute the loss of flow matching or distillation at random timesteps."""
         clean, text = self.clean(batch), self.encode_captions(batch)
         if self.flow.caption_dropout:
             dropped = torch.rand(len(text), device=text.device) < self.flow.caption_dropout
             text = torch.where(dropped[:, None, None], self.empty_caption(), text)
         times = draw_flow_times(self.flow.times, self.flow.shift, len(clean), None, clean.device)
         noisy, velocity = flow_point(clean, torch.randn_like(clean), times)
-        if self._teacher is not None and self.trainer.global_step < self.distillation.layer_steps:
-            loss = self._teacher.layer_loss(self.network, noisy, times, text)
-            self.log("train/layer_distance", loss.detach(), batch_size=len(clean))
-            return self.log_loss(loss, len(clean))
+        if self.linearization.matches_layers(self):
+            return self.linearization.layer_loss(self, noisy, times, text)
         predicted = self(noisy, times, text)
         loss = (predicted - velocity).square().mean()
-        if self._teacher is not None:
-            distance = (predicted - self._teacher.velocity(noisy, times, text)).square().mean()
-            self.log("train/teacher_distance", distance.detach(), batch_size=len(clean))
-            self.log("train/flow_loss", loss.detach(), batch_size=len(clean))
-            loss = self.distillation.flow_weight * loss + self.distillation.velocity_weight * distance
-        return self.log_loss(loss, len(clean))
+        return self.linearization.distilled_loss(self, loss, predicted, noisy, times, text)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """``pixels`` of the samples that count and are not there yet, and ``rows``: prompt, file and seconds of each."""
+        """Draw the samples that are not written yet: their ``pixels``, and ``rows`` with prompt, file and seconds of each."""
         counted = batch["valid"].nonzero()[:, 0].tolist()
         rows: list[dict[str, Any]] = [
             {
@@ -226,7 +273,7 @@ class CaptionedDiffusion(GenerativeModule):
         return {"pixels": pixels[kept], "rows": [{**row, **took} for row in rows]}
 
     def clean(self, batch: dict[str, Any]) -> Tensor:
-        """The clean samples of a batch, ``[B, C, ...]``: latents as they come or encoded, or pixels.
+        """Return the clean samples ``[B, C, ...]`` of a batch: latents, encoded if needed, or pixels.
 
         Raises:
             ValueError: for samples of other channels than the model's, or that its patches do not divide.
@@ -245,7 +292,7 @@ class CaptionedDiffusion(GenerativeModule):
         return clean
 
     def encode_captions(self, batch: dict[str, Any]) -> Tensor:
-        """Embeddings ``[B, L, D]`` of a batch's captions.
+        """Return the embeddings ``[B, L, D]`` of a batch's captions.
 
         Raises:
             ValueError: when they come encoded for another width.
@@ -261,7 +308,7 @@ class CaptionedDiffusion(GenerativeModule):
         return text
 
     def empty_caption(self) -> Tensor:
-        """Embeddings ``[1, L, D]`` of the empty caption, of the data where captions come encoded."""
+        """Return the embeddings ``[1, L, D]`` of the empty caption, from the data if its captions are encoded."""
         if self._empty is None:
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
             tokens = data.empty_caption() if hasattr(data, "empty_caption") else None
@@ -274,7 +321,7 @@ class CaptionedDiffusion(GenerativeModule):
 
     @override
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """Return the plain loss."""
+        """Compute the loss of flow matching for each sample."""
         cpu = torch.device("cpu")
         clean, text = self.clean(batch), self.encode_captions(batch)
         times = torch.cat(
@@ -283,17 +330,3 @@ class CaptionedDiffusion(GenerativeModule):
         times = times.to(clean.device)
         noisy, velocity = flow_point(clean, sample_noise(clean, generators), times)
         return (self(noisy, times, text) - velocity).square().flatten(1).mean(1)
-
-
-def check_patches(size: Sequence[int], patch: int | Sequence[int], what: str) -> None:
-    """Raise a ValueError unless patches divide the axes of a sample.
-
-    Args:
-        size: frames, rows and columns, or rows and columns.
-        patch: side of a patch, or its size along each axis.
-        what: description of the samples, for the error.
-    """
-    steps = [patch] * len(size) if isinstance(patch, int) else list(patch)
-    if any(length % step for length, step in zip(size, steps, strict=True)):
-        axes = "frames, rows and columns" if len(size) == 3 else "rows and columns"
-        raise ValueError(f"{what} of {list(size)} {axes} do not divide into patches of {steps}")

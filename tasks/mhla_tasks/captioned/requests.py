@@ -1,4 +1,4 @@
-"""Samples that predict draws for prompts, and the folder of files that they are written to."""
+"""Samples that predict draws for prompts, and the folder that it writes them to."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from lightning_mhla.system.redaction import redacted
 from mhla_tasks.captioned.text import TextConfig, read_prompts
 
 SHOWN = 8
-"""Samples that are kept for the picture."""
+"""Number of samples in the picture."""
 
 ORIGIN = ("transformer", "attention", "layer_kinds", "sampling", "flow", "text", "vae")
-"""Options of the module that a sample depends on."""
+"""Options of the module that samples depend on."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """Samples that predict draws.
+    """Options of the samples that predict draws.
 
     Args:
         prompts: text file with a prompt on each line, name<TAB>prompt where files are to be named otherwise; the lists of
@@ -53,7 +53,7 @@ class PromptRequest:
 
 
 class RequestedSamples:
-    """Samples that predict draws, as a source: all samples of a prompt one after another.
+    """Source of the samples that predict draws, all samples of a prompt in a row.
 
     Args:
         request: see :class:`PromptRequest`.
@@ -91,7 +91,7 @@ class RequestedSamples:
         return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``index``, ``caption``, ``file`` (its name, ``PROMPT-NUMBER.EXTENSION``) and ``seed``."""
+        """Return ``index``, ``caption``, ``file`` (its name, ``PROMPT-NUMBER.EXTENSION``) and ``seed``."""
         name, prompt = self.prompts[index // self.per_prompt]
         file = self._file(name, index % self.per_prompt)
         return {"index": index, "caption": prompt, "file": file, "seed": self.seed}
@@ -101,7 +101,7 @@ class RequestedSamples:
 
 
 class SampleFolder(Callback):
-    """Writes samples as they are drawn, every process its own.
+    """Write the samples of each process as they are drawn.
 
     ``KIND/PROMPT-0.EXTENSION`` and so on, nothing else in that folder: tools that score samples find them by these names.
     ``KIND.jsonl`` has prompt, seed and number of each, and the seconds that it took; ``KIND.png`` shows the first.
@@ -111,7 +111,7 @@ class SampleFolder(Callback):
     """
 
     kind: ClassVar[str]
-    """``videos`` or ``images``."""
+    """Name of the folder: ``videos`` or ``images``."""
 
     def __init__(self, folder: str | None) -> None:
         self._asked = folder
@@ -127,11 +127,11 @@ class SampleFolder(Callback):
         """Draw a picture of some samples with their prompts."""
 
     def describe(self, pixels: Tensor) -> Row:
-        """Size of a sample, for its line."""
+        """Return the size of a sample, for its line."""
         return {"height": pixels.shape[-2], "width": pixels.shape[-1]}
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the folder, on every rank."""
+        """Determine the folder, on every rank."""
         own = run_folder(trainer)
         self.folder = own if self._asked is None else Path(self._asked)
         self._shown = []
@@ -141,7 +141,7 @@ class SampleFolder(Callback):
         trainer.strategy.barrier()
 
     def _check_origin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write down what the samples are drawn from and how, or compare it with what is there.
+        """Record the weights and options that samples are drawn with, or compare them with an earlier record.
 
         Raises:
             ValueError: when they differ, so that samples of two models would be mixed.
@@ -170,7 +170,7 @@ class SampleFolder(Callback):
             write_whole(path, json.dumps(origin, indent=2) + "\n")
 
     def missing(self, rows: list[Row]) -> list[int]:
-        """Indices of the samples that are not there yet.
+        """Return the indices of samples that are not written yet.
 
         Args:
             rows: ``file``, ``prompt``, ``index`` and ``seed`` of each.
@@ -202,7 +202,7 @@ class SampleFolder(Callback):
                 self._shown.append((row["prompt"], pixels))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what was written and how long a sample took, on the first process."""
+        """Print what was written and the time per sample, on the first process."""
         trainer.strategy.barrier()
         if not trainer.is_global_zero:
             return

@@ -1,4 +1,4 @@
-"""Captions as the token embeddings that the transformer's cross-attention attends to."""
+"""Encoders of captions into token embeddings for cross-attention."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_mhla.data.lines import json_lines, parse_object, read_lines, read
 from lightning_mhla.system.listing import is_visible
 
 WORD_BYTES = 8
-"""Of a word's hash, which seeds its vector."""
+"""Number of hash bytes that seed a word's vector."""
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """How captions become embeddings.
+    """Options of the caption encoder.
 
     Args:
         encoder: folder or hub name of a diffusers pipeline, whose tokenizer and text encoder are used (UMT5 of Wan, Gemma-2
@@ -54,7 +54,7 @@ class TextConfig:
 
 
 class CaptionEncoder:
-    """Embeddings of captions; no module, so that it is neither trained nor kept in checkpoints.
+    """Encoder of captions. It is not a module, and thus neither trained nor saved in checkpoints.
 
     Args:
         config: see :class:`TextConfig`.
@@ -66,7 +66,7 @@ class CaptionEncoder:
 
     @property
     def width(self) -> int:
-        """Width of an embedding."""
+        """Width of the embeddings."""
         assert self._width is not None, "the encoder is not loaded yet"
         return self._width
 
@@ -74,10 +74,10 @@ class CaptionEncoder:
         return self  # the weight average copies the module
 
     def rest(self) -> None:
-        """Leave the GPU to training."""
+        """Move the encoder off the GPU."""
 
     def encode(self, captions: Sequence[str], device: torch.device, instructed: bool = True) -> Tensor:
-        """``[B, length, width]`` float32 on ``device``; zeros beyond a caption's tokens.
+        """Encode captions into ``[B, length, width]`` float32 on ``device``, padded with zeros.
 
         Args:
             captions: the texts.
@@ -91,12 +91,12 @@ class CaptionEncoder:
         return out
 
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
-        """``[l, width]`` float32: the caption's own tokens, at most ``length``; arguments as of :meth:`encode`."""
+        """Encode the tokens of one caption, at most ``length``: ``[l, width]`` float32. Arguments as for :meth:`encode`."""
         raise NotImplementedError
 
 
 class WordVectors(CaptionEncoder):
-    """A standard normal vector for each word, drawn from its hash: any vocabulary, the same on every machine.
+    """Encoder that draws a standard normal vector for each word from its hash: any vocabulary, the same on every machine.
 
     A word's embedding is its vector, and ``carry`` times the embedding of the word before.
     """
@@ -112,7 +112,7 @@ class WordVectors(CaptionEncoder):
 
 
 class TransformersText(CaptionEncoder):
-    """A text encoder of transformers with its tokenizer, out of a pipeline of diffusers; loaded when first used."""
+    """Text encoder of transformers with its tokenizer, from a pipeline of diffusers, loaded on first use."""
 
     def __init__(self, config: TextConfig, width: int | None) -> None:
         super().__init__(config, width)
@@ -121,7 +121,7 @@ class TransformersText(CaptionEncoder):
     @torch.no_grad()
     @override
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
-        """Clean and tokenise the text as the encoder's pipeline in diffusers does (Wan's for UMT5, else SANA's)."""
+        """Clean and tokenize the text like the encoder's pipeline in diffusers (Wan's for UMT5, else SANA's)."""
         tokenizer, model = self._load(device)
         if model.config.model_type == "umt5":
             from diffusers.pipelines.wan.pipeline_wan import prompt_clean
@@ -195,7 +195,7 @@ class TransformersText(CaptionEncoder):
 
 
 def make_encoder(config: TextConfig, width: int | None) -> CaptionEncoder:
-    """The encoder of a configuration, for embeddings of ``width``, or of its own width if that is None.
+    """Create the encoder of a configuration, for embeddings of ``width``, or of the encoder's own width if None.
 
     Raises:
         ValueError: for fixed vectors without a width.
@@ -208,7 +208,7 @@ def make_encoder(config: TextConfig, width: int | None) -> CaptionEncoder:
 
 
 def read_prompts(path: str | Path) -> list[tuple[str, str]]:
-    """Name and prompt of each sample.
+    """Read the name and the prompt of each sample.
 
     Args:
         path: a text file with a prompt on each line, ``name<TAB>prompt``, or the prompt, which is then its name too; a

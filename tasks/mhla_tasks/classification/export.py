@@ -12,7 +12,7 @@ from lightning_mhla.swap import save_swapped
 from lightning_mhla.swap.adapters import merge_adapters
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.untrusted import read_json
-from mhla_tasks.classification.module import ImageClassifier
+from mhla_tasks.classification.base import Classifier
 from mhla_tasks.classification.timm import TimmClassifier
 
 OPTIONS: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ model = load_swapped("FOLDER")"""
 """The same for a swapped model of timm."""
 
 
-def loading(module: ImageClassifier) -> str:
+def loading(module: Classifier) -> str:
     """Python that loads the export of ``module``."""
     if not isinstance(module, TimmClassifier):
         return LOADING
@@ -52,7 +52,7 @@ def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | No
     return {**crop, "mean": tuple(preprocessing["mean"]), "std": tuple(preprocessing["std"])}
 
 
-def write(module: ImageClassifier, folder: Path) -> None:
+def write(module: Classifier, folder: Path) -> None:
     """Write what ``from_pretrained`` of the network's class, timm or ``load_swapped`` loads, and the names of the classes."""
     preprocessing = None if module.preprocessing is None else module.preprocessing.as_dict()
     if not isinstance(module, TimmClassifier):

@@ -15,23 +15,22 @@ from typing_extensions import override
 
 from lightning_mhla import AttentionConfig, swap_attention
 from lightning_mhla.checkpoints.pretrained import read_trained
-from lightning_mhla.swap import is_swapped, load_swapped, transfer_loss
+from lightning_mhla.swap import is_swapped, load_swapped
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
 from lightning_mhla.swap.loading import give_weights
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.classes import known_classes
 from lightning_mhla.training.compilation import CompileOptions
-from lightning_mhla.training.module import TrainingModule
+from lightning_mhla.training.linearize import Linearization, ScoringHost, TransferOptions
 from lightning_mhla.training.optim import OptimizerConfig
-from lightning_mhla.training.transfer import Teacher, TransferOptions, check_transfer
-from mhla_tasks.classification.module import ImageClassifier, MixupConfig
+from mhla_tasks.classification.base import Classifier, MixupConfig
 
 PUBLISHED = "timm"
 """Word for the weights that timm downloads."""
 
 
-class TimmClassifier(ImageClassifier):
+class TimmClassifier(Classifier):
     """A vision transformer of timm, trained on images and labels; with ``attention``, a swapped one.
 
     Args:
@@ -91,13 +90,21 @@ class TimmClassifier(ImageClassifier):
         num_classes = known_classes(num_classes)
         optimizer = as_dataclass(OptimizerConfig, optimizer)
         compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
-        super(ImageClassifier, self).__init__(optimizer, ema_decay, compile_options)
+        super().__init__(
+            num_classes,
+            class_names,
+            label_smoothing,
+            as_dataclass(MixupConfig, mixup),
+            ema_batch,
+            optimizer,
+            ema_decay,
+            compile_options,
+        )
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
         self.distillation = as_dataclass(TransferOptions, distillation)
+        self.linearization = Linearization(self.distillation, ScoringHost("train/label_loss", _run_layers, _scores))
         self._pretrained = pretrained
-        self._teacher: Teacher | None = None
-        self.set_up(num_classes, class_names, label_smoothing, as_dataclass(MixupConfig, mixup), ema_batch)
         self.network = self.build()
         if checkpointing:
             self.network.set_grad_checkpointing(True)
@@ -133,7 +140,13 @@ class TimmClassifier(ImageClassifier):
         if self._pretrained is not None:
             give_weights(self.network, self._weights(self._pretrained), self._pretrained)
             self._pretrained = None
-        TrainingModule.configure_model(self)
+        super().configure_model()
+
+    def read_teacher(self, path: str) -> Any:
+        """Return the model before the swap, with the weights at a path."""
+        teacher = self.build()
+        give_weights(teacher, self._weights(path), path)
+        return teacher
 
     def _weights(self, path: str) -> dict[str, Tensor]:
         """Weights of a model at a path.
@@ -155,36 +168,24 @@ class TimmClassifier(ImageClassifier):
         return load_file(file)
 
     def on_fit_start(self) -> None:
-        """Load the teacher, if there is one.
-
-        Raises:
-            ValueError: for strategies under which layers cannot be matched one by one.
-        """
-        if self.distillation.layer_steps:
-            check_transfer(self.trainer, self.network, self.hparams["train"])
-        if self.distillation.teacher is not None and self._teacher is None:
-            model = self.build()
-            give_weights(model, self._weights(self.distillation.teacher), self.distillation.teacher)
-            self._teacher = Teacher(model, lambda network, images: network(images))
-        if self._teacher is not None:
-            self._teacher.model.to(self.device, next(self.network.parameters()).dtype)
+        """Check that layers can be matched, and load the teacher; see :meth:`Linearization.start`."""
+        self.linearization.start(self, self.read_teacher)
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Match the layers, then learn the labels, and the teacher's predictions if there is one."""
         images, labels = batch["image"], batch["label"]
-        if self.trainer.global_step < self.distillation.layer_steps:
-            loss = transfer_loss(self.network, lambda: self.network.forward_features(images))
-            self.log("train/layer_distance", loss.detach(), batch_size=len(images))
-            return self.log_loss(loss, len(images))
+        if self.linearization.matches_layers(self):
+            return self.linearization.layer_loss(self, images)
         images, labels = self.mixed(images, labels)
         scores = self(images)
-        plain = self.label_loss(scores, labels)
-        if self._teacher is None:
-            return self.log_loss(plain, len(images))
-        divergence = self._teacher.divergence(scores, images)
-        self.log("train/label_loss", plain.detach(), batch_size=len(images))
-        self.log("train/teacher_divergence", divergence.detach(), batch_size=len(images))
-        return self.log_loss(
-            self.distillation.loss_weight * plain + self.distillation.logits_weight * divergence, len(images)
-        )
+        return self.linearization.distilled_loss(self, self.label_loss(scores, labels), scores, images)
+
+
+def _run_layers(network: Any, images: Tensor) -> None:
+    network.forward_features(images)
+
+
+def _scores(network: Any, images: Tensor) -> Tensor:
+    scores: Tensor = network(images)
+    return scores

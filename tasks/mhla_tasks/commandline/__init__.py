@@ -1,14 +1,13 @@
-"""The command line: everything about arguments and YAML files, from ``sys.argv`` to the Trainer.
+"""Command line of the suite: processing of arguments and YAML files, from ``sys.argv`` to the Trainer.
 
-An option takes this way:
+An option passes through these steps:
 
-1. :func:`mhla_tasks.commandline.main.main` finds the command or the tool.
-2. :func:`mhla_tasks.commandline.arguments.read_words` reads the arguments, once, into a ``CommandLine``.
-3. :func:`mhla_tasks.commandline.sources.read_sources` reads the files that it names: a list of sources, the weakest first.
-4. :func:`mhla_tasks.commandline.plan.make_plan` renames options that have moved (``moved_keys``), checks all of them
-   (``problems``, ``trust``), adds what a checkpoint remembers (``memory``), and merges them (``merging``) into one
-   configuration.
-5. ``mhla_tasks.commandline.parser.SuiteCLI`` hands that configuration to LightningCLI, which checks the types. Model and data
-   agree (``agreement``), and the files go into the run's folder (``options``).
+1. :func:`mhla_tasks.commandline.main.main` identifies the command or the tool.
+2. :func:`mhla_tasks.commandline.arguments.read_words` parses the arguments once into a ``CommandLine``.
+3. :func:`mhla_tasks.commandline.sources.read_sources` reads the configuration files into a list of sources, the weakest first.
+4. :func:`mhla_tasks.commandline.plan.make_plan` renames moved options (``moved_keys``), checks the sources (``problems``,
+   ``trust``), adds the options stored in a checkpoint (``memory``), and merges everything (``merging``) into one configuration.
+5. ``mhla_tasks.commandline.parser.SuiteCLI`` passes this configuration to LightningCLI, which checks the types. Then options
+   that model and data share are made equal (``agreement``), and output goes to the run's folder (``options``).
 6. LightningCLI builds model, data and Trainer, and ``parser`` calls ``Trainer.fit``, ``validate``, ``test`` or ``predict``.
 """

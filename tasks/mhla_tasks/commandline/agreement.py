@@ -1,4 +1,4 @@
-"""Options that model and data share: what is said of one is taken for both."""
+"""Options that model and data share: a value that is set for one of them is used for both."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 
 def agree(options: Any, sources: Sequence[Source]) -> None:
-    """Take what is said of model or data for both, where both have the option; the stronger source wins.
+    """Make the options that model and data share equal; the value from the stronger source wins.
 
     Args:
         options: options of the command, changed in place.
-        sources: options that the user gave, the weakest first; all typed options are equally strong.
+        sources: sources of the user's options, the weakest first; all options on the command line are equally strong.
 
     Raises:
-        ValueError: when one source says two things.
+        ValueError: if sources of equal strength give contradicting values.
     """
     parts = {part: (options.get(part) or {}).get("init_args", {}) for part in ("model", "data")}
     _count_classes(options, parts, sources)
@@ -30,25 +30,25 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
         values = {part: arguments[name] for part, arguments in parts.items() if name in arguments}
         if len(values) < 2 or values["model"] == values["data"]:
             continue
-        if None in values.values():  # one of them says it
+        if None in values.values():  # only one of them has a value
             for arguments in parts.values():
                 arguments[name] = next(value for value in values.values() if value is not None)
             continue
         ranks = {part: _rank(part, name, sources) for part in parts}
         if min(ranks.values()) >= 0 and agrees(name, values["model"], values["data"]):
             continue
-        if max(ranks.values()) < 0:  # a checkpoint remembers the model, or both are defaults
+        if max(ranks.values()) < 0:  # the value of the model comes from a checkpoint, or both are defaults
             parts["data"][name] = values["model"]
             continue
         if ranks["model"] == ranks["data"]:
             raise ValueError(disagreement(name, values["model"], values["data"]))
         stronger, weaker = sorted(ranks, key=lambda part: ranks[part], reverse=True)
         parts[weaker][name] = values[stronger]
-        log.info("%s.%s=%s is taken for the %s too", stronger, name, values[stronger], weaker)
+        log.info("%s.%s=%s is also used for the %s", stronger, name, values[stronger], weaker)
 
 
 def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
-    """Place of the strongest source that gives an option of model or data; -1 if none does."""
+    """Return the position of the strongest source that sets an option of model or data; -1 if none does."""
     files = [source for source in sources if not source.typed]
     ranks = [
         len(files) if source.typed else files.index(source)
@@ -59,10 +59,10 @@ def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
 
 
 def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Source]) -> None:
-    """Take the number of classes from data that names them, where no option of the data says it.
+    """Take the number of classes from data that lists its classes, unless an option of the data sets it.
 
     Raises:
-        ValueError: when an option of the model says another.
+        ValueError: if an option of the model sets a different number.
     """
     data = parts["data"]
     if data.get("num_classes", 0) is not None or "num_classes" not in parts["model"]:
@@ -72,14 +72,18 @@ def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Sou
     names = kind.count_classes(data) if issubclass(kind, LabelledShards) else None
     if names is None:
         return
-    said = [source for source in sources if _arguments(source.values.get("model")).get("num_classes") is not None]
+    setting_sources = [
+        source for source in sources if _arguments(source.values.get("model")).get("num_classes") is not None
+    ]
     number = parts["model"]["num_classes"]
-    if said and number != len(names):
-        raise ValueError(contradiction(data["train"], names, f"model num_classes={number} ({said[-1].origin})"))
+    if setting_sources and number != len(names):
+        raise ValueError(
+            contradiction(data["train"], names, f"model num_classes={number} ({setting_sources[-1].origin})")
+        )
     data["num_classes"] = parts["model"]["num_classes"] = len(names)
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Arguments of a class that a source gives; short forms (``--data.batch_size=8``) included."""
+    """Return the arguments of a class that a source sets, including short forms (``--data.batch_size=8``)."""
     options = mapping(value)
     return {**options, **mapping(options.get("init_args"))}

@@ -1,4 +1,4 @@
-"""The arguments of a command, read once into one object."""
+"""Parser that reads the arguments of a command once into one object, without interpreting their values."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 ABBREVIATIONS = {"c": "config", "h": "help"}
-"""Long names of the options that have a short one."""
+"""Long names of options by their short names."""
 
 WITHOUT_VALUE = ("help", "print_config")
-"""Options that take no value from the next argument."""
+"""Options that never take the next argument as their value."""
 
 WITH_ANY_VALUE = ("sweep_sbatch",)
-"""Options whose value may be an option itself: ``--sweep_sbatch --nodes=2``."""
+"""Options whose value may look like an option: ``--sweep_sbatch --nodes=2``."""
 
 HELP = ".help"
-"""End of the names of options that print the options of a class."""
+"""Suffix of options that print the options of a class, such as ``--model.help``."""
 
 
 class UsageError(ValueError):
-    """A command line that cannot be understood; its text goes to the user."""
+    """Error in the command line, whose text is shown to the user."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option, as typed.
+    """One option of a command line.
 
     Attributes:
-        name: without dashes: ``config``, ``trainer.max_epochs``, ``trainer.callbacks+``.
+        name: name without dashes: ``config``, ``trainer.max_epochs``, ``trainer.callbacks+``.
         value: text after the equals sign, or the next argument; None if there is neither.
-        words: the arguments that it was read from, one or two.
+        words: the one or two arguments that it was read from.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Option:
 
     @property
     def text(self) -> str:
-        """The option as typed, for messages."""
+        """The option as typed on the command line, for messages."""
         return " ".join(self.words)
 
 
@@ -48,26 +48,26 @@ class CommandLine:
 
     Attributes:
         command: ``fit``, ``validate``, ``test`` or ``predict``.
-        options: in the order in which they were typed.
+        options: options in the order of the command line.
     """
 
     command: str
     options: tuple[Option, ...] = ()
 
     def values(self, name: str) -> list[str]:
-        """Values of all options of a name, in order."""
+        """Return the values of all options with a name, in order."""
         return [option.value for option in self.options if option.name == name and option.value is not None]
 
     def last(self, name: str) -> str | None:
-        """The value that counts for an option that takes one; None if it was not typed."""
+        """Return the last value of an option, which overrides earlier ones; None if the option is absent."""
         return next(reversed(self.values(name)), None)
 
     def asks_for(self, name: str) -> bool:
-        """Whether an option was typed, with a value or without."""
+        """Whether an option is present, with or without a value."""
         return any(option.name == name for option in self.options)
 
     def without(self, *names: str) -> CommandLine:
-        """The command line without the options of some names."""
+        """Return a copy of the command line without the options that have one of the names."""
         return replace(self, options=tuple(option for option in self.options if option.name not in names))
 
     @property
@@ -77,16 +77,16 @@ class CommandLine:
 
 
 def read_words(words: Sequence[str], commands: Collection[str]) -> CommandLine:
-    """Read the arguments of a command. Every argument is the command, an option, or the value of one.
+    """Parse the arguments of a command. Every argument is the command, an option, or the value of an option.
 
-    An option's value follows an equals sign, or is the next argument unless that is itself an option.
+    An option's value follows an equals sign, or is the next argument unless that is an option.
 
     Args:
         words: arguments after the name of the program.
         commands: names of the commands.
 
     Raises:
-        UsageError: without a command, for an option without a value, and for an argument that is none of the three.
+        UsageError: if there is no command, an option lacks its value, or an argument is unexpected.
     """
     command: str | None = None
     options: list[Option] = []
@@ -108,7 +108,7 @@ def read_words(words: Sequence[str], commands: Collection[str]) -> CommandLine:
 
 
 def _read_option(word: str, remaining: list[str]) -> Option:
-    """The option of an argument; takes its value out of the remaining ones."""
+    """Parse one option, and remove its value from ``remaining`` if it is the next argument."""
     name, equals, value = word.partition("=")
     name = name.lstrip("-")
     name = ABBREVIATIONS.get(name, name)

@@ -1,4 +1,4 @@
-"""Words that complete a command line, for the shells."""
+"""Completion of command lines in bash and zsh."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mhla_tasks.commandline import registry, shipped
 
 REQUEST = "--complete"
-"""First word of the call by which a shell asks."""
+"""First argument with which the shell script calls the program for candidates."""
 
 SCRIPT = """\
 _lightning_mhla() {
@@ -28,45 +28,45 @@ OPTIONS |= dict.fromkeys(("test", "predict"), OPTIONS["validate"])
 
 
 def answer(breaks: str, line: str) -> list[str]:
-    """Candidates for the last part of a line, which begins after its last word break.
+    """Return the candidates that replace the last part of a line, which begins after its last word break.
 
     Args:
         breaks: characters at which the shell breaks words.
-        line: up to the cursor.
+        line: the line up to the cursor.
     """
     words = line.split(" ")[1:]
     last = words[-1] if words else ""
-    kept = max((last.rfind(letter) + 1 for letter in breaks), default=0)
-    return [word[kept:] for word in complete([*(word for word in words[:-1] if word), last])]
+    start = max((last.rfind(letter) + 1 for letter in breaks), default=0)
+    return [word[start:] for word in complete([*(word for word in words[:-1] if word), last])]
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Candidates for the last word.
+    """Return the candidates for the last argument.
 
     Args:
-        words: after the command, the last one as far as it is typed.
+        words: arguments after the name of the program; the last one may be incomplete or empty.
     """
-    *before, last = words or [""]
-    if last.startswith((shipped.PREFIX, f"--config={shipped.PREFIX}")) or (before[-1:] == ["--config"] and not last):
+    *previous, last = words or [""]
+    if last.startswith((shipped.PREFIX, f"--config={shipped.PREFIX}")) or (previous[-1:] == ["--config"] and not last):
         start = "--config=" if last.startswith("--") else ""
-        found = [f"{start}{shipped.PREFIX}{name}" for name in shipped.names()]
-    elif tool := registry.tool_named(before):
-        found = _options(tool)
-    elif before and before[0] in OPTIONS:
-        found = list(OPTIONS[before[0]])
-    elif before and before[0] in registry.families():
-        found = [
+        candidates = [f"{start}{shipped.PREFIX}{name}" for name in shipped.names()]
+    elif tool := registry.tool_named(previous):
+        candidates = _options(tool)
+    elif previous and previous[0] in OPTIONS:
+        candidates = list(OPTIONS[previous[0]])
+    elif previous and previous[0] in registry.families():
+        candidates = [
             name.split(" ")[1]
             for tools in registry.TOOLS.values()
             for name in tools
-            if name.startswith(f"{before[0]} ")
+            if name.startswith(f"{previous[0]} ")
         ]
-    elif not before:
+    elif not previous:
         names = [name.split(" ")[0] for tools in registry.TOOLS.values() for name in tools]
-        found = list(dict.fromkeys([*registry.LIGHTNING, *names, "--help", "--version"]))
+        candidates = list(dict.fromkeys([*registry.LIGHTNING, *names, "--help", "--version"]))
     else:
-        found = []
-    return [word for word in found if word.startswith(last)]
+        candidates = []
+    return [word for word in candidates if word.startswith(last)]
 
 
 def _options(tool: str) -> list[str]:

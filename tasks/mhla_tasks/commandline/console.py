@@ -1,4 +1,4 @@
-"""Output of a command: streams that take any file name, messages without secrets, and no noise of libraries."""
+"""Output of a command: streams that accept any file name, messages without secrets, and filters for library warnings."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from typing import Any, TextIO
 from typing_extensions import override
 
 LOGGERS = ("mhla_kernels", "lightning_mhla", "mhla_tasks")
-"""Packages whose messages of level INFO are shown."""
+"""Packages whose log messages are shown from level INFO."""
 
 NOISE = (
     ".*LeafSpec.*is deprecated.*",
     ".*`srun` command is available.*",
     ".*callbacks used to create the.*",
     ".*Grad strides do not match.*",
-    ".*Previous log files in this directory will be deleted.*",  # RunFolder keeps them
-    ".*The dirpath has changed from.*",  # predict and validate write elsewhere than training
-    ".*Checkpoint directory .* exists and is not empty.*",  # it is the run's own
+    ".*Previous log files in this directory will be deleted.*",  # not true here: RunFolder keeps them
+    ".*The dirpath has changed from.*",  # predict and validate write to different folders than training
+    ".*Checkpoint directory .* exists and is not empty.*",  # it belongs to the run
     ".*is smaller than the logging interval.*",
-    ".*args parameter is intended to run from within Python.*",  # the configuration that was read from them
-    ".*could be decompression bomb DOS attack.*",  # larger ones are an error, which names the image
+    ".*args parameter is intended to run from within Python.*",  # the arguments were parsed into a configuration before
+    ".*could be decompression bomb DOS attack.*",  # larger images are an error that names the image
 )
-"""Warnings of libraries that tell the user nothing."""
+"""Patterns of library warnings that are not useful to the user."""
 
 
 def prepare_streams() -> None:
-    """Let standard output and standard error take any text.
+    """Make standard output and standard error accept any text, and remove secrets from messages.
 
-    A file name that is not UTF-8, or a sign that the terminal's encoding lacks, is printed as its number. A stream that is
-    closed becomes one that nobody reads. Log messages, warnings and tracebacks are those of :func:`harmless`.
+    File names that are not UTF-8 and characters that the terminal's encoding lacks are printed as escapes. A closed stream is
+    replaced by the null device. Log messages, warnings and tracebacks pass through :func:`harmless`.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  as long as the process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open until the process ends
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -50,9 +50,15 @@ def prepare_streams() -> None:
 
 
 def harmless(text: str) -> str:
-    r"""Text without secrets (:mod:`lightning_mhla.system.redaction`), control characters written as ``\x1b``."""
+    r"""Return a text without secrets (:mod:`lightning_mhla.system.redaction`), and with escapes for control characters.
+
+    Args:
+        text: any text. Line feeds and tabs stay; other control characters become escapes such as ``\x1b``, because a terminal
+            would execute them.
+    """
     if re.search("(?i):/|key|token|pass|pwd|secret|credential|authorization", text):
-        from lightning_mhla.system.redaction import redact  # imports torch, which a wrong option should not wait for
+        # Imports torch, which would delay the message for a wrong option; most messages need no redaction.
+        from lightning_mhla.system.redaction import redact
 
         text = redact(text)
     return "".join(
@@ -62,16 +68,16 @@ def harmless(text: str) -> str:
 
 
 def _is_raw(sign: str) -> bool:
-    """Whether a sign stands for a byte of a file name that is not UTF-8; the stream prints it as its number."""
+    """Whether a character represents an undecodable byte of a file name; the stream prints it as an escape."""
     return "\ud800" <= sign <= "\udfff"
 
 
 def _make_record(*args: Any, **options: Any) -> logging.LogRecord:
-    """A log record whose message is harmless, whichever handler prints it."""
+    """Create a log record whose message passed through :func:`harmless`, whichever handler prints it."""
     record = logging.LogRecord(*args, **options)
     try:
         text = record.getMessage()
-    except Exception:  # the handler reports a message that does not fit its arguments
+    except Exception:  # the message does not fit its arguments, which the handler reports
         return record
     if (shown := harmless(text)) != text:
         record.msg, record.args = shown, None
@@ -89,35 +95,35 @@ def _format_warning(
 
 
 def ignore_noise() -> None:
-    """Leave out the warnings of :data:`NOISE`."""
+    """Suppress the warnings that match :data:`NOISE`."""
     for noise in NOISE:
         warnings.filterwarnings("ignore", message=noise)
 
 
 def show_log(stream: TextIO) -> None:
-    """Show log messages, of the suite from level INFO, of all others from WARNING."""
+    """Send log messages to a stream: from level INFO for the suite, from level WARNING for other packages."""
     logging.basicConfig(level=logging.WARNING, handlers=[log_handler(stream)])
     set_levels()
 
 
 def set_levels() -> None:
-    """Let messages of the suite of level INFO pass."""
+    """Set the log level of the suite's packages to INFO."""
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """A handler whose stream may fail: the error ends the command, as it does when a result cannot be printed."""
+    """Log handler that raises errors of its stream, so that they end the command instead of being printed and ignored."""
 
     @override
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exception(), OSError):
-            raise  # this runs while the error of the stream is handled
+            raise  # re-raises the error of the stream, since this method runs inside its except block
         super().handleError(record)
 
 
 def log_handler(stream: TextIO) -> logging.Handler:
-    """The handler of log messages: coloured in a terminal, one line for each message elsewhere."""
+    """Create the handler for log messages: coloured for a terminal, plain lines for other streams."""
     if stream.isatty():
         from rich.console import Console
         from rich.logging import RichHandler

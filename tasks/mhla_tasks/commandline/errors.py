@@ -1,6 +1,6 @@
-"""Errors of every command, in one place: those that the user can remove are a line or two, all others a traceback.
+"""Error reports of all commands: one or two lines for errors that the user can fix, a traceback for all others.
 
-Every command runs inside :func:`reported`. ``LIGHTNING_MHLA_TRACEBACK=1`` shows the traceback of the former, too.
+Every command runs inside :func:`reported`. ``LIGHTNING_MHLA_TRACEBACK=1`` shows tracebacks for all errors.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from mhla_tasks.commandline.extras import name_the_extra
 from mhla_tasks.commandline.failures import chain, explain_failure
 
 TRACEBACK = "LIGHTNING_MHLA_TRACEBACK"
-"""Environment variable; with a value, errors come with their traceback."""
+"""Environment variable that, with any value, shows the traceback of every error."""
 
 INTERRUPTED, READER_GONE = 130, 141
-"""Exit statuses after Ctrl+C, and when what reads the output has ended: 128 and the number of the signal."""
+"""Exit statuses after Ctrl+C, and after the reader of a pipe has ended: 128 plus the number of the signal."""
 
 RUST_PANIC = "PanicException"
-"""Class of the failures of libraries in Rust, which is no ``Exception``: tokenizers whose regular expressions never end."""
+"""Name of the exception class for panics of Rust libraries, which is not a subclass of ``Exception``. Tokenizers raise it for
+regular expressions that do not terminate."""
 
 OWN = ("mhla_kernels", "lightning_mhla", "mhla_tasks", "benchmarks")
 DELIBERATE = (ValueError, TypeError, ModuleNotFoundError, NotImplementedError)
-"""Errors that checks of the suite raise, beside ``OSError``."""
+"""Classes of errors that checks of the suite raise, in addition to ``OSError``."""
 
 LIBRARIES = (
     "PIL", "datasets", "diffusers", "huggingface_hub", "jsonargparse", "json", "lm_eval", "peft", "timm", "tokenizers",
     "transformers", "yaml",
 )  # fmt: skip
-"""Packages that check what the user gives; their ``ValueError`` and ``ImportError`` are for the user."""
+"""Packages that validate user input; their ``ValueError`` and ``ImportError`` are errors that the user can fix."""
 
 SERVICES = ("httpx", "huggingface_hub", "requests", "urllib3", "wandb")
-"""Packages all of whose own errors are about the network, or an account."""
+"""Packages whose own errors all concern the network or an account."""
 
 HINTS = (
     (r"No supported gpu backend found", "torch finds no GPU here: --trainer.accelerator=cpu, or see lightning doctor"),
@@ -50,27 +51,32 @@ HINTS = (
     (r"requires a GPU accelerator|selected an invalid strategy", "--trainer.strategy=auto takes what fits the machine"),
     (r"not in bounds, numpy accepts", "set --seed_everything to a number in these bounds"),
 )  # fmt: skip
-"""Texts of Lightning's errors that say what is wrong and not what to do."""
+"""Remedies for errors of Lightning that do not name one: pattern of the message, and text to append."""
 
 
 class CommandFailed(SystemExit):
-    """The end of a command after its error is printed; its text is the error, its code the exit status."""
+    """Exit of a command after its error was printed.
+
+    Args:
+        text: the error message.
+        status: the exit status.
+    """
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(status)
         self.text = text
 
     def __str__(self) -> str:
-        """The error."""
+        """Return the error message."""
         return self.text
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Run a command: end it with a short error and status 1 where the user can remove the error.
+    """Report the errors of the command that runs in a ``with`` block.
 
-    Any other error is raised. A reader of the output that has ended (``| head``) and Ctrl+C end the command silently. May be
-    nested.
+    Errors that the user can fix are printed in one or two lines and end the command with status 1. Other errors are raised.
+    Ctrl+C and a closed pipe on standard output (``| head``) end the command silently. Blocks may be nested.
     """
     hook, threading.excepthook = threading.excepthook, _report_thread
     try:
@@ -99,10 +105,10 @@ def reported() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str | None:
-    """The message for an error that the user can remove; None for one that is a mistake of the suite.
+    """Return the message for an error that the user can fix; None for an error that is a bug of the suite.
 
     Args:
-        error: as it was raised; its traceback says whether a check raised it.
+        error: a raised error; its traceback shows whether a check raised it.
     """
     if _is_ours(error):
         text = name_the_extra(str(error))
@@ -119,7 +125,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Text without secrets and without signs that a terminal would obey, and not longer than can be read."""
+    """Return a text without secrets and terminal control sequences, cut to 2000 characters."""
     return harmless(text)[:2000]
 
 
@@ -127,8 +133,8 @@ def _report(error: Exception) -> None:
     """Print an error and end the command.
 
     Raises:
-        SystemExit: with status 1, or 141 if nobody reads the output any more.
-        Exception: the error itself, where the user cannot remove it or wants the traceback.
+        SystemExit: with status 1, or 141 if the reader of the output has ended.
+        Exception: the error itself, if the user cannot fix it or asks for tracebacks.
     """
     if any(isinstance(link, BrokenPipeError) for link in chain(error)) and _reader_is_gone():
         _leave("", READER_GONE)
@@ -142,7 +148,10 @@ def _report(error: Exception) -> None:
 
 
 def _report_thread(thrown: threading.ExceptHookArgs) -> None:
-    """Print a failure of the machine that ended a thread, such as the writer of TensorBoard's events, in a line."""
+    """Print an error that ended a thread, in one line if it is a failure of the machine.
+
+    An example is a full disk in the thread that writes TensorBoard's events.
+    """
     text = None if thrown.exc_value is None or os.environ.get(TRACEBACK) else explain_failure(thrown.exc_value)
     if text is None:
         lines = traceback.format_exception(thrown.exc_type, thrown.exc_value, thrown.exc_traceback)
@@ -153,10 +162,10 @@ def _report_thread(thrown: threading.ExceptHookArgs) -> None:
 
 
 def _flush() -> None:
-    """Write out what is printed so far.
+    """Flush standard output.
 
     Raises:
-        SystemExit: when that fails: a result would be cut short behind an exit status of 0.
+        SystemExit: if this fails, since the command would otherwise exit with status 0 although its result is incomplete.
     """
     try:
         sys.stdout.flush()
@@ -167,7 +176,8 @@ def _flush() -> None:
 
 
 def _leave(text: str, status: int) -> NoReturn:
-    if status != 1 or text.startswith("standard output"):  # the interpreter would flush it again, and complain
+    # The interpreter flushes standard output again at exit, and would print the same error a second time.
+    if status != 1 or text.startswith("standard output"):
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     text = harmless(text)
@@ -179,7 +189,7 @@ def _leave(text: str, status: int) -> NoReturn:
 
 
 def _reader_is_gone() -> bool:
-    """Whether what reads standard output or standard error has ended."""
+    """Whether the reader of standard output or standard error has ended."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             poll = select.poll()
@@ -190,8 +200,10 @@ def _reader_is_gone() -> bool:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether a check of the suite raised an error, so that its message alone is enough."""
-    if type(error).__module__.partition(".")[0] in OWN:  # raised again by the loader when a worker process met it
+    """Whether a check of the suite raised an error, so that its message is sufficient."""
+    if (
+        type(error).__module__.partition(".")[0] in OWN
+    ):  # DataLoader re-raises errors of worker processes in its own code
         return True
     root, by_statement = _raised_in(error)
     if isinstance(error, OSError):
@@ -200,44 +212,50 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _is_for_the_user(error: BaseException) -> bool:
-    """Whether an error of a library is about what the user gave it."""
+    """Whether an error of a library concerns user input, files or the network rather than a bug."""
     root, by_statement = _raised_in(error)
     if isinstance(error, OSError | UnicodeError) or type(error).__module__.partition(".")[0] in SERVICES:
         return True
     if isinstance(error, ModuleNotFoundError) and name_the_extra(str(error)) != str(error):
         return True
-    if root == "lightning":  # MisconfigurationException, and plain errors for the same
+    if root == "lightning":  # MisconfigurationException, and plain errors for the same purpose
         kinds = (ValueError, TypeError, RuntimeError, ImportError)
         return by_statement and (isinstance(error, kinds) or type(error).__name__ == "MisconfigurationException")
     return root in LIBRARIES and by_statement and isinstance(error, ValueError | ImportError)
 
 
 def _raised_in(error: BaseException) -> tuple[str, bool]:
-    """Top package of the code that raised an error, and whether a statement ``raise`` did.
+    """Return the top-level package of the code that raised an error, and whether a ``raise`` statement raised it.
 
-    A mistake in the code, such as a sum of a number and None, is raised by the interpreter itself.
+    The interpreter itself raises errors for bugs in the code, such as the sum of a number and None.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:
         return "", False
     frame, _ = frames[-1]
-    name = str(
-        frame.f_globals.get("__package__") or frame.f_globals.get("__name__", "")
-    )  # a program's name is __main__
+    # A script has no package, and its name is __main__.
+    name = str(frame.f_globals.get("__package__") or frame.f_globals.get("__name__", ""))
     link = error.__traceback__
     while link is not None and link.tb_next is not None:
         link = link.tb_next
     assert link is not None
+    # The bytecode at the failing instruction tells a deliberate `raise` from an error of the interpreter.
     return name.partition(".")[0], frame.f_code.co_code[link.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def _from_worker(error: BaseException) -> str | None:
-    """The message of an error that a check raised in another process, whose traceback came as text."""
+    """Return the message of an error that a check raised in a worker process, whose traceback is only known as text.
+
+    Returns:
+        The last line of the traceback without the name of the error; None if the error has a different origin.
+    """
     text = str(error)
     if "Traceback (most recent call last)" not in text:
         return None
     places = re.findall(r'File "([^"]+)", line \d+, in .*\n\s+(.*)', text)
     last = text.strip().rpartition("\n")[2]
     kind, _, message = last.partition(": ")
-    own = places and any(f"/{package}/" in places[-1][0] for package in OWN) and places[-1][1].startswith("raise ")
-    return message if own and kind.endswith("Error") and message else None
+    raised_by_suite = (
+        places and any(f"/{package}/" in places[-1][0] for package in OWN) and places[-1][1].startswith("raise ")
+    )
+    return message if raised_by_suite and kind.endswith("Error") and message else None

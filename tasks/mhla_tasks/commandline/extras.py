@@ -1,4 +1,4 @@
-"""Extras of the package that install what an optional feature needs."""
+"""Extras of the package that install the requirements of optional features."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ EXTRAS = {
     "mlxtend": "classification", "peft": "video", "pyarrow": "language", "pytorch_optimizer": "text-to-image",
     "sklearn": "classification", "tokenizers": "language", "torch_fidelity": "diffusion", "transformers": "language",
 }  # fmt: skip
-"""Extras that install packages, by the packages' import names."""
+"""Extras by the import names of the packages they install."""
 
 
 def name_the_extra(message: str) -> str:
-    """A message with the command that installs the package that Python says is missing."""
-    found = re.search(r"No module named '(\w+)", message)
-    if found is None or found[1] not in EXTRAS:
+    """Append the command that installs the missing package to a message of Python's ``ModuleNotFoundError``.
+
+    Args:
+        message: any message; returned unchanged if it does not name a package of :data:`EXTRAS`.
+    """
+    match = re.search(r"No module named '(\w+)", message)
+    if match is None or match[1] not in EXTRAS:
         return message
-    return f"{message}: pip install 'lightning-mhla[{EXTRAS[found[1]]}]'"
+    return f"{message}: pip install 'lightning-mhla[{EXTRAS[match[1]]}]'"

@@ -1,6 +1,6 @@
-"""Failures of the machine, worded for its user: full disks, limits of a process, memory, worker processes that were killed.
+"""Messages for failures of the machine: full disks, process limits, exhausted memory, killed worker processes.
 
-Libraries report them as ``OSError``, or as a ``RuntimeError`` of their own whose text holds the system's words.
+Libraries report such failures as ``OSError``, or as a ``RuntimeError`` whose text contains the message of the system.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ MEANINGS: dict[int, tuple[str, str]] = {
     errno.EADDRINUSE: ("the network port is in use", "set MASTER_PORT to a free one, or end the other program"),
     errno.ECONNREFUSED: ("the connection was refused", "check the address, and whether the server runs"),
 }
-"""By error number: what has happened, and what to do."""
+"""Cause and remedy by error number."""
 
 OF_THE_MACHINE = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
 )  # fmt: skip
-"""Numbers that say the same wherever they come up: their words count inside any message, and behind any later error."""
+"""Error numbers that always mean a failure of the machine. They are also recognised inside the messages of other errors and in
+the chain of errors that led to the last one."""
 
 SHARED_MEMORY = (
     "a worker process found no room in shared memory (/dev/shm): use fewer worker processes (--data.num_workers=0 "
@@ -79,17 +80,17 @@ TEXTS: tuple[tuple[str, str | int], ...] = (
     (r"can't start new thread", errno.EAGAIN),
     (r"PytorchStreamWriter failed|inline_container\.cc.*unexpected pos|unexpected pos \d+ vs", errno.ENOSPC),
 )  # fmt: skip
-"""Texts of libraries, and what to say instead: a line, or the number whose meaning it is."""
+"""Patterns of library messages, each with the message to show instead, or the error number whose message applies."""
 
 
 def explain_failure(error: BaseException) -> str | None:
-    """One line for a failure of the machine: the path, what has happened, what to do.
+    """Describe a failure of the machine in one line: the path, the cause and the remedy.
 
     Args:
-        error: any error; the errors behind it count where they are of :data:`OF_THE_MACHINE`.
+        error: any error; the errors that led to it are considered if their number is in :data:`OF_THE_MACHINE`.
 
     Returns:
-        The line; None for every other error.
+        The line; None for errors that are not failures of the machine.
     """
     if isinstance(error, OSError) and error.errno in MEANINGS:
         return _line(error.errno, _path_of(error))
@@ -107,14 +108,14 @@ def explain_failure(error: BaseException) -> str | None:
 
 
 def _receives_tensors(error: BaseException) -> bool:
-    """Whether an error comes from receiving the descriptor of a tensor, which the sender could not open."""
+    """Whether an error occurred while receiving a tensor from a worker process that could not open a file for it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(frame.f_globals.get("__name__") == "torch.multiprocessing.reductions" for frame in frames)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that led to it, the latest first."""
-    passed: set[int] = set()
+    """Yield an error and the errors that led to it, the latest first."""
+    passed: set[int] = set()  # a chain of errors may contain a cycle
     link: BaseException | None = error
     while link is not None and id(link) not in passed:
         passed.add(id(link))
@@ -123,16 +124,22 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _in_words(text: str, numbers: Container[int]) -> str | None:
-    """The line for a message that holds a library's or the system's words for a failure of one of the numbers."""
+    """Return the line for an error message that contains a known text of a library, or a system error in words.
+
+    Args:
+        text: the error message.
+        numbers: error numbers to look for.
+    """
     for pattern, line in TEXTS:
         if re.search(pattern, text):
             return line if isinstance(line, str) else _line(line, None)
     numbered = re.search(r"\[Errno (\d+)\] [^\n:]*(?:: '([^'\n]*)')?", text)
     if numbered and int(numbered[1]) in numbers:
         return _line(int(numbered[1]), numbered[2])
-    numbered = re.search(r"\(os error (\d+)\)(?: at path \"([^\"\n]*)\")?", text)  # in Rust's words
+    numbered = re.search(r"\(os error (\d+)\)(?: at path \"([^\"\n]*)\")?", text)  # the format of Rust
     if numbered and int(numbered[1]) in numbers:
-        return _line(int(numbered[1]), str(Path(numbered[2]).parent) if numbered[2] else None)  # the name is temporary
+        # Show the folder, because the file itself has a temporary name that the user does not know.
+        return _line(int(numbered[1]), str(Path(numbered[2]).parent) if numbered[2] else None)
     number = next((number for number in OF_THE_MACHINE if os.strerror(number) in text), None)
     return None if number is None else _line(number, None)
 
@@ -147,23 +154,23 @@ def _line(number: int, path: str | None) -> str:
 
 
 def _path_of(error: OSError) -> str | None:
-    """The path that an error names; that of the target for a copy or a renaming."""
+    """Return the path in an error; for a copy or a renaming, that of the target."""
     name = error.filename2 or error.filename
     return os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) and name else None
 
 
 def full_places(free: int = 1 << 20) -> list[str]:
-    """Folders that the command line names, the working folder and that for temporary files, where a disk is full.
+    """Return up to two paths on full disks among those on the command line, the working folder and the temporary folder.
 
-    A stream whose write fails does not say which file it writes.
+    They are searched because the error of a failed write to an open file does not name the file.
 
     Args:
-        free: bytes; a disk with fewer counts as full.
+        free: bytes of free space; a disk with fewer counts as full.
     """
     named = [word.partition("=")[2] if word.startswith("-") else word for word in sys.argv[1:]]
     places: list[str] = []
     for name in [*named, os.curdir, tempfile.gettempdir()]:
-        path = next((each for each in (Path(name), *Path(name).parents) if name and os.path.lexists(each)), None)
+        path = next((part for part in (Path(name), *Path(name).parents) if name and os.path.lexists(part)), None)
         try:
             full = path is not None and os.access(path, os.W_OK) and shutil.disk_usage(path).free < free
         except OSError:

@@ -1,8 +1,8 @@
-"""Packages that are imported whole for a name or two are imported when something else of them is asked for.
+"""Deferred imports of large packages of which Lightning and the suite use only a few names.
 
-``torchmetrics`` alone brings torchvision, scipy and transformers, half of the time that a command needs to start. Here such
-packages are put in place empty: a few names come from the modules that define them, and any other runs the package itself,
-so that nothing is missing. Without this, a wrong option is reported after twice the time.
+``torchmetrics`` alone imports torchvision, scipy and transformers, which is half of the startup time of a command. Here such
+packages are replaced by empty ones: a few names come from the modules that define them, and any other name executes the package
+itself, so that nothing is missing. Without this, reporting a wrong option takes twice as long.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ LATE: dict[str, dict[str, str]] = {
     "timm": {},
     "torchvision.datasets": {},
 }
-"""Names by package, and the module of it that defines each."""
+"""For each deferred package, the names that are available without executing it, with the module that defines each."""
 
 PLOT = "torchmetrics.utilities.plot"
-"""Imports matplotlib, for annotations and for a method that draws a metric."""
+"""Module that imports matplotlib, for annotations and for a method that draws a metric."""
 
 FIRST = "torchmetrics.utilities"
-"""Imports ``torchmetrics.metric`` in a circle, which works from this end only."""
+"""Module that has to be imported before ``torchmetrics.metric``, because the two import each other."""
 
 
 class LatePackage(ModuleType):
-    """A package whose own text runs when a name is asked for that no module of :data:`LATE` gives."""
+    """Package that is executed on first access to a name that is not listed in :data:`LATE`."""
 
     __spec__: ModuleSpec
 
@@ -65,7 +65,7 @@ class LatePackage(ModuleType):
 
 
 def _plot(*given: Any, **named: Any) -> Any:
-    """``plot_single_or_multi_val``, from the module itself."""
+    """Call ``plot_single_or_multi_val`` of the module itself, which is executed on the first call."""
     module = sys.modules[PLOT]
     if module.__dict__["plot_single_or_multi_val"] is _plot:
         del module.__dict__["plot_single_or_multi_val"]
@@ -79,7 +79,7 @@ def _import_first(package: str) -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Leave out the search for garbage while modules are imported: there is little, among many objects that stay."""
+    """Disable garbage collection in a ``with`` block that imports modules, which create many objects and little garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -90,10 +90,11 @@ def without_collection() -> Iterator[None]:
 
 
 def put_off_imports() -> None:
-    """Put the packages of :data:`LATE` in place, those that are installed and not imported yet."""
+    """Defer the import of the packages in :data:`LATE` that are installed and not imported yet."""
     for name in LATE:
         package = name.rpartition(".")[0]
         parent = sys.modules.get(package)
+        # A package that was executed has imported its submodules already; they can be deferred only below one that was not.
         if name in sys.modules or type(parent) not in (LatePackage, NoneType):
             continue
         inside = PathFinder.find_spec(package) if package else None

@@ -1,6 +1,6 @@
-"""The command line: ``lightning COMMAND --config FILE [--config OVERLAY] [--key=value]``, and the tools beside the commands.
+"""Entry point of the command line: ``lightning COMMAND --config FILE [--config OVERLAY] [--key=value]`` and the tools.
 
-What a command does not use is not imported for it.
+Each command imports only the modules that it uses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Train, evaluate and sample models with MHLA attention.
 
 
 def main() -> None:
-    """Run the command or the tool that the command line names; whatever it is, errors are those of :func:`reported`."""
+    """Run the command or the tool that the command line names; errors are reported by :func:`reported`."""
     prepare_streams()
     with reported():
         _run()
@@ -52,15 +52,15 @@ def _run() -> None:
     if words[0] == "--version":
         sys.stdout.write(f"lightning-mhla {version('lightning-mhla')}\n")
         sys.exit(0)
-    os.environ["MPLBACKEND"] = "agg"  # pictures are written to files; a notebook hands down its own
+    os.environ["MPLBACKEND"] = "agg"  # pictures are written to files; a notebook's backend may be inherited
     put_off_imports()
     if tool := registry.tool_named(words):
         sys.exit(registry.run(tool, words[len(tool.split()) :]))
     if words[0] in registry.families():
-        known = len(words) == 1 or words[1] in ("-h", "--help")
-        message = "" if known else f"error: {harmless(' '.join(words[:2]))} is no tool\n"
-        (sys.stdout if known else sys.stderr).write(f"{message}{registry.listing(words[0])}\n")
-        sys.exit(0 if known else 2)
+        asks_for_help = len(words) == 1 or words[1] in ("-h", "--help")
+        message = "" if asks_for_help else f"error: {harmless(' '.join(words[:2]))} is no tool\n"
+        (sys.stdout if asks_for_help else sys.stderr).write(f"{message}{registry.listing(words[0])}\n")
+        sys.exit(0 if asks_for_help else 2)
     if words[0] not in registry.LIGHTNING and not words[0].startswith("-"):
         sys.stderr.write(
             f"error: {harmless(words[0])} is not a command{registry.nearest(words[0])}\nhelp: lightning --help\n"
@@ -70,5 +70,5 @@ def _run() -> None:
         sys.exit(import_module("mhla_tasks.tools.sweep").run(words))
     with without_collection():
         main_of_commands = import_module("mhla_tasks.commandline.parser").main
-    gc.freeze()  # what was imported stays, and need not be searched; before any model is made
+    gc.freeze()  # imported objects live until the end, so the collector need not scan them; before any model is built
     main_of_commands()

@@ -1,4 +1,4 @@
-"""Options that a checkpoint remembers of its model and data: the weakest source."""
+"""Options of model and data that are stored in a checkpoint, which are the weakest source."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from mhla_tasks.commandline.sources import Source, mapping
 from mhla_tasks.commandline.trust import refusal
 
 MEMORY = (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters"))
-"""Options of a command, and the key under which a checkpoint keeps them."""
+"""Pairs of an option of a command and the checkpoint entry that stores its value."""
 
 
 def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, Any]:
-    """Model and data options that a checkpoint remembers, except where a source names a different class.
+    """Read the model and data options stored in a checkpoint, except those of a class that a source replaces.
 
     Args:
-        checkpoint: a file, the folder of a sharded checkpoint or of a run, or one of Lightning's words such as ``last``.
-        sources: all other options.
+        checkpoint: a file, the folder of a sharded checkpoint or of a run, or one of Lightning's keywords such as ``last``.
+        sources: sources of all other options.
+
+    Returns:
+        ``class_path`` and ``init_args`` under the keys ``model`` and ``data``. Empty for a keyword of Lightning, a URL, and a
+        folder without checkpoints.
 
     Raises:
-        ValueError: when it looks like a path, but is not a checkpoint that can be read.
+        ValueError: if ``checkpoint`` is a path to nothing, is not a readable checkpoint, or its class may not be imported.
     """
     path = Path(checkpoint)
     if not path.exists():
@@ -39,12 +43,12 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
         content = read_header(path)
         memories = [(root, content.get(key, {})) for root, key in MEMORY]
     except Exception as error:
-        raise ValueError(f"ckpt_path {checkpoint} is no checkpoint that can be read safely ({error})") from error
+        raise ValueError(f"ckpt_path {checkpoint} is not a checkpoint that can be read safely ({error})") from error
     options = {}
     for root, memory in memories:
         named = [s.values[root]["class_path"] for s in sources if "class_path" in mapping(s.values.get(root))]
         if not isinstance(memory, dict) or not all(isinstance(name, str) for name in memory):
-            raise ValueError(f"ckpt_path {checkpoint}: its options of the {root} are no named values")
+            raise ValueError(f"ckpt_path {checkpoint}: its options of the {root} must be a mapping with text keys")
         class_path = memory.get("_class_path")
         if class_path and (refused := refusal(str(class_path))):
             raise ValueError(f"ckpt_path {checkpoint} was trained with the class {str(class_path)[:80]}: {refused}")
@@ -55,7 +59,7 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
 
 
 def remembered_network(checkpoint: str) -> dict[str, Any] | None:
-    """The configuration of transformers that the model of a checkpoint was built from; None where it has none."""
+    """Return the transformers configuration that the model of a checkpoint was built from; None if there is none."""
     path = Path(checkpoint)
     memory = (read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}) if path.exists() else {}
     return memory.get("network")

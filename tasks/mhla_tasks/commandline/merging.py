@@ -1,8 +1,8 @@
-"""One configuration from all sources: a stronger source overrides a weaker one, option by option.
+"""Merging of all sources into one configuration: a stronger source overrides a weaker one, option by option.
 
-Options of classes stand under ``init_args`` in the result, however short they were written. A source that names a different
-class keeps those options that both classes have. Lists and mappings of the user's own keys are replaced; ``KEY+`` appends to
-a list. An option below a list belongs to its last item.
+In the result, options of classes are always under ``init_args``, even if they were given in short form. If a source names a
+different class, the options that both classes have stay. Lists, and mappings with free keys, are replaced; ``KEY+`` appends to
+a list. An option below a list applies to its last item.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from mhla_tasks.commandline.trust import CLASS_OPTIONS, subclass_named
 Classes = tuple[type, ...]
 
 REQUESTS = ("print_config", "help")
-"""Options that ask for a text and are no options of a run."""
+"""Options that print a text and do not belong to the configuration of a run."""
 
 ROOTS: Mapping[str, Classes] = {
     "model": (LightningModule,),
     "data": (LightningDataModule,),
     "trainer": (Trainer,),
 }
-"""Classes whose options stand below the options of a command."""
+"""Base classes of the command options that have options of their own."""
 
 
 def merge(sources: Sequence[Source]) -> dict[str, Any]:
-    """The options of all sources in one nested mapping.
+    """Merge the options of all sources into one nested mapping.
 
     Args:
-        sources: the weakest first, their classes imported by :func:`mhla_tasks.commandline.trust.allow_classes`.
+        sources: sources, the weakest first, after :func:`mhla_tasks.commandline.trust.allow_classes` imported their classes.
     """
     configuration: dict[str, Any] = {}
     for source in sources:
@@ -51,7 +51,7 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value with texts as they were typed."""
+    """Convert all typed texts in a nested value to plain strings."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -60,24 +60,28 @@ def _plain(value: Any) -> Any:
 
 
 class _Typed(str):
-    """Text of a typed option, which is a mapping, a list or null only where classes or their options can stand.
+    """Text of an option from the command line.
+
+    The text means a mapping, a list or null only for parameters that take classes or their options; for other parameters it
+    stays a text, and the parser interprets it by the parameter's type.
 
     Attributes:
-        meaning: its value as YAML.
+        meaning: the text parsed as YAML.
     """
 
     meaning: Any
 
     def at(self, classes: Classes) -> Any:
-        """The value at a place."""
+        """Return the value for a parameter that takes the given classes: the parsed value or the text itself."""
         if classes and (self.meaning is None or isinstance(self.meaning, dict | list)):
+            # `{a,b}` is a mapping with null values in YAML, but the user means a text, such as a pattern of shard names.
             braces = isinstance(self.meaning, dict) and all(item is None for item in self.meaning.values())
             return self if braces and self.meaning else self.meaning
         return self
 
 
 def _typed_value(source: Source, path: Sequence[str]) -> _Typed | None:
-    """The text of a typed option; None where a file has its options."""
+    """Return the text of a typed option with its parsed value; None if its value was a file, which is a source of its own."""
     value: Any = source.values
     for key in path:
         if key not in value:
@@ -92,20 +96,20 @@ def _typed_value(source: Source, path: Sequence[str]) -> _Typed | None:
 def _put_argument(
     arguments: dict[str, Any], key: str, path: Sequence[str], value: Any, classes: Mapping[str, Classes]
 ) -> None:
-    """Put a value into the arguments of a class, at ``key`` or below it at ``path``.
+    """Set an argument of a class, or an option below it.
 
     Args:
-        arguments: changed in place.
-        key: name of the argument; with a plus sign at its end, values are appended to its list.
-        path: keys below it.
-        value: what a source gives.
-        classes: those whose options may stand below each argument.
+        arguments: arguments of the class, changed in place.
+        key: name of the argument; a plus sign at its end appends to the argument's list.
+        path: keys below the argument; empty to set the argument itself.
+        value: the new value.
+        classes: for each argument, the classes whose options may appear below it.
     """
     name = key.removesuffix("+")
     below = classes.get(name, ())
     if key != name and not path:
         value = value.at(below) if isinstance(value, _Typed) else value
-        stored = name if name in arguments else key  # jsonargparse appends to the default
+        stored = name if name in arguments else key  # keep the plus sign, so that jsonargparse appends to the default
         items = [_put(None, [], item, below) for item in (value if isinstance(value, list) else [value])]
         arguments[stored] = [*_as_list(arguments.get(stored)), *items]
         return
@@ -120,13 +124,16 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
-    """The new value of a place, after a source gives ``value`` for it or for the option below it at ``path``.
+    """Merge a value of a stronger source into the value of an argument.
 
     Args:
-        old: what weaker sources give; None if they give nothing.
-        path: keys below the place.
-        value: what the source gives.
-        classes: those whose options may stand there; none for plain values and mappings of the user's own keys.
+        old: merged value of the weaker sources; None if they set nothing.
+        path: keys from the argument to the option that is set; empty for the argument itself.
+        value: value from the stronger source.
+        classes: classes whose options the argument may hold; empty for plain values and mappings with free keys.
+
+    Returns:
+        The new value of the argument.
     """
     if not path:
         return _replace(old, value, classes)
@@ -160,7 +167,7 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
 
 
 def _replace(old: Any, value: Any, classes: Classes) -> Any:
-    """The new value of a place, after a source gives ``value`` for it."""
+    """Merge a value of a stronger source for the argument itself; parameters as for :func:`_put`."""
     value = value.at(classes) if isinstance(value, _Typed) else value
     if isinstance(value, list):
         return [_replace(None, item, classes) for item in value]
@@ -175,13 +182,13 @@ def _replace(old: Any, value: Any, classes: Classes) -> Any:
 
 
 def _in_order(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """Options of one source: the class first, which settles what the others mean, and what is appended to lists last."""
+    """Sort the options of one source: the class first, since it determines the other options, and appended items last."""
     keyed = [(str(key), value) for key, value in values.items()]
     return sorted(keyed, key=lambda item: (item[0] != "class_path", item[0].endswith("+")))
 
 
 def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
-    """A copy of the options at a place; a class that is named alone has none yet."""
+    """Copy a value as a mapping of options; the name of a class becomes ``class_path``."""
     value = value.meaning if isinstance(value, _Typed) and isinstance(value.meaning, dict) else value
     if isinstance(value, dict):
         return dict(value)
@@ -189,23 +196,23 @@ def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
 
 
 def _with_class(options: dict[str, Any], class_path: Any, classes: Classes) -> dict[str, Any]:
-    """Options with a class; arguments stay that the class before it takes in the same way."""
+    """Set the class of options, and keep the arguments that the previous class declares with the same type."""
     arguments = {**(options.get("init_args") or {}), **{k: v for k, v in options.items() if k not in CLASS_OPTIONS}}
     new, old = (subclass_named(name, classes) for name in (class_path, options.get("class_path")))
-    kept = {key: value for key, value in options.items() if key in CLASS_OPTIONS}
+    class_options = {key: value for key, value in options.items() if key in CLASS_OPTIONS}
     if "class_path" in options and (new is None or new is not old):
-        kept.pop("dict_kwargs", None)
-        before, after = (parameter_hints(each) if each else {} for each in (old, new))
+        class_options.pop("dict_kwargs", None)
+        old_hints, new_hints = (parameter_hints(kind) if kind else {} for kind in (old, new))
         arguments = {
             key: value
             for key, value in arguments.items()
-            if (name := key.removesuffix("+")) in after and before.get(name) == after[name]
+            if (name := key.removesuffix("+")) in new_hints and old_hints.get(name) == new_hints[name]
         }
-    return {**kept, "class_path": class_path, **({"init_args": arguments} if arguments else {})}
+    return {**class_options, "class_path": class_path, **({"init_args": arguments} if arguments else {})}
 
 
 def _below(options: Mapping[str, Any], classes: Classes) -> dict[str, Classes]:
-    """Classes whose options may stand below each argument of the class at a place."""
+    """Return, for each argument of the class that options name, the classes whose options may appear below it."""
     named = subclass_named(options["class_path"], classes) if "class_path" in options else None
     kinds = (named,) if named is not None else classes if "class_path" not in options else ()
-    return {name: found for kind in kinds for name, found in option_classes(kind).items()}
+    return {name: bases for kind in kinds for name, bases in option_classes(kind).items()}

@@ -1,4 +1,4 @@
-"""Options of the trainer as a command uses them: the folder that its files go into, and combinations that cannot work."""
+"""Changes to the trainer's options: output folders, and rejection of values that cannot work."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ log = logging.getLogger(__name__)
 
 
 def use_run_folder(options: Any) -> RunFolder:
-    """Send the files of a fit into the folder of its run, and lock it.
+    """Set the output of a fit to the folder of its run, and lock this folder.
 
     Args:
         options: options of the command, changed in place.
+
+    Returns:
+        The locked folder.
     """
     path = Path(options.run_dir)
     folder = RunFolder(path)
@@ -37,23 +40,25 @@ def use_run_folder(options: Any) -> RunFolder:
         if logger.class_path.rsplit(".", 1)[-1] in ("TensorBoardLogger", "CSVLogger"):
             logger.init_args.update(Namespace(place))
             if folder.taken and logger.class_path.endswith("CSVLogger"):
-                folder.keep("metrics.csv")  # Lightning deletes the table of an earlier start
-        elif logger.init_args.get("save_dir", path) in (None, "", "."):  # W&B and others write into the working folder
+                folder.keep("metrics.csv")  # otherwise Lightning deletes the table of an earlier start
+        elif logger.init_args.get("save_dir", path) in (None, "", "."):  # W&B and others default to the working folder
             logger.init_args["save_dir"] = str(path)
     return folder
 
 
 def write_beside_checkpoint(options: Any, command: str, sources: Sequence[Source]) -> None:
-    """Write predictions into a folder of their checkpoint's run, ``predict``, ``predict-2`` and so on, unless told otherwise.
+    """Set the output folder to that of the checkpoint's run; for ``predict`` to a new folder ``predict-N`` in it.
+
+    Nothing changes without a checkpoint, or if a source sets the logger or the folder.
 
     Args:
         options: options of the command, changed in place.
-        command: validate, test or predict; only predict writes.
-        sources: options that the user gave.
+        command: ``validate``, ``test`` or ``predict``.
+        sources: sources of the user's options.
     """
-    said = {name for source in sources for name in mapping(source.values.get("trainer"))}
+    trainer_options = {name for source in sources for name in mapping(source.values.get("trainer"))}
     checkpoint = options.get("ckpt_path")
-    if not checkpoint or said & {"logger", "default_root_dir"} or not Path(checkpoint).exists():
+    if not checkpoint or trainer_options & {"logger", "default_root_dir"} or not Path(checkpoint).exists():
         return
     folder = Path(checkpoint)
     if folder.is_file() or is_sharded(folder):
@@ -67,10 +72,13 @@ def write_beside_checkpoint(options: Any, command: str, sources: Sequence[Source
 
 
 def check_trainer(trainer: Any) -> None:
-    """Reject numbers that Lightning would divide by.
+    """Reject intervals below 1, by which Lightning would divide.
+
+    Args:
+        trainer: options of the trainer.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: naming the option and its value.
     """
     for name in ("accumulate_grad_batches", "check_val_every_n_epoch"):
         value = trainer.get(name)
@@ -79,10 +87,10 @@ def check_trainer(trainer: Any) -> None:
 
 
 def leave_out_monitors(trainer: Any, command: str) -> None:
-    """Remove LearningRateMonitors where there is no logger that they could write to; Lightning would stop."""
+    """Remove every LearningRateMonitor from the options of a trainer without a logger, which Lightning would reject."""
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else []
-    kept = [callback for callback in callbacks if not callback.class_path.endswith("LearningRateMonitor")]
-    if len(kept) < len(callbacks):
+    remaining = [callback for callback in callbacks if not callback.class_path.endswith("LearningRateMonitor")]
+    if len(remaining) < len(callbacks):
         if command == "fit":
-            log.info("LearningRateMonitor is left out: there is no logger")
-        trainer.callbacks = kept
+            log.info("LearningRateMonitor is disabled, because there is no logger")
+        trainer.callbacks = remaining

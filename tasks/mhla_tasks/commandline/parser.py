@@ -1,7 +1,7 @@
-"""The command line of every domain: ``lightning fit|validate|test|predict --config FILE [--config OVERLAY] [--key=value]``.
+"""Lightning's commands: ``lightning fit|validate|test|predict --config FILE [--config OVERLAY] [--key=value]``.
 
-What the command line says beats the YAML files, a later file beats an earlier one, and all of them beat what a
-checkpoint given by ``--ckpt_path`` remembers of its model and data.
+Options on the command line override the YAML files, a later file overrides an earlier one, and all of them override the
+options of model and data that are stored in the checkpoint given by ``--ckpt_path``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from typing_extensions import override
 
 from lightning_mhla.callbacks.recovery import RunStopped
-from lightning_mhla.checkpoints.io import CHECKPOINTS, read_safely, remove_secrets
+from lightning_mhla.checkpoints.io import CHECKPOINTS, remove_secrets, replace_checkpoint_io
 from lightning_mhla.checkpoints.runs import RunFolder, keep_tables, remove_log_folder
 from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.redaction import hidden_options, redacted
@@ -46,25 +46,25 @@ log = logging.getLogger(__name__)
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the configuration of a run without the folder and the checkpoint of this start: another run may take it.
+    """Callback that saves the configuration of a run without ``run_dir`` and ``ckpt_path``, so that other runs can use it.
 
-    Secrets are left out, see :mod:`lightning_mhla.system.redaction`; of the options of every model and data module also from
-    what loggers and checkpoints get.
+    Secrets are removed, see :mod:`lightning_mhla.system.redaction`. They are also removed from the hyperparameters of model and
+    data that loggers and checkpoints receive.
 
     Raises:
-        ValueError: for a configuration from which secrets were left out, unless they are given again.
+        ValueError: if the configuration was read from a file from which secrets were removed, and they were not given again.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **options: Any) -> None:
         if hidden := dict.fromkeys(name.replace(".init_args", "") for name in hidden_options(config)):
             again = " ".join(f"--{name}=..." for name in hidden)
             raise ValueError(
-                f"{', '.join(hidden)}: secrets, such as passwords and queries of URLs, are not written into "
-                f"files, so that these options are not complete; give them again on the command line: {again}"
+                f"{', '.join(hidden)}: secrets, such as passwords and queries of URLs, are not written to "
+                f"files, so these options are not complete; give them again on the command line: {again}"
             )
-        kept = redacted(config.clone())
-        kept.run_dir = kept.ckpt_path = None
-        super().__init__(parser, kept, *args, **options)
+        saved = redacted(config.clone())
+        saved.run_dir = saved.ckpt_path = None
+        super().__init__(parser, saved, *args, **options)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -80,11 +80,11 @@ class SaveConfig(SaveConfigCallback):
 
 
 class ShortErrorParser(LightningArgumentParser):
-    """A parser whose errors are a line or two, not a page of usage.
+    """Parser that reports errors in one or two lines without a page of usage.
 
     Attributes:
-        sources: where options come from. They are those of the command line, for the parsers too that jsonargparse makes of
-            the options of a class.
+        sources: sources of the options. They belong to the class, because jsonargparse creates further parsers for the
+            options of classes, whose errors also name the source.
         program: the command, for the line that names its help.
     """
 
@@ -92,7 +92,7 @@ class ShortErrorParser(LightningArgumentParser):
     program: ClassVar[str] = "lightning"
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say what is wrong and leave with status 2."""
+        """Print a shortened error message and exit with status 2."""
         text = shorten(message, self.sources)
         if denied := re.search(r"Importing '([^']+)' is not allowed", text):
             origins = [f"{source.origin}: " for source in self.sources if denied[1] in str(source.values)]
@@ -101,16 +101,16 @@ class ShortErrorParser(LightningArgumentParser):
 
 
 def leave(text: str, program: str) -> NoReturn:
-    """Print an error of usage and leave with status 2."""
+    """Print a usage error and the command that shows the help, and exit with status 2."""
     sys.stderr.write(f"error: {printable(text)}\nhelp: {program} --help\n")
     sys.exit(2)
 
 
 class SuiteCLI(LightningCLI):
-    """LightningCLI for a plan: it builds model, data and trainer from one configuration.
+    """LightningCLI that builds model, data and trainer from the configuration of a plan.
 
     Args:
-        plan: the command, its options, and where they come from.
+        plan: the command, its options and their sources.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -122,51 +122,54 @@ class SuiteCLI(LightningCLI):
             run=False,
             parser_class=ShortErrorParser,
             parser_kwargs={"prog": f"lightning {plan.command}", "description": LIGHTNING[plan.command]},
-            save_config_callback=SaveConfig if plan.command == "fit" else None,  # else the run keeps its own
+            save_config_callback=SaveConfig
+            if plan.command == "fit"
+            else None,  # other commands keep the file of the fit
             save_config_kwargs={"overwrite": True},
             auto_configure_optimizers=False,
             trainer_defaults={
                 "default_root_dir": "runs",
-                "enable_model_summary": False,  # Forecast says what it needs
+                "enable_model_summary": False,  # the callback Forecast prints the sizes
             },
         )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the options of the command beside those of model, data and trainer."""
+        """Add the options of the command itself to those of model, data and trainer."""
         command = self.plan.command
         parser.add_argument(
             "--run_dir",
             type=str | None,
             default=None,
-            help="Folder of the run: logs and checkpoints go there, and fit resumes from the latest complete checkpoint in it. "
-            "--ckpt_path=best is then the run's best checkpoint; fit with an earlier one of the run rolls back to it. "
-            "Without --config it takes the configuration that it was started with. With --sweep KEY=VALUE,VALUE (fit only, one "
-            "or more) it holds several runs, one for each combination of values, which are trained and compared.",
+            help="Folder of the run for logs and checkpoints; fit resumes from the latest complete checkpoint in it. "
+            "--ckpt_path=best then means the run's best checkpoint; fit with an earlier one of the run rolls back to it. "
+            "Without --config, the configuration that the run was started with is used. With --sweep KEY=VALUE,VALUE "
+            "(fit only, one or more), the folder holds several runs, one for each combination of values, which are "
+            "trained and compared.",
         )
         parser.add_argument(
             "--allow",
             type=list[str] | str | None,
             default=None,
-            help="Modules and packages beyond those of this suite and Lightning whose classes and attention kinds "
-            "configurations may name (comma between them). They are imported, which runs them. Only on the command line.",
+            help="Modules and packages, separated by commas, whose classes and attention kinds configurations may name in "
+            "addition to those of this suite and Lightning. They are imported, which runs their code. Only on the command "
+            "line.",
         )
         parser.add_method_arguments(
             Trainer, command, skip=OBJECTS & set(signature(getattr(Trainer, command)).parameters)
         )
         parser.set_defaults({"weights_only": True})
         if command == "predict":
-            parser.set_defaults({"return_predictions": False})  # callbacks write them
+            parser.set_defaults({"return_predictions": False})  # callbacks write the predictions
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Check the types of all values, of those too that a stronger source replaces; or print what was asked for."""
+        """Check the types of all values, including those that a stronger source replaces, or print the requested help."""
         request = self.plan.request
         if request is not None and not request.startswith("--print_config"):
             parser.parse_args([request])
-        printed = (
-            [] if request is None else [f"--config={json.dumps(args)}", request]
-        )  # the parser changes what it gets
+        # Serialised now, because the parser modifies its arguments in place.
+        printed = [] if request is None else [f"--config={json.dumps(args)}", request]
         for replaced in self.plan.replaced:
             parser.parse_object(replaced)
         super().parse_arguments(parser, args)
@@ -175,7 +178,11 @@ class SuiteCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Make model and data agree, use the run's folder, and leave out weights that a checkpoint replaces."""
+        """Make shared options equal, set the output folder, and ignore ``pretrained`` if a checkpoint supplies the weights.
+
+        Raises:
+            ValueError: for ``predict`` without weights, or options of model, data and trainer that do not fit together.
+        """
         options, command = self.config, self.plan.command
         if self.plan.moves:
             log.warning("%s", notice(self.plan.moves))
@@ -183,14 +190,15 @@ class SuiteCLI(LightningCLI):
         agree(options, self.plan.sources)
         options.ckpt_path = self.plan.checkpoint
         if command != "fit":
-            given = [source for source in self.plan.sources if options.run_dir is None or source.typed]
-            write_beside_checkpoint(options, command, given)
+            sources = [source for source in self.plan.sources if options.run_dir is None or source.typed]
+            write_beside_checkpoint(options, command, sources)
         elif options.run_dir is not None:
             self.run_folder = use_run_folder(options)
         start = options.get("model", {}).get("init_args", {})
         if options.ckpt_path and "pretrained" in start:
             start["pretrained"] = None
-            if "network" in start and start["network"] is None:  # it was read where the weights were
+            # The network's configuration was read from `pretrained` at the start of the run; take it from the checkpoint.
+            if "network" in start and start["network"] is None:
                 start["network"] = remembered_network(str(options.ckpt_path))
                 allow_model_config(start["network"])
         if command == "predict" and not options.ckpt_path and not start.get("pretrained"):
@@ -204,14 +212,15 @@ class SuiteCLI(LightningCLI):
             self.trainer_defaults["callbacks"] = [EpochBar()]
 
     def run(self) -> None:
-        """Call the trainer's method of the command. A fit that fails before its first step leaves no log folder."""
-        read_safely(self.trainer.strategy)  # for modules of others too
+        """Call the trainer's method for the command. A fit that fails before its first step leaves no log folder."""
+        replace_checkpoint_io(self.trainer.strategy)  # also for modules of other packages
         listen_on_one_interface(self.trainer.strategy)
         keep_tables(self.trainer)
         if self.run_folder is not None:
             for callback in self.trainer.checkpoint_callbacks:
                 if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                    callback.dirpath = str(self.run_folder.path / CHECKPOINTS)  # a logger would choose the folder
+                    # Without a path, the callback would use the folder of the first logger.
+                    callback.dirpath = str(self.run_folder.path / CHECKPOINTS)
         options = {name: self.config_init[name] for name in method_options(self.plan.command)}
         if self.datamodule is not None:
             options["datamodule"] = self.datamodule
@@ -224,7 +233,7 @@ class SuiteCLI(LightningCLI):
 
 
 def _has_progress_bar(trainer: Namespace) -> bool:
-    """Whether the options of a trainer name a progress bar, or switch it off."""
+    """Whether the options of a trainer include a progress bar, or disable it."""
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
     names = [callback.class_path for callback in callbacks if callback is not None]
     return (
@@ -236,14 +245,16 @@ def _has_progress_bar(trainer: Namespace) -> bool:
 
 def remove_unused(trainer: Trainer) -> None:
     """Remove the numbered log folder of a fit that ended before its first step, so that failures use up no number."""
-    folder = Path(trainer.log_dir or "")
-    fresh = trainer.is_global_zero and not trainer.global_step and re.fullmatch(r"version_\d+", folder.name)
-    if fresh:
+    if not trainer.is_global_zero or trainer.global_step:
+        return
+    # Not trainer.log_dir, which is a collective: a process that fails alone would wait for the others forever.
+    folder = Path(getattr(trainer.logger, "log_dir", None) or "")
+    if re.fullmatch(r"version_\d+", folder.name):
         remove_log_folder(folder)
 
 
 class EpochBar(RichProgressBar):
-    """A progress bar that leaves out the number of epochs where only the number of steps is known."""
+    """Progress bar that omits the number of epochs if only the number of steps is limited."""
 
     def _get_train_description(self, current_epoch: int) -> str:
         limit = self.trainer.max_epochs
@@ -251,10 +262,10 @@ class EpochBar(RichProgressBar):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one of Lightning's commands; errors are those of :func:`mhla_tasks.commandline.errors.reported`.
+    """Run one of Lightning's commands; errors are reported by :func:`mhla_tasks.commandline.errors.reported`.
 
     Args:
-        args: arguments after the name of the program; those of this process if not given.
+        args: arguments after the name of the program; by default those of this process.
     """
     prepare_streams()
     show_log(sys.stdout)
@@ -263,13 +274,14 @@ def main(args: Sequence[str] | None = None) -> None:
         lambda record: "Tip:" not in str(record.msg) and not str(record.msg).startswith("TPU available")
     )
     saving = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
-    saving.addFilter(lambda record: "`weights_only` was not set" not in str(record.msg))  # what is read is plain data
+    # The message is not true here, since all checkpoints are read as plain data.
+    saving.addFilter(lambda record: "`weights_only` was not set" not in str(record.msg))
     with reported():
         try:
             _run(sys.argv[1:] if args is None else args)
         except RunStopped:
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)  # srun sends them to who is still on the way out
+                signal.signal(number, signal.SIG_IGN)  # srun repeats its signal while a process exits
             raise
 
 
@@ -278,7 +290,7 @@ def _run(words: Sequence[str]) -> None:
     try:
         line = read_words(words, LIGHTNING)
         program = f"lightning {line.command}"
-        with without_collection():  # the classes that are named are imported
+        with without_collection():  # make_plan imports the classes that the configuration names
             plan = make_plan(line)
         check_same(plan)
     except UsageError as error:
@@ -287,7 +299,11 @@ def _run(words: Sequence[str]) -> None:
 
 
 def build(plan: Plan) -> SuiteCLI:
-    """Build model, data and trainer; an error about a value that fits no type of an option names the value's source."""
+    """Build model, data and trainer.
+
+    Raises:
+        ValueError: naming the source, for a value that does not fit the type of its option.
+    """
     try:
         return SuiteCLI(plan)
     except Exception as error:

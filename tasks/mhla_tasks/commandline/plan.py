@@ -1,4 +1,4 @@
-"""A checked command before any model is built: one configuration, and the checkpoint to start from."""
+"""Preparation of a command before any model is built: its checked configuration and the checkpoint to start from."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from mhla_tasks.commandline.trust import AllowError, allow_classes, allow_import
 from mhla_tasks.commandline.user_modules import UnknownModuleError
 
 OBJECTS = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
-"""Arguments of the Trainer's methods that are no options: objects that are built from other options."""
+"""Arguments of the Trainer's methods that are objects built from options, not options themselves."""
 
 OWN = ("config", "seed_everything", "run_dir", "allow", "print_config", "help")
-"""Options of every command that are not the Trainer's."""
+"""Options of every command that do not belong to the Trainer's methods."""
 
 PLAN = "LIGHTNING_MHLA_PLAN"
-"""Environment variable: the first process of a run, and a digest of its configuration."""
+"""Environment variable with the process id of the first process of a run and a digest of its configuration."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Plan:
 
     Attributes:
         command: ``fit``, ``validate``, ``test`` or ``predict``.
-        sources: the options' origins, the weakest first.
-        configuration: nested options of all sources, as LightningCLI takes them.
-        checkpoint: path of the checkpoint to start from; None for none.
-        replaced: configurations with the values of a file that a stronger source replaces; their types are checked too.
-        request: an argument that only prints something: help, or the configuration; None to run.
-        moves: options that the sources gave by former names; ``sources`` have them by their present ones.
+        sources: sources of the options, the weakest first.
+        configuration: merged nested options of all sources, in the form of LightningCLI.
+        checkpoint: path of the checkpoint to start from, or None.
+        replaced: configurations that contain the values of a file which stronger sources replace; their types are checked too.
+        request: argument that prints help or the configuration instead of running the command; None to run.
+        moves: options that sources give by former names; ``sources`` contain them by their present names.
     """
 
     command: str
@@ -62,16 +62,19 @@ class Plan:
 
 
 def method_options(command: str) -> list[str]:
-    """Options that the Trainer's method of a command takes: ``ckpt_path``, ``weights_only`` and others."""
+    """List the options of the Trainer's method for a command, such as ``ckpt_path`` and ``weights_only``."""
     parameters = inspect.signature(getattr(Trainer, command)).parameters
     return [name for name in parameters if name != "self" and name not in OBJECTS]
 
 
 def make_plan(line: CommandLine) -> Plan:
-    """Read and check everything that a command line names.
+    """Read and check the sources of a command line, and merge them into one configuration.
+
+    Args:
+        line: the parsed command line.
 
     Raises:
-        UsageError: for the first thing that is wrong.
+        UsageError: for the first error in the command line, a file or the checkpoint.
     """
     if line.asks_for("help"):
         return Plan(line.command, (), {}, request="--help")
@@ -89,12 +92,12 @@ def make_plan(line: CommandLine) -> Plan:
         remembered = []
         if checkpoint is not None and _start(sources, run) is not None:
             remembered = [Source(checkpoint, remembered_options(checkpoint, sources))]
-        every, remembered_moves = move_keys([*remembered, *sources])
-        allow_classes(every)
+        all_sources, remembered_moves = move_keys([*remembered, *sources])
+        allow_classes(all_sources)
     except (ValueError, FileNotFoundError) as error:
         raise UsageError(str(error)) from error
-    remembered, sources = every[: len(remembered)], every[len(remembered) :]
-    configuration = _completed(merge(every))
+    remembered, sources = all_sources[: len(remembered)], all_sources[len(remembered) :]
+    configuration = _completed(merge(all_sources))
     replaced = tuple(_replaced(remembered, sources, configuration))
     request = _request(line, configuration)
     return Plan(line.command, tuple(sources), configuration, checkpoint, replaced, request, (*moves, *remembered_moves))
@@ -103,17 +106,17 @@ def make_plan(line: CommandLine) -> Plan:
 def _replaced(
     remembered: Sequence[Source], sources: Sequence[Source], configuration: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The configuration with the values of each file that stronger sources replace.
+    """Yield, for each file, the configuration with the values of the file that stronger sources replace.
 
-    Options of a model or data module of a class that is itself replaced are left out: they are for that class.
+    Options of a model or data module are omitted if its class is replaced too, because they belong to the replaced class.
     """
     for index, source in enumerate(sources):
         if source.typed:
             continue
-        here = merge([*remembered, *sources[: index + 1]])
+        up_to_file = merge([*remembered, *sources[: index + 1]])
         changed = _completed(merge([*remembered, *sources, source]))
         for root in ("model", "data"):
-            named = _class_of(here.get(root))
+            named = _class_of(up_to_file.get(root))
             if named is not None and named != _class_of(configuration.get(root)):
                 changed[root] = configuration[root]
         if changed != configuration:
@@ -121,24 +124,27 @@ def _replaced(
 
 
 def _class_of(value: Any) -> Any:
-    """The class that a model or data module is given by; None if it is not named."""
+    """Return the class path in the options of a model or data module; None if they name no class."""
     return value if isinstance(value, str) else mapping(value).get("class_path")
 
 
 def check_same(plan: Plan) -> None:
-    """Reject a configuration that was edited while the processes of a run were started: they would train different models.
+    """Check that all processes of a run have read the same configuration.
 
-    The first process notes its configuration in the environment, which Lightning hands down to those that it starts.
+    If a file is edited while the processes start, they would train different models. The first process stores a digest of its
+    configuration in the environment, which the processes that Lightning starts inherit.
 
     Raises:
-        UsageError: when this process was started by one with a different configuration.
+        UsageError: if the configuration of this process differs from that of the process that started it.
     """
     parent, _, noted = os.environ.get(PLAN, "").partition(":")
     digest = hashlib.sha256(repr(plan.configuration).encode(errors="surrogateescape")).hexdigest()
     if parent != str(os.getppid()) or "LOCAL_RANK" not in os.environ:
         os.environ[PLAN] = f"{os.getpid()}:{digest}"
     elif noted != digest:
-        raise UsageError("a configuration was changed while the processes of the run were started; start it again")
+        raise UsageError(
+            "a configuration file was changed while the processes of the run were started; start the run again"
+        )
 
 
 def _find_problem(line: CommandLine, sources: Sequence[Source]) -> str | None:
@@ -162,23 +168,23 @@ def _find_problem(line: CommandLine, sources: Sequence[Source]) -> str | None:
 
 
 def _start(sources: Sequence[Source], run: str | None) -> str | None:
-    """The checkpoint that is asked for; not one that an earlier version wrote into the run's own configuration."""
-    written = str(Path(run or "") / "config.yaml")
-    return _strongest([source for source in sources if source.origin != written], "ckpt_path")
+    """Return the requested checkpoint, ignoring one that an earlier version saved in the run's own configuration."""
+    run_configuration = str(Path(run or "") / "config.yaml")
+    return _strongest([source for source in sources if source.origin != run_configuration], "ckpt_path")
 
 
 def _strongest(sources: Sequence[Source], name: str) -> str | None:
-    """The text that the strongest source gives for an option; None where no source does."""
+    """Return the text that the strongest source sets for an option; None if no source sets a text."""
     texts = [value for source in sources if isinstance(value := source.values.get(name), str)]
     return texts[-1] if texts else None
 
 
 def _completed(configuration: dict[str, Any]) -> dict[str, Any]:
-    """A configuration whose trainer has the classes that were named alone, with the arguments that Lightning demands."""
+    """Convert strategy and loggers that are given by a class name alone to the form that Lightning requires."""
     trainer = mapping(configuration.get("trainer"))
     strategy, loggers = trainer.get("strategy"), trainer.get("logger")
     if subclass_named(strategy, (Strategy,)) is not None:
-        trainer["strategy"] = {"class_path": strategy}  # Lightning takes any text for the name of a registered one
+        trainer["strategy"] = {"class_path": strategy}  # Lightning would look up a text as a registered name
     if isinstance(loggers, list):
         trainer["logger"] = [_with_folder(logger) for logger in loggers]
     elif loggers is not None:
@@ -187,7 +193,7 @@ def _completed(configuration: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_folder(logger: Any) -> Any:
-    """A logger that writes files, with a folder for them."""
+    """Add the required folder to the options of a logger that writes files; return other loggers unchanged."""
     options = {"class_path": logger} if isinstance(logger, str) else mapping(logger)
     if not str(options.get("class_path")).endswith(("CSVLogger", "TensorBoardLogger")):
         return logger
@@ -195,7 +201,7 @@ def _with_folder(logger: Any) -> Any:
 
 
 def _request(line: CommandLine, configuration: dict[str, Any]) -> str | None:
-    """The argument for the parser where the user asks for help on a class, or for the configuration."""
+    """Return the parser's argument for a request of the help of a class or the configuration; None if there is none."""
     for option in line.options:
         if option.name.endswith(HELP):
             class_path = mapping(configuration.get(option.name.removesuffix(HELP))).get("class_path")

@@ -1,6 +1,6 @@
-"""Short messages for wrong configurations: the key, where it came from, and the nearest valid one.
+"""Short messages for wrong configurations: the key, its source and the closest valid key.
 
-jsonargparse's own error for a misspelt key names neither the file nor a valid key, and comes after two pages of usage.
+The error of jsonargparse for a misspelt key names neither the file nor a valid key, and follows two pages of usage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHORT_NAMES = {
     "logger": "lightning.pytorch.loggers",
     "strategy": "lightning.pytorch.strategies",
 }
-"""Module in which the trainer's options look for a class that is named without one, as LightningCLI does."""
+"""Modules of classes that an option of the trainer names without a module, as in LightningCLI."""
 
 NOISE = re.compile(
     r"^-?\s*(Does not validate against any|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
@@ -31,12 +31,15 @@ NOISE = re.compile(
 
 
 def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer: Collection[str]) -> str | None:
-    """A message for the first key that nothing accepts, or None.
+    """Find the first key that no option accepts.
 
     Args:
-        sources: in order of precedence, weakest first.
+        sources: sources of the options, the weakest first.
         roots: options of the command: ``model``, ``data``, ``trainer``, ``ckpt_path``, ...
         trainer: options of the trainer.
+
+    Returns:
+        A message with the source, the line and a suggestion; None if all keys are valid.
     """
     classes: dict[str, type] = {}
     for source in sources:
@@ -44,7 +47,7 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
             key = str(name)
             if key not in roots:
                 problem: str | None = _message(source.origin, key, roots, "")
-            elif key == "config":  # a file that exists is a source of its own
+            elif key == "config":  # an existing file was moved to a source of its own before
                 problem = f"{source.origin}: config takes the name of a file, and there is no file {str(value)[:100]}"
             elif (key in ("model", "data") and isinstance(value, list | int | float)) or (
                 key == "trainer" and not isinstance(value, dict)
@@ -62,16 +65,16 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
 
 
 def _line_named_by(problem: str, source: Source) -> str:
-    """The line of the key that a message is about, for a source that has lines."""
+    """Return the line number of the key in a message as a suffix; empty for a source without lines."""
     line = next((line for path, line in source.lines.items() if f": {_dotted(path)} is not" in problem), None)
     return f" (line {line})" if line else ""
 
 
 def find_repeated_option(line: CommandLine) -> str | None:
-    """A message for the first data option with several values, or None.
+    """Return a message for the first data option with several values, or None.
 
-    A shell that expands the braces of ``--data.train=train-{0000..0002}.tar`` gives the option three times; the
-    last value alone would count, and two thirds of the data be lost.
+    A shell that expands the braces of ``--data.train=train-{0000..0002}.tar`` passes the option three times. Only the last
+    value would be used, and two thirds of the data would be lost.
     """
     for name in dict.fromkeys(option.name for option in line.options):
         values = line.values(name)
@@ -86,7 +89,7 @@ def find_repeated_option(line: CommandLine) -> str | None:
 
 
 def find_options_of_another_command(sources: Sequence[Source], command: str, commands: Collection[str]) -> str | None:
-    """A message for the first file that holds the options of another command, or None."""
+    """Return a message for the first file with options of a different command, or None."""
     for source in sources:
         others = [name for name in commands if name != command and isinstance(source.values.get(name), dict)]
         if others and not source.typed:
@@ -111,7 +114,7 @@ def _check_trainer(source: Source, values: dict[str, Any], valid: Collection[str
             return _message(source.origin, f"trainer.{key}", valid, "the trainer")
         if (
             isinstance(value, dict)
-            and (number := next((each for each in value if str(each).isdigit()), None)) is not None
+            and (number := next((key_below for key_below in value if str(key_below).isdigit()), None)) is not None
         ):
             return (
                 f"{source.origin}: items of a list have no numbers; trainer.{name}.OPTION is an option of the last item of "
@@ -128,9 +131,20 @@ def _check_trainer(source: Source, values: dict[str, Any], valid: Collection[str
 def _check_class(
     source: Source, path: str, value: Any, classes: dict[str, type], module: str | None = None
 ) -> str | None:
-    """Check one ``{class_path, init_args}`` or class path; ``classes`` remembers that of weaker sources."""
+    """Check the class and the options of one value.
+
+    Args:
+        source: source of the value.
+        path: key of the value, for messages.
+        value: a class path, or a mapping with ``class_path`` and ``init_args``, or options of a class of a weaker source.
+        classes: classes of weaker sources by key; updated in place.
+        module: module of classes that are named without one.
+
+    Returns:
+        A message; None if there is no problem.
+    """
     origin = source.origin
-    if isinstance(value, str) and value.endswith((".yaml", ".yml")):  # one that exists is a source of its own
+    if isinstance(value, str) and value.endswith((".yaml", ".yml")):  # an existing one was replaced before
         return (
             f"{origin}: {path}: there is no file {value}; a file in a configuration is looked for in the folder of that"
         )
@@ -159,7 +173,7 @@ def _check_class(
 
 
 def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
-    """Messages for the options of a class that it does not take, those of its dataclasses included."""
+    """Yield messages for options that a class does not accept, including the options of its dataclasses."""
     valid = option_names(kind)
     if valid is None or not isinstance(options, dict):
         return
@@ -176,23 +190,30 @@ def _unknown(origin: str, path: str, options: Any, kind: type) -> Iterator[str]:
 
 
 def shorten(message: str, sources: Sequence[Source]) -> str:
-    """The part of a message of jsonargparse that matters: keys, what was wrong, and where the value came from."""
+    """Reduce an error message of jsonargparse to the key, the problem, and the source and line of the value.
+
+    Args:
+        message: message of jsonargparse, of many lines.
+        sources: sources of the options, the weakest first.
+    """
     lines = [line.strip() for line in message.splitlines()]
-    kept = [re.sub(r"^- ", "", line) for line in lines if line and not NOISE.match(line)]
-    keys = [key for line in kept for key in re.findall(r'Parser key "([^"]+)"', line)]
-    detail = [line for line in kept if not re.match(r'^(Parser key "[^"]+":|Problem with given class_path .*:)$', line)]
+    relevant = [re.sub(r"^- ", "", line) for line in lines if line and not NOISE.match(line)]
+    keys = [key for line in relevant for key in re.findall(r'Parser key "([^"]+)"', line)]
+    detail = [
+        line for line in relevant if not re.match(r'^(Parser key "[^"]+":|Problem with given class_path .*:)$', line)
+    ]
     detail = [re.sub(r'^Parser key "[^"]+":\s*', "", line) for line in detail]
-    text = "; ".join(dict.fromkeys(detail)) or "; ".join(kept)
+    text = "; ".join(dict.fromkeys(detail)) or "; ".join(relevant)
     text = re.sub(r"Expected an? <class '(?:\w+\.)*(\w+)'>", r"expected \1", text)
     if text.endswith("required: model"):
         return "no model is given; name a configuration: --config FILE, for example configs/classification/digits.yaml"
-    given = re.search(r"Given value: (.*)", message)
+    quoted = re.search(r"Given value: (.*)", message)
     text = name_the_extra(text.replace(". Got value: ", ", got "))
     unfit = re.search(r"Group '\w+' does not accept option '([\w.]+)'|Option '([\w.]+)' is not accepted", text)
     if unfit:
         keys, text = [unfit[1] or unfit[2]], "this value does not fit the option"
-    if len(keys) == 1 and given and ", got " not in text and len(given[1]) < 60:
-        text += f", got {given[1]}"
+    if len(keys) == 1 and quoted and ", got " not in text and len(quoted[1]) < 60:
+        text += f", got {quoted[1]}"
     if not keys:
         return text
     places = [
@@ -200,26 +221,26 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
     ]
     got = re.search(r", got (.*)$", text)
     wrong = [(source, path) for source, path in places if got and got[1] in _spellings(_value_at(source.values, path))]
-    if unfit:  # the message quotes no value, and a text is what fits the fewest options
+    if unfit:  # the message quotes no value; the wrong one is most likely a text
         wrong = [(source, path) for source, path in places if isinstance(_value_at(source.values, path), str)]
-    for source, path in wrong or places:  # a stronger source may have the key, too, with a right value
+    for source, path in wrong or places:  # a stronger source may have the same key with a valid value
         line = source.lines.get(path)
         return f"{source.origin}: {_dotted(path)}: {text}{f' (line {line})' if line else ''}"
     return f"{'.'.join(keys)}: {text}"
 
 
 def _located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """Paths of the keys in nested options and lists that end in ``tail``."""
+    """Yield the paths in nested options and lists that end in the keys ``tail``."""
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(values, dict):
         items = values.items()
     elif isinstance(values, list):
         items = enumerate(values)
     for key, value in items:
-        here = (*path, key)
-        if [str(each).removesuffix("+") if isinstance(each, str) else each for each in here[-len(tail) :]] == tail:
-            yield here
-        yield from _located(value, tail, here)
+        inner = (*path, key)
+        if [str(part).removesuffix("+") if isinstance(part, str) else part for part in inner[-len(tail) :]] == tail:
+            yield inner
+        yield from _located(value, tail, inner)
 
 
 def _value_at(values: Any, path: tuple[str | int, ...]) -> Any:
@@ -229,10 +250,10 @@ def _value_at(values: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def _spellings(value: Any) -> tuple[str, ...]:
-    """Texts by which an error message may quote a value."""
+    """Return the texts with which an error message may quote a value."""
     return str(value), repr(value), str(value).lower()
 
 
 def _dotted(path: tuple[str | int, ...]) -> str:
-    """A path as messages write it: ``trainer.callbacks[0].init_args.keep``."""
+    """Format a path of keys for messages: ``trainer.callbacks[0].init_args.keep``."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")

@@ -1,7 +1,8 @@
-"""The tools of the command line, beside the commands of Lightning: ``lightning NAME [options]``.
+"""Registry of the command line's tools, which complement Lightning's commands: ``lightning NAME [options]``.
 
-A tool is a function that adds its options to a parser and returns what runs them. Its docstring is its help, the first
-line its summary. The modules here import what they need when they run, so that ``--help`` is quick.
+A tool is a function that adds its options to a parser and returns the function that runs it. Its docstring is the help text,
+and the first line is the summary in the list of tools. Modules of tools import their requirements only when they run, so that
+``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LIGHTNING = {
     "test": "Evaluate weights on the test data.",
     "predict": "Write what a model makes: samples, classes, clips, text.",
 }
-"""Lightning's own commands."""
+"""Lightning's own commands, with the summaries in the list of commands."""
 
 TOOLS: dict[str, dict[str, str]] = {
     "data": {
@@ -61,20 +62,20 @@ TOOLS: dict[str, dict[str, str]] = {
         "completion": "machine:completion",
     },
 }
-"""Places of the tools' functions, by group and name."""
+"""Module and function of each tool, by group and name."""
 
 
 def passes_on(function: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]], int | None]:
-    """Mark a tool that takes the words after its name as they are, for a parser of its own."""
+    """Mark a tool that receives the arguments after its name unparsed, because it has its own parser."""
     function.passes_on = True  # type: ignore[attr-defined]
     return function
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are two lines, and whose options may be written with a dash for every underscore."""
+    """Argument parser with errors of two lines, which accepts dashes in place of underscores in the names of options."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and leave with status 2."""
+        """Print the error and the command that shows the help, and exit with status 2."""
         sys.stderr.write(f"error: {harmless(message)}\nhelp: {self.prog} --help\n")
         sys.exit(2)
 
@@ -92,25 +93,29 @@ def _with_underscores(word: str) -> str:
 
 
 def tool_named(words: Sequence[str]) -> str | None:
-    """The tool that the first words name, of one word or two."""
+    """Return the tool that the first one or two arguments name; None if they do not name a tool."""
     names = {name for tools in TOOLS.values() for name in tools}
     return next((name for count in (2, 1) if (name := " ".join(words[:count])) in names), None)
 
 
 def families() -> set[str]:
-    """First words of the tools of two words."""
+    """Return the first words of tools whose names have two words, such as ``prepare``."""
     return {name.partition(" ")[0] for tools in TOOLS.values() for name in tools if " " in name}
 
 
 def function_of(name: str) -> Callable[..., object]:
-    """The function of a tool."""
+    """Import and return the function of a tool."""
     (place,) = (tools[name] for tools in TOOLS.values() if name in tools)
     module, _, function = place.partition(":")
     return getattr(import_module(f"mhla_tasks.tools.{module}"), function)
 
 
 def parser_of(name: str) -> tuple[Parser, Run]:
-    """Parser of a tool, and what runs what it parsed."""
+    """Create the parser of a tool.
+
+    Returns:
+        The parser, and the function that runs the tool with the parsed options.
+    """
     function = function_of(name)
     parser = Parser(
         prog=f"lightning {name}",
@@ -122,47 +127,50 @@ def parser_of(name: str) -> tuple[Parser, Run]:
 
 
 def run(name: str, words: Sequence[str]) -> int | None:
-    """Run a tool; the exit status.
+    """Run a tool.
 
     Args:
         name: name of the tool.
-        words: after its name.
+        words: arguments after its name.
+
+    Returns:
+        The exit status; None for success.
     """
     function = function_of(name)
     ignore_noise()
     if getattr(function, "passes_on", False):
-        set_levels()  # its own parser's program says where messages go
+        set_levels()  # the program with its own parser determines the stream of log messages
         with reported():
             return function(words)  # type: ignore[return-value]
     parser, do = parser_of(name)
-    asked = parser.parse_args(words)
-    show_log(sys.stderr)  # results alone go to standard output
+    options = parser.parse_args(words)
+    show_log(sys.stderr)  # standard output is reserved for results
     with reported():
-        return do(asked)
+        return do(options)
 
 
 def listing(start: str = "") -> str:
-    """All commands and tools by group, or those whose name starts with a word."""
+    """Format the list of all commands and tools by group, or of the tools whose names start with ``start``."""
     groups = {"training": LIGHTNING} if not start else {}
     for group, tools in TOOLS.items():
-        found = {name: help_text(function_of(name)).partition("\n")[0] for name in tools if name.startswith(start)}
-        groups |= {group: found} if found else {}
-    width = max(len(name) for found in groups.values() for name in found)
+        summaries = {name: help_text(function_of(name)).partition("\n")[0] for name in tools if name.startswith(start)}
+        groups |= {group: summaries} if summaries else {}
+    width = max(len(name) for summaries in groups.values() for name in summaries)
     parts = [
-        "\n".join([f"{group}:", *(f"  {name:<{width}}  {summary}" for name, summary in found.items())])
-        for group, found in groups.items()
+        "\n".join([f"{group}:", *(f"  {name:<{width}}  {summary}" for name, summary in summaries.items())])
+        for group, summaries in groups.items()
     ]
     return "\n\n".join(parts)
 
 
 def nearest(word: str) -> str:
-    """A suggestion for a mistyped command; empty if no command is similar."""
+    """Return a suggestion for a mistyped command; an empty text if no command is similar."""
     names = [*LIGHTNING, *{name.partition(" ")[0] for tools in TOOLS.values() for name in tools}]
-    found = difflib.get_close_matches(word, names, 1)
-    return f"; did you mean {found[0]}?" if found else ""
+    matches = difflib.get_close_matches(word, names, 1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def help_text(function: Callable[..., object]) -> str:
-    """The docstring of a tool, for a terminal."""
+    """Format the docstring of a tool for a terminal."""
     lines = (function.__doc__ or "").strip().split("\n")
     return "\n".join(line.removeprefix("    ") for line in lines).replace("``", "`")

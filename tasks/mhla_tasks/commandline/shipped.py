@@ -1,4 +1,4 @@
-"""Configurations that the package brings: ``mhla://classification/mnist.yaml``."""
+"""Configurations that are part of the package, named as in ``mhla://classification/mnist.yaml``."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ PREFIX = "mhla://"
 
 
 def folder() -> Path:
-    """Where they are: in the installed package, or in the checkout that it was installed from."""
+    """Return the folder of the configurations, in the installed package or in the checkout it was installed from."""
     inside = Path(__file__).parents[1] / "configs"
     return inside if inside.is_dir() else Path(__file__).parents[3] / "configs"
 
 
 def names() -> list[str]:
-    """All of them, as they follow ``mhla://``."""
+    """List the names of all configurations without the prefix ``mhla://``, sorted."""
     return sorted(str(path.relative_to(folder())) for path in folder().rglob("*.yaml"))
 
 
 def resolve(words: Sequence[str]) -> list[str]:
-    """A command line with the paths of the configurations that it names by ``mhla://``; without a name, lists them and ends.
+    """Replace names of configurations (``mhla://NAME``) in a command line by their paths.
+
+    Args:
+        words: arguments after the name of the program. ``mhla://`` without a name lists all configurations and exits.
 
     Raises:
-        FileNotFoundError: for one that is not there.
+        FileNotFoundError: for an unknown name; the message suggests a similar one.
     """
-    found = []
+    resolved = []
     for word in words:
-        before, prefix, name = word.partition(PREFIX)
-        if prefix and before in ("", "--config=", "-c="):
-            known = names()
+        option, prefix, name = word.partition(PREFIX)
+        if prefix and option in ("", "--config=", "-c="):
+            available = names()
             if not name:
-                sys.stdout.write("".join(f"{PREFIX}{each}\n" for each in known))
+                sys.stdout.write("".join(f"{PREFIX}{path}\n" for path in available))
                 sys.exit(0)
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; there are {', '.join(known)}"
-                raise FileNotFoundError(f"{word} is no configuration of the package{hint}")
-            word = f"{before}{folder() / name}"
-        found.append(word)
-    return found
+            if name not in available:
+                near = difflib.get_close_matches(name, available, 1)
+                hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; there are {', '.join(available)}"
+                raise FileNotFoundError(f"{word} is not a configuration of the package{hint}")
+            word = f"{option}{folder() / name}"
+        resolved.append(word)
+    return resolved

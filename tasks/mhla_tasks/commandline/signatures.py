@@ -1,4 +1,4 @@
-"""The parameters of a class that configurations give options for."""
+"""Type hints and names of the parameters of classes that configurations set."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from importlib import import_module
 from typing import Any
 
 PLAIN = ("builtins", "pathlib", "datetime", "os")
-"""Modules whose classes are plain values in a configuration."""
+"""Modules whose classes are written as plain values in a configuration."""
 
 
 @cache
 def parameter_hints(kind: type) -> dict[str, Any]:
-    """Type hints of the parameters of a class, those of its bases included where it passes options of any name on."""
+    """Return the type hints of a class's parameters by name, including those of its bases if it passes ``**kwargs`` on."""
     hints: dict[str, Any] = {}
     passes_on = True
-    for each in kind.__mro__:
-        if each is object or "__init__" not in vars(each):
+    for base in kind.__mro__:
+        if base is object or "__init__" not in vars(base):
             continue
         if not passes_on:
             break
-        passes_on = option_names(each) is None
-        scope = vars(import_module(each.__module__))
-        parameters = inspect.signature(each.__init__).parameters.values()  # type: ignore[misc]
-        variadic = {one.name for one in parameters if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
-        for name, annotation in getattr(inspect.unwrap(vars(each)["__init__"]), "__annotations__", {}).items():
+        passes_on = option_names(base) is None
+        scope = vars(import_module(base.__module__))
+        parameters = inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+        variadic = {item.name for item in parameters if item.kind in (item.VAR_POSITIONAL, item.VAR_KEYWORD)}
+        for name, annotation in getattr(inspect.unwrap(vars(base)["__init__"]), "__annotations__", {}).items():
             if name == "return" or name in variadic:
                 continue
             try:
                 hint = typing.get_type_hints(types.SimpleNamespace(__annotations__={name: annotation}), scope)[name]
-            except NameError:  # imported for type checkers alone
+            except NameError:  # the name is imported only under TYPE_CHECKING
                 continue
             hints.setdefault(name, hint)
     return hints
@@ -43,46 +43,48 @@ def parameter_hints(kind: type) -> dict[str, Any]:
 
 @cache
 def parameter_bases(kind: type) -> dict[str, tuple[type, ...]]:
-    """Classes of which a parameter takes instances, alone or inside a container, by the parameter's name."""
+    """Return, by parameter name, the classes of the instances that a parameter accepts, directly or in a container."""
     return {name: tuple(dict.fromkeys(_classes(hint, True))) for name, hint in parameter_hints(kind).items()}
 
 
 @cache
 def option_classes(kind: type) -> dict[str, tuple[type, ...]]:
-    """Classes whose own options may stand below a parameter, by the parameter's name; the items of a list count."""
+    """Return, by parameter name, the classes whose options may appear below it, including classes of list items."""
     return {name: tuple(dict.fromkeys(_classes(hint, False))) for name, hint in parameter_hints(kind).items()}
 
 
 @cache
 def option_names(kind: type) -> frozenset[str] | None:
-    """Names of the parameters of a class; None if it takes options of any name."""
+    """Return the names of a class's parameters; None if it accepts any name (``**kwargs``)."""
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     return frozenset(parameters) - {"self"}
 
 
 def option_dataclasses(kind: type, name: str) -> list[type]:
-    """Dataclasses whose options may stand below a parameter."""
-    return [each for each in option_classes(kind).get(name, ()) if dataclasses.is_dataclass(each)]
+    """Return the dataclasses whose options may appear below a parameter."""
+    return [
+        option_class for option_class in option_classes(kind).get(name, ()) if dataclasses.is_dataclass(option_class)
+    ]
 
 
 def takes_options_alone(kind: type, name: str) -> bool:
-    """Whether a parameter takes a dataclass, or None, and no plain value."""
+    """Whether a parameter accepts only dataclasses and None, and no plain values."""
     hint = parameter_hints(kind).get(name)
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    others = [each for each in kinds if each is not types.NoneType]
-    return bool(others) and all(isinstance(each, type) and dataclasses.is_dataclass(each) for each in others)
+    others = [member for member in kinds if member is not types.NoneType]
+    return bool(others) and all(isinstance(member, type) and dataclasses.is_dataclass(member) for member in others)
 
 
 def _classes(hint: Any, inside_mappings: bool) -> Iterator[type]:
-    """Classes in a hint, those of unions and containers included; plain values and functions are left out."""
+    """Yield the classes in a type hint, including those in unions and containers, without plain types and functions."""
     origin = typing.get_origin(hint)
     if isinstance(hint, type) and not origin:
         if hint is not Any and hint.__module__ not in PLAIN:
             yield hint
     elif isinstance(origin, type) and issubclass(origin, collections.abc.Mapping) and not inside_mappings:
-        return  # the keys of a mapping are its user's
+        return  # the keys of a mapping are free, so they are not options of a class
     elif origin not in (collections.abc.Callable, type, typing.Literal):
         for inner in typing.get_args(hint):
             yield from _classes(inner, inside_mappings)

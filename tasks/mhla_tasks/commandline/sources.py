@@ -1,4 +1,4 @@
-"""Where options come from: the files that a command line names, and the options that were typed."""
+"""Sources of options: the files that a command line names, and the options on the command line itself."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from mhla_tasks.commandline.arguments import CommandLine, Option
 from mhla_tasks.commandline.shipped import PREFIX, names
 
 INCLUDES = ("model", "data", "trainer", "init_args", "config")
-"""Keys whose value may be the name of a file that holds the options; of other keys, one that ends in .yaml."""
+"""Keys whose value may be any existing file with the options; values of other keys are files only if they end in .yaml."""
 
 DEPTH = 5
-"""Files that name one another, at most."""
+"""Maximum depth of files that include one another."""
 
 NUMBER = re.compile(
     r"""^( [-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)? | [-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
     | [-+]?\.(inf|Inf|INF) | \.(nan|NaN|NAN) )$""",
     re.VERBOSE,
 )
-"""Numbers that are not integers, as YAML 1.2 writes them: ``1e-3`` is one."""
+"""Pattern of floating-point numbers in YAML 1.2, where ``1e-3`` is a number; in YAML 1.1 it is a text."""
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen when this is imported
-    """Plain values of YAML as jsonargparse reads them: ``1e-3`` is a number, ``2026-11-25`` a text."""
+    """Safe YAML loader with the types of jsonargparse: ``1e-3`` is a number, ``2026-11-25`` is a text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  the name is yaml's
         letter: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":float", ":timestamp"))]
@@ -44,15 +44,15 @@ Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+01234567
 
 @dataclass(frozen=True)
 class Source:
-    """One source of options.
+    """One source of options: a file, or an option on the command line.
 
     Attributes:
-        origin: for messages: a file name, or the option as typed.
-        values: nested options; those that a file named in them holds are a source of their own.
-        lines: line of each key in the file, by its path; a number stands for a place in a list.
-        problem: why the file cannot be read; empty if it can.
-        typed: whether the user typed it, on the command line.
-        option: the option that was typed; None for files, and for options that stand where a file could.
+        origin: file name or typed option, for messages.
+        values: nested options, without those in files that they name, which are separate sources.
+        lines: line number of each key in the file, by its path; integers in a path are list indices.
+        problem: error message if the file cannot be read, otherwise empty.
+        typed: whether the source is on the command line.
+        option: the option on the command line; None for files, and for a mapping given in place of a file.
     """
 
     origin: str
@@ -64,15 +64,19 @@ class Source:
 
 
 def read_sources(line: CommandLine) -> list[Source]:
-    """The sources of a command line, the weakest first: files in order, then the typed options in order.
+    """Read the sources of a command line, the weakest first: files in order, then the options in order.
 
-    A file comes before those that it names. Without ``--config``, the first file is the configuration that the run of
-    ``--run_dir`` was started with.
+    A file is weaker than the files it names, except its base (``config``). Without ``--config``, the first file is the
+    configuration that the run in ``--run_dir`` was started with.
     """
     files: list[Source] = []
     if not line.asks_for("config") and (folder := line.last("run_dir")):
-        kept = Path(folder) / "config.yaml"
-        files += _with_included(_read(kept, ()), kept.parent) if kept.is_file() else []
+        run_configuration = Path(folder) / "config.yaml"
+        files += (
+            _with_included(_read(run_configuration, ()), run_configuration.parent)
+            if run_configuration.is_file()
+            else []
+        )
     for text, option in ((option.value, option) for option in line.options if option.name == "config"):
         if text is not None and text.lstrip().startswith("{"):
             files += _with_included(_inline(option.text, text), Path())
@@ -93,7 +97,7 @@ def _typed(option: Option) -> Source:
 
 
 def _inside(source: Source, command: str) -> Source:
-    """The options of a command, where a file keeps them under its name."""
+    """Return a source with the options of a command at the top level, if its file has them below the command's name."""
     options = source.values.get(command)
     if set(source.values) != {command} or not isinstance(options, dict):
         return source
@@ -102,12 +106,17 @@ def _inside(source: Source, command: str) -> Source:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """A value that is a mapping; an empty one for any other."""
+    """Return a value that is a dict unchanged, and an empty dict for any other value."""
     return value if isinstance(value, dict) else {}
 
 
 def _read(path: Path, keys: tuple[str, ...]) -> Source:
-    """The options in a file, which belong under ``keys``."""
+    """Read the options in a file.
+
+    Args:
+        path: the file.
+        keys: path of the option that named the file, under which its options belong.
+    """
     try:
         if not path.exists():
             return Source(str(path), {}, problem=_missing(str(path)))
@@ -132,7 +141,12 @@ def _missing(path: str) -> str:
 
 
 def _inline(origin: str, text: str) -> Source:
-    """Options that stand on the command line where the name of a file could."""
+    """Parse a YAML mapping that is given on the command line in place of a file name.
+
+    Args:
+        origin: the option as typed, for messages.
+        text: the mapping.
+    """
     origin = origin if len(origin) <= 60 else f"{origin[:60]}..."
     try:
         check_yaml(text)
@@ -144,26 +158,27 @@ def _inline(origin: str, text: str) -> Source:
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[tuple[str | int, ...], int]]:
-    """Nested options in a file, and the line of each.
+    """Parse a configuration file into nested options and the line number of each key.
 
     Raises:
-        ValueError: for a file that is not a configuration, and for a key that comes twice.
+        ValueError: if the file is not a configuration, or a key occurs twice.
     """
     if not path.is_file():
         raise ValueError("is a folder, not a file; name the file in it" if path.is_dir() else "does not exist")
     if path.stat().st_size > YAML_CHARACTERS:
-        raise ValueError(f"is no configuration: {path.stat().st_size} bytes (at most {YAML_CHARACTERS})")
+        raise ValueError(f"is too large for a configuration: {path.stat().st_size} bytes (at most {YAML_CHARACTERS})")
     text = path.read_text(encoding="utf-8-sig")
     check_yaml(text)
     lines: dict[tuple[str | int, ...], int] = {}
+    # The nodes give line numbers and repeated keys, which yaml.load discards; the loaded values are used for everything else.
     root = yaml.compose(text, Loader)
     if root is not None:
         _note_lines(root, (), lines)
     loaded = yaml.load(text, Loader)
     if loaded is None:
-        raise ValueError("holds no options: it is empty, or holds comments alone")
+        raise ValueError("contains no options: it is empty or has only comments")
     if not isinstance(loaded, dict):
-        raise ValueError(f"holds a {type(loaded).__name__}, where named options (KEY: VALUE) are needed")
+        raise ValueError(f"must contain named options (KEY: VALUE), not a {type(loaded).__name__}")
     return loaded, lines
 
 
@@ -183,7 +198,7 @@ def _note_lines(node: yaml.Node, path: tuple[str | int, ...], lines: dict[tuple[
 
 
 def _where(error: yaml.YAMLError) -> str:
-    """Describe what is wrong with the text of a file, and where."""
+    """Describe a YAML error with its line and column."""
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or getattr(error, "reason", None) or reason(error)
     if mark is None:
@@ -193,19 +208,27 @@ def _where(error: yaml.YAMLError) -> str:
 
 
 def _tab_hint(path: Path) -> str:
-    """The cause of most such errors that nobody sees, if a file has it."""
+    """Return a hint on the first line that is indented by a tab, a frequent and invisible cause of YAML errors."""
     lines = path.read_bytes().splitlines()
     number = next((number for number, line in enumerate(lines, 1) if b"\t" in line[: -len(line.lstrip()) or None]), 0)
     return f"; line {number} is indented by a tab: YAML takes spaces alone" if number else ""
 
 
 def _with_included(source: Source, folder: Path, depth: int = 0) -> Iterator[Source]:
-    """A source without the names of files in it, and those files; a base that it names by ``config`` is weaker than it."""
-    values, found = _split(source.values, folder, ())
-    bases = [path for keys, path in found if keys == ("config",)]
-    parts = [(keys, path) for keys, path in found if keys != ("config",)]
-    if found and depth == DEPTH:
-        path = found[0][1]
+    """Yield a source and the files that it names as separate sources, the weakest first.
+
+    A base, which is named by the key ``config``, is weaker than the source; other files are stronger.
+
+    Args:
+        source: the source.
+        folder: folder to which relative file names refer.
+        depth: number of files that led to this one.
+    """
+    values, named_files = _split(source.values, folder, ())
+    bases = [path for keys, path in named_files if keys == ("config",)]
+    parts = [(keys, path) for keys, path in named_files if keys != ("config",)]
+    if named_files and depth == DEPTH:
+        path = named_files[0][1]
         yield Source(str(path), {}, problem=f"{path}: more than {DEPTH} configurations name one another")
         return
     for path in bases:
@@ -219,17 +242,17 @@ def _split(
     values: dict[str, Any], folder: Path, keys: tuple[str, ...]
 ) -> tuple[dict[str, Any], list[tuple[tuple[str, ...], Path]]]:
     rest: dict[str, Any] = {}
-    found: list[tuple[tuple[str, ...], Path]] = []
+    named_files: list[tuple[tuple[str, ...], Path]] = []
     for name, value in values.items():
         key = str(name)
         if isinstance(value, dict):
             rest[name], inner = _split(value, folder, (*keys, key))
-            found += inner
+            named_files += inner
         elif isinstance(value, str) and _names_a_file(key, value, folder):
-            found.append(((*keys, key), folder / value))
+            named_files.append(((*keys, key), folder / value))
         else:
             rest[name] = value
-    return rest, found
+    return rest, named_files
 
 
 def _names_a_file(key: str, value: str, folder: Path) -> bool:
@@ -237,12 +260,12 @@ def _names_a_file(key: str, value: str, folder: Path) -> bool:
         return False
     try:
         return (folder / value).is_file()
-    except (OSError, ValueError):  # too long, or with a zero byte
+    except (OSError, ValueError):  # too long for a file name, or with a null byte
         return False
 
 
 def literal(text: str) -> Any:
-    """The value that a text means in YAML; the text itself where it means none."""
+    """Parse a text as YAML; return the text itself if it is not valid YAML."""
     try:
         check_yaml(text)
         return yaml.load(text, Loader)

@@ -1,9 +1,9 @@
-"""Which classes a configuration or a checkpoint may name, and where.
+"""Restriction of the classes that a configuration or a checkpoint may name.
 
-Nothing that a file holds may run code. jsonargparse imports and calls whatever a value names, so it is told in advance which
-names it may import: each class that a source names where a parameter takes a class of that base, and nothing else. Functions,
-private names, and classes under parameters that take anything (``dict[str, Any]``, ``Callable``) are refused. Packages that
-``--allow`` names on the command line are trusted as they are.
+No content of a file may run code. jsonargparse imports and calls whatever a value names, so it receives a list of the names it
+may import: each class that a source names for a parameter that accepts a class of that base, and nothing else. Functions,
+private names, and classes for parameters that accept anything (``dict[str, Any]``, ``Callable``) are rejected. Packages that
+``--allow`` names on the command line are trusted without these checks.
 """
 
 from __future__ import annotations
@@ -27,56 +27,59 @@ from mhla_tasks.commandline.sources import Source, literal
 from mhla_tasks.commandline.user_modules import allowed, import_own
 
 PACKAGES = ("lightning", "lightning_mhla", "mhla_kernels", "mhla_tasks")
-"""Packages whose classes a configuration may name; importing a module runs it, so others have to be allowed."""
+"""Packages whose classes any configuration may name. Importing a module runs its code, so other packages need ``--allow``."""
 
 MODEL_CONFIG = re.compile(r"transformers\.\w+Config")
-"""Configurations of models, which are plain values: any source may name one, also inside a plain mapping."""
+"""Pattern of transformers' model configurations. They hold only plain values, so any source may name one, even in a mapping for
+which no parameter declares a class."""
 
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 BUILT_IN = ("lightning.pytorch.loggers.TensorBoardLogger", "lightning.pytorch.loggers.tensorboard.TensorBoardLogger")
-"""Classes that the suite itself puts into a configuration."""
+"""Classes that the suite itself adds to a configuration."""
 
 CLASS_OPTIONS = ("class_path", "init_args", "dict_kwargs", "help")
 
 
 class AllowError(ValueError):
-    """A source names what it may not name."""
+    """Error for a source that names a class which it may not name."""
 
 
 _trusted: list[str] = []
-"""Packages that ``--allow`` named for the present command."""
+"""Packages that ``--allow`` names for the current command."""
 
 _classes: list[str] = list(BUILT_IN)
-"""Classes that sources name at the right place, by every path that leads to them."""
+"""Every import path of the classes that sources name for a parameter that accepts them."""
 
 
 def allow_imports(sources: Sequence[Source]) -> None:
-    """Import the modules and packages that ``--allow`` names, and let configurations name what is in them.
+    """Import the modules and packages that ``--allow`` names, and permit configurations to name their contents.
 
     Raises:
-        AllowError: when a file allows packages that the command line does not.
-        UnknownModuleError: when an allowed package does not exist.
+        AllowError: if a file allows packages that the command line does not.
+        UnknownModuleError: if an allowed package does not exist.
     """
-    given = {name for source in sources if source.typed for name in _names(source.values.get("allow"))}
+    allowed_names = {name for source in sources if source.typed for name in _names(source.values.get("allow"))}
     for source in sources:
-        if foreign := set(_names(source.values.get("allow"))) - given:
-            raise AllowError(f"{source.origin}: allow is for the command line: --allow={','.join(sorted(foreign))}")
-    _trusted[:], _classes[:] = sorted(given), BUILT_IN
+        if foreign := set(_names(source.values.get("allow"))) - allowed_names:
+            raise AllowError(
+                f"{source.origin}: allow works only on the command line: --allow={','.join(sorted(foreign))}"
+            )
+    _trusted[:], _classes[:] = sorted(allowed_names), BUILT_IN
     _tell_parser()
     import_own(_trusted)
 
 
 def allow_classes(sources: Sequence[Source]) -> None:
-    """Let the parser import the classes that sources name, each where a parameter takes one of its base.
+    """Permit the parser to import the classes that sources name for parameters that accept them.
 
     Args:
-        sources: what a checkpoint remembers, files, and typed options.
+        sources: options from a checkpoint, from files and from the command line.
 
     Raises:
-        AllowError: naming the source, the key and the class, for any other class, for a function, and for a class where no
-            parameter takes one.
+        AllowError: for any other class, for a function, and for a class at a parameter that accepts none; the message names the
+            source, the key and the class.
     """
     from lightning import LightningDataModule, LightningModule, Trainer
 
@@ -88,6 +91,7 @@ def allow_classes(sources: Sequence[Source]) -> None:
                 check.arguments(source, "trainer", value, [Trainer])
             elif name not in ("allow", "config"):
                 check.value(source, str(name), value, bases)
+    # The list of the parser is global: a class permitted for one parameter must not be named by a file for any other one.
     for source, path, text in check.plain:
         if any(text == name or text.startswith(f"{name}.") for name in check.found) and not source.typed:
             raise AllowError(f"{source.origin}: {path} takes no class or function, got {text}")
@@ -96,10 +100,13 @@ def allow_classes(sources: Sequence[Source]) -> None:
 
 
 def allow_model_config(values: object) -> None:
-    """Let the parser import the configuration of a model (:data:`MODEL_CONFIG`) that plain values name by ``class_path``.
+    """Permit the parser to import the model configuration (:data:`MODEL_CONFIG`) that ``class_path`` in plain values names.
+
+    Args:
+        values: options of the network from a checkpoint.
 
     Raises:
-        AllowError: when they name anything else.
+        AllowError: if the values name any other class.
     """
     check = _Check()
     check.value(Source("the checkpoint", {}), "model.network", values, ())
@@ -113,33 +120,34 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
     Args:
         class_path: module and name, such as ``lightning.pytorch.callbacks.Timer``.
         bases: classes of which it must be a subclass.
-        typed: whether the user typed it, so that it may be of any installed package.
+        typed: whether it is named on the command line, where any installed package may be used.
 
     Raises:
-        AllowError: when it is of a package that is not allowed, is private, is no class, or is no subclass of the bases.
+        AllowError: if the package is not allowed, or the name is private, not a class, or not a subclass of the bases.
     """
     if (refused := refusal(class_path)) and not (typed and _is_installed(class_path)):
         raise AllowError(refused)
     module, _, name = class_path.rpartition(".")
     try:
         names = vars(import_module(module))
-        found = getattr(sys.modules[module], name, None)  # some packages import their classes when asked
+        kind = getattr(sys.modules[module], name, None)  # some packages import their classes on access
     except ImportError as error:
         raise AllowError(f"cannot import {module} ({error})") from error
-    if found is None:
+    if kind is None:
         close = get_close_matches(name, [other for other, item in names.items() if isinstance(item, type)], 1, 0.5)
         raise AllowError(f"there is no such class{f'; did you mean {close[0]}?' if close else ''}")
-    if not isinstance(found, type):
-        raise AllowError("is no class")
-    if not typed and (refused := refusal(f"{found.__module__}.{found.__qualname__}")):
+    if not isinstance(kind, type):
+        raise AllowError("is not a class")
+    # A public name may be an alias of a class that is defined in a package that is not allowed.
+    if not typed and (refused := refusal(f"{kind.__module__}.{kind.__qualname__}")):
         raise AllowError(refused)
-    if not issubclass(found, bases):
-        raise AllowError(f"is no {' or '.join(sorted({base.__name__ for base in bases}))}")
-    return found
+    if not issubclass(kind, bases):
+        raise AllowError(f"is not a {' or '.join(sorted({base.__name__ for base in bases}))}")
+    return kind
 
 
 def refusal(class_path: str) -> str | None:
-    """Why a class may not be imported, with the way out; None if it may."""
+    """Return the reason why a class may not be imported, with the remedy; None if it may be imported."""
     if not NAME.fullmatch(class_path) or len(class_path) > 500:
         return "is no name of a class"
     if "." not in class_path or _is_within(class_path, [*_trusted, *allowed]) or class_path in _classes:
@@ -155,11 +163,11 @@ def refusal(class_path: str) -> str | None:
 
 
 class _Check:
-    """Walks through the values of sources, with the bases that each parameter takes.
+    """Traversal of the values of sources that compares named classes with the classes each parameter accepts.
 
     Attributes:
-        found: paths of the classes that may be imported: as named, and where they are defined.
-        plain: source, key and text of each value that looks like a path where no class is taken.
+        found: import paths of the permitted classes, both as named and as defined.
+        plain: source, key and text of each value that looks like an import path at a parameter that accepts no class.
     """
 
     def __init__(self) -> None:
@@ -168,19 +176,26 @@ class _Check:
         self._named: dict[str, list[type]] = {}
 
     def value(self, source: Source, path: str, value: Any, bases: tuple[type, ...]) -> None:
-        """Check what a source gives for a parameter that takes instances of ``bases``, and other values."""
+        """Check a value of a source, and all values inside it.
+
+        Args:
+            source: source of the value.
+            path: key of the value, for messages.
+            value: the value.
+            bases: classes of the instances that the parameter accepts; empty if it accepts plain values only.
+        """
         if isinstance(value, list):
             for item in value:
                 self.value(source, path, item, bases)
         elif isinstance(value, str):
             self._text(source, path, value, bases)
-            if isinstance(meaning := literal(value), dict | list):  # the parser reads such a text as what it means
+            if isinstance(meaning := literal(value), dict | list):  # the parser parses such a text
                 self.value(source, path, meaning, bases)
         elif isinstance(value, dict):
             for key in ("class_path", "help"):
                 if key in value and (key == "class_path" or bases):
                     self._named_class(source, path, value[key], bases)
-            if "class_path" not in value:  # the parser takes the base itself for the class of such options
+            if "class_path" not in value:  # the parser then uses the base itself as the class
                 named = [
                     base for base in bases if dataclasses.is_dataclass(base) and refusal(next(_paths(base))) is None
                 ]
@@ -192,7 +207,14 @@ class _Check:
             self.arguments(source, path, value.get("dict_kwargs"), [])
 
     def arguments(self, source: Source, path: str, values: Any, kinds: Sequence[type]) -> None:
-        """Check arguments of a class, by name; ``kinds`` are the classes that it may be."""
+        """Check the arguments of a class.
+
+        Args:
+            source: source of the arguments.
+            path: key of the class, for messages.
+            values: arguments by name; any other value is checked as a plain one.
+            kinds: classes that the arguments may belong to.
+        """
         if not isinstance(values, dict):
             self.value(source, path, values, ())
             return
@@ -204,12 +226,12 @@ class _Check:
             self.value(source, f"{path}.{name}", value, bases)
 
     def _text(self, source: Source, path: str, text: str, bases: tuple[type, ...]) -> None:
-        if bases and _is_file(text):  # the parser would read it
+        if bases and _is_file(text):  # the parser would read the file, whose classes are not checked
             raise AllowError(
                 f"{source.origin}: {path}: {text[:100]} is a file; options are read from files that end in .yaml"
             )
         if bases and "." not in text:
-            for kind in _called(text, bases):  # a class may be named without its module
+            for kind in _called(text, bases):  # a class that is named without its module
                 self._add(path, kind, f"{kind.__module__}.{kind.__qualname__}")
         elif bases and DOTTED.fullmatch(text) and (_is_within(text, PACKAGES) or source.typed):
             self._named_class(source, path, text, bases)
@@ -222,15 +244,15 @@ class _Check:
             return
         try:
             if not isinstance(name, str):
-                raise AllowError("is no name of a class")
-            if _is_within(name, [*_trusted, *allowed]):  # trusted as it is
-                with suppress(ImportError):  # the parser says what is wrong
+                raise AllowError("is not the name of a class")
+            if _is_within(name, [*_trusted, *allowed]):
+                with suppress(ImportError):  # the parser reports the error
                     import_module(name.rpartition(".")[0])
                 return
             if MODEL_CONFIG.fullmatch(name):
                 kind = _model_config(name)
             elif not bases:
-                raise AllowError("no class can be given here")
+                raise AllowError("a class is not accepted here")
             else:
                 kind = find_class(name, bases, source.typed)
         except AllowError as error:
@@ -238,7 +260,7 @@ class _Check:
         self._add(path, kind, name)
 
     def _add_options(self, kind: type) -> None:
-        """Add the dataclasses that a class takes as groups of options: the parser names them by itself."""
+        """Permit the dataclasses that a class accepts as groups of options, which the parser imports without being asked."""
         for base in {base for bases in parameter_bases(kind).values() for base in bases}:
             paths = set(_paths(base))
             if dataclasses.is_dataclass(base) and not paths <= self.found and refusal(next(_paths(base))) is None:
@@ -247,22 +269,22 @@ class _Check:
 
     def _add(self, path: str, kind: type, name: str) -> None:
         self._named.setdefault(path, []).append(kind)
-        self.found |= {each for each in (name, *_paths(kind)) if DOTTED.fullmatch(each)}
+        self.found |= {import_path for import_path in (name, *_paths(kind)) if DOTTED.fullmatch(import_path)}
 
 
 def subclass_named(name: Any, bases: tuple[type, ...]) -> type | None:
-    """The class of a name, with its module or without, that is imported and a subclass of one of ``bases``; None if none is."""
+    """Return the imported subclass of one of ``bases`` that has a name, with or without its module; None if there is none."""
     if not isinstance(name, str):
         return None
     if "." not in name:
         return next(_called(name, bases), None)
     module, _, last = name.rpartition(".")
-    found = getattr(sys.modules.get(module), last, None)
-    return found if isinstance(found, type) and issubclass(found, bases) else None
+    kind = getattr(sys.modules.get(module), last, None)
+    return kind if isinstance(kind, type) and issubclass(kind, bases) else None
 
 
 def _called(name: str, bases: tuple[type, ...]) -> Iterator[type]:
-    """Classes of a name, among the bases and their subclasses that are imported and may be named."""
+    """Yield the classes with a name among the bases and their imported subclasses, if they may be named."""
     for kind in bases:
         if kind.__name__ == name and refusal(f"{kind.__module__}.{kind.__qualname__}") is None:
             yield kind
@@ -270,7 +292,10 @@ def _called(name: str, bases: tuple[type, ...]) -> Iterator[type]:
 
 
 def _paths(kind: type) -> Iterator[str]:
-    """Where a class is defined, and the packages around that which import it: the parser names it by the shortest path."""
+    """Yield the import paths of a class: that of its definition, and those of enclosing packages that import it.
+
+    The parser uses the shortest one, so all of them have to be permitted.
+    """
     module = kind.__module__
     while module:
         if module == kind.__module__ or getattr(sys.modules.get(module), kind.__name__, None) is kind:
@@ -281,15 +306,15 @@ def _paths(kind: type) -> Iterator[str]:
 def _model_config(path: str) -> type:
     import transformers
 
-    found = getattr(transformers, path.rpartition(".")[2], None)
+    kind = getattr(transformers, path.rpartition(".")[2], None)
     base = transformers.PretrainedConfig
-    if not (isinstance(found, type) and issubclass(found, base)) or found is base:
-        raise AllowError("is no configuration of transformers, such as transformers.LlamaConfig")
-    return found
+    if not (isinstance(kind, type) and issubclass(kind, base)) or kind is base:
+        raise AllowError("is not a configuration of transformers, such as transformers.LlamaConfig")
+    return kind
 
 
 def _is_installed(class_path: str) -> bool:
-    """Whether the package of a class is found outside of the working folder, whose modules only ``--allow`` lets in."""
+    """Whether the package of a class is installed outside the working folder, whose modules require ``--allow``."""
     if not DOTTED.fullmatch(class_path):
         return False
     try:
@@ -303,7 +328,7 @@ def _is_installed(class_path: str) -> bool:
 def _is_file(text: str) -> bool:
     try:
         return os.path.exists(text) and not os.path.isdir(text)
-    except ValueError:  # with a zero byte
+    except ValueError:  # a null byte
         return False
 
 

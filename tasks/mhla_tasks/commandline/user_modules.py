@@ -1,4 +1,4 @@
-"""Modules of the user's own, which ``--allow`` lets in, for every command."""
+"""Import of the user's own modules, which ``--allow`` permits, for every command."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ from pathlib import Path
 from typing import Any
 
 allowed: list[str] = []
-"""Names that ``--allow`` of a tool named."""
+"""Modules that ``--allow`` of a tool names."""
 
 
 def add_allow(parser: argparse.ArgumentParser) -> None:
-    """Let a command import modules of the user's own, such as those of attention kinds."""
+    """Add the option ``--allow`` to a parser, which imports the user's own modules, such as those of attention kinds."""
     parser.add_argument(
         "--allow",
         action=_Import,
         metavar="MODULE",
-        help="modules to import (comma between them): attention kinds of your own",
+        help="modules to import, separated by commas: your own attention kinds",
     )
 
 
 class UnknownModuleError(ValueError):
-    """A module that ``--allow`` names does not exist."""
+    """Error for a module that ``--allow`` names and that does not exist."""
 
 
 def find_in_working_folder(names: Iterable[str]) -> None:
-    """Let Python find modules and packages that lie in the working folder, after all others."""
-    folder, own = Path.cwd(), {name.split(".")[0] for name in names}
-    there = any((folder / f"{name}.py").is_file() or (folder / name).is_dir() for name in own)
-    if there and str(folder) not in sys.path:
+    """Append the working folder to Python's search path, if it contains one of the named modules or packages."""
+    folder, packages = Path.cwd(), {name.split(".")[0] for name in names}
+    is_present = any((folder / f"{name}.py").is_file() or (folder / name).is_dir() for name in packages)
+    if is_present and str(folder) not in sys.path:
         sys.path.append(str(folder))  # last, so that it hides no package
 
 
 def import_own(names: Iterable[str]) -> None:
-    """Import modules that the command line allows: what they register, such as attention kinds, is known from then on.
+    """Import modules that the command line allows, so that they can register attention kinds, for example.
+
+    Args:
+        names: names of modules or packages, installed or in the working folder.
 
     Raises:
-        UnknownModuleError: for a name that is no module. Whatever the module itself raises is not caught.
+        UnknownModuleError: for a name that is not a module. Errors inside the module are not caught.
     """
     names = list(names)
     find_in_working_folder(names)

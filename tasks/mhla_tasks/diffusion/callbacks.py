@@ -1,63 +1,9 @@
-"""Samples and their metrics during training, with the options of this domain's sampling."""
+"""Samples and their metrics during training, under the names that configurations of this domain use.
 
-from __future__ import annotations
+Their option ``sampling`` takes a mapping with the options of :class:`mhla_tasks.diffusion.sampling.SamplingConfig`.
+"""
 
-from lightning_mhla.generative import drawing, fidelity
-from mhla_tasks.diffusion.sampling import SamplingConfig
+from lightning_mhla.generative.drawing import SampleGrid
+from lightning_mhla.generative.fidelity import GenerationMetrics
 
-
-class SampleGrid(drawing.SampleGrid):
-    """Draws a grid of samples, balanced over the classes, from the weights that validation uses; it needs no features.
-
-    Args:
-        samples: number of samples; a hundred at most, ten of each class where there are ten classes or fewer.
-        sampling: sampler options; null for the model's own.
-        every_n_steps: optimiser steps between two grids; null for none on the way.
-        at_end: whether the last weights draw one.
-        batch_size: samples that each process draws together.
-        seed: seed of the noise.
-        name: name of the pictures; two callbacks need two names.
-    """
-
-    def __init__(
-        self,
-        samples: int = 100,
-        sampling: SamplingConfig | None = None,
-        every_n_steps: int | None = 10_000,
-        at_end: bool = True,
-        batch_size: int = 64,
-        seed: int = 0,
-        name: str = "samples",
-    ) -> None:
-        super().__init__(samples, sampling, every_n_steps, at_end, batch_size, seed, name)
-
-
-class GenerationMetrics(fidelity.GenerationMetrics):
-    """Draws samples, balanced over the classes, from the weights that validation uses, and scores them.
-
-    Args:
-        samples: number of samples; published figures use 50,000.
-        reference: train or validate, for that part of the data (50,000 images of it at most, spread evenly); a folder of
-            images; or an .npz of ADM's evaluator.
-        features: network whose features are compared.
-        sampling: sampler options; null for the model's own.
-        every_n_steps: optimiser steps between two evaluations; null for none on the way.
-        at_end: whether the last weights are scored.
-        batch_size: samples that each process draws together.
-        seed: seed of the noise.
-        name: name of the metrics; two callbacks need two names.
-    """
-
-    def __init__(
-        self,
-        samples: int = 50_000,
-        reference: str = "train",
-        features: fidelity.FeatureNetwork | None = None,
-        sampling: SamplingConfig | None = None,
-        every_n_steps: int | None = 50_000,
-        at_end: bool = True,
-        batch_size: int = 64,
-        seed: int = 0,
-        name: str = "generation",
-    ) -> None:
-        super().__init__(samples, reference, features, sampling, every_n_steps, at_end, batch_size, seed, name)
+__all__ = ["GenerationMetrics", "SampleGrid"]

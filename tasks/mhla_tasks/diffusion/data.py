@@ -40,7 +40,7 @@ class SampleRequest:
             raise ValueError("classes is empty; name labels, or null for all")
 
 
-class RequestedSamples:
+class RequestedClasses:
     """Samples that predict draws, as a source: class by class in turn, so that any first part is balanced.
 
     Args:
@@ -96,9 +96,9 @@ class ClassImages(ResumableDataModule):
             "statistics (VIRTUAL_imagenet256_labeled.npz of guided-diffusion, say)"
         )
 
-    def requested(self) -> RequestedSamples:
+    def requested(self) -> RequestedClasses:
         """Samples that predict draws."""
-        return RequestedSamples(self.samples, self.num_classes)
+        return RequestedClasses(self.samples, self.num_classes)
 
 
 class DigitImages(ClassImages):

@@ -16,7 +16,7 @@ from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.features import LearnedFeatures
 from lightning_mhla.attention.head_decay import HeadDecay, HeadScale
 from lightning_mhla.attention.mixing import MixingCoefficients
-from lightning_mhla.attention.rows import places_real_first, real_first, real_mask, real_tokens, rows_in_order
+from lightning_mhla.attention.rows import padding_last, places_padding_last, real_mask, real_tokens, rows_in_order
 from lightning_mhla.attention.sequence import SequenceShare
 from lightning_mhla.attention.short_conv import ShortConvolution
 from lightning_mhla.attention.windowed import FarWeight
@@ -201,7 +201,7 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
             hidden = self.backbone.next_tokens(inside, cache, counts, positions, states)
         if order is not None:
             assert real is not None
-            inverse = places_real_first(real)
+            inverse = places_padding_last(real)
             hidden = rows_in_order(hidden, inverse)
             states = None if states is None else [rows_in_order(state, inverse) for state in states]
         return HiddenTokens(hidden, real, cache, None if states is None else (x, *states[1:-1], hidden))
@@ -231,7 +231,7 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         an accelerator is made to wait for them.
         """
         if cache is None and (in_graph() or x.device.type != "cpu"):
-            return (), None if attention_mask is None else real_first(real_mask(attention_mask, x))
+            return (), None if attention_mask is None else padding_last(real_mask(attention_mask, x))
         _, counts, order = real_tokens(attention_mask, x)
         check_counts(cache, counts)
         if cache is not None:

@@ -15,6 +15,7 @@ from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.swap import is_swapped, load_swapped
 from lightning_mhla.swap.adapters import merge_adapters
 from lightning_mhla.training.loading import accepts, load_module
+from mhla_tasks.language.causal import CausalLanguageModel
 from mhla_tasks.language.linearized import LinearizedModel
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.module import LanguageModel
@@ -36,12 +37,12 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
 """Python that loads an export, FOLDER being its path."""
 
 
-def loading(model: LanguageModel) -> str:
+def loading(model: CausalLanguageModel) -> str:
     """Python that loads the export of ``model``: the same for a linearised one."""
     return LOADING
 
 
-def load_checkpoint(path: str | Path, live: bool = False) -> LanguageModel:
+def load_checkpoint(path: str | Path, live: bool = False) -> CausalLanguageModel:
     """The language model of a checkpoint that training wrote, without running any code from it.
 
     Args:
@@ -55,7 +56,8 @@ def load_checkpoint(path: str | Path, live: bool = False) -> LanguageModel:
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} does not exist; give a checkpoint of training, or an exported folder")
     memory = read_header(resolve_checkpoint(Path(path))).get("hyper_parameters") or {}
-    return load_module(LinearizedModel if accepts(LinearizedModel, memory) else LanguageModel, path, live)
+    kind: type[CausalLanguageModel] = LinearizedModel if accepts(LinearizedModel, memory) else LanguageModel
+    return load_module(kind, path, live)
 
 
 def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -86,7 +88,7 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
     return model.eval(), own
 
 
-def export(model: LanguageModel, folder: Path) -> None:
+def export(model: CausalLanguageModel, folder: Path) -> None:
     """Write model and tokenizer as transformers keeps them.
 
     Raises:
@@ -99,7 +101,7 @@ def export(model: LanguageModel, folder: Path) -> None:
     save_tokenizer(model.tokenizer, folder)
 
 
-def write(model: LanguageModel, folder: Path, tokenizer: str | None = None, context: int | None = None) -> None:
+def write(model: CausalLanguageModel, folder: Path, tokenizer: str | None = None, context: int | None = None) -> None:
     """Write model and tokenizer.
 
     Args:

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_mhla import AttentionConfig, swap_attention
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.checkpoints.pretrained import read_trained
-from lightning_mhla.swap import SAVED, is_swapped, load_swapped, transfer_loss
+from lightning_mhla.swap import SAVED, is_swapped, load_swapped
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
 from lightning_mhla.swap.loading import give_weights
 from lightning_mhla.swap.saved import restored
@@ -28,10 +28,10 @@ from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.untrusted import read_json, reason
 from lightning_mhla.training.compilation import CompileOptions
+from lightning_mhla.training.linearize import Linearization, ScoringHost, TransferOptions
 from lightning_mhla.training.optim import OptimizerConfig
-from lightning_mhla.training.transfer import Teacher, TransferOptions, check_transfer
+from mhla_tasks.language.causal import CausalLanguageModel, inputs_and_targets
 from mhla_tasks.language.loss import IGNORED
-from mhla_tasks.language.module import LanguageModel, inputs_and_targets
 from mhla_tasks.language.networks import build_network, known_options
 from mhla_tasks.language.prompts import GenerationOptions
 
@@ -46,7 +46,7 @@ OWN = (
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-class LinearizedModel(LanguageModel):
+class LinearizedModel(CausalLanguageModel):
     """A causal language model of transformers whose attention is replaced, to train its quality back.
 
     Args:
@@ -88,7 +88,7 @@ class LinearizedModel(LanguageModel):
     ) -> None:
         optimizer = as_dataclass(OptimizerConfig, optimizer)
         compile_options = as_dataclass(CompileOptions, compile_options or {}) if compile else None
-        super(LanguageModel, self).__init__(optimizer, ema_decay, compile_options)
+        super().__init__(optimizer, ema_decay, compile_options)
         if network is None:
             if pretrained is None:
                 raise ValueError("name the model to linearise: --model.pretrained=FOLDER_OR_NAME")
@@ -99,7 +99,7 @@ class LinearizedModel(LanguageModel):
         keep_plain(self)
         self._pretrained = pretrained
         self.distillation = as_dataclass(TransferOptions, distillation)
-        self._teacher: Teacher | None = None
+        self.linearization = Linearization(self.distillation, ScoringHost("train/text_loss", _run_layers, _scores))
         model = build_network(network, dict(network["init_args"])["vocab_size"])
         swap_attention(model, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
         self.take(model, context, as_dataclass(GenerationOptions, generation), checkpointing)
@@ -129,35 +129,24 @@ class LinearizedModel(LanguageModel):
         super().configure_model()
 
     def on_fit_start(self) -> None:
-        """Load the teacher, if there is one.
-
-        Raises:
-            ValueError: for strategies under which layers cannot be matched one by one.
-        """
-        if self.distillation.layer_steps:
-            check_transfer(self.trainer, self.network, self.hparams["train"])
-        if self.distillation.teacher is not None and self._teacher is None:
-            self._teacher = Teacher(read_source(self.distillation.teacher), _scores)
-        if self._teacher is not None:
-            self._teacher.model.to(self.device, next(self.network.parameters()).dtype)
+        """Check that layers can be matched, and load the teacher; see :meth:`Linearization.start`."""
+        self.linearization.start(self, read_source)
 
     @override
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Match the layers, then learn the text, and the teacher's predictions if there is one."""
         inputs, targets = inputs_and_targets(batch)
-        if self.trainer.global_step < self.distillation.layer_steps:
-            loss = transfer_loss(self.network, lambda: self.network.base_model(inputs, use_cache=False))
-            self.log("train/layer_distance", loss.detach(), batch_size=len(inputs))
-            return self.log_loss(loss, len(inputs))
-        if self._teacher is None:
+        if self.linearization.matches_layers(self):
+            return self.linearization.layer_loss(self, inputs)
+        if not self.linearization.has_teacher:
             return super().training_step(batch, batch_idx)
-        logits = _scores(self.network, inputs)
-        plain = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        divergence = self._teacher.divergence(logits, inputs)
-        self.log("train/text_loss", plain.detach(), batch_size=len(inputs))
-        self.log("train/teacher_divergence", divergence.detach(), batch_size=len(inputs))
-        loss = self.distillation.loss_weight * plain + self.distillation.logits_weight * divergence
-        return self.log_loss(loss, len(inputs))
+        scores = _scores(self.network, inputs)
+        plain = F.cross_entropy(scores.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        return self.linearization.distilled_loss(self, plain, scores, inputs)
+
+
+def _run_layers(network: Any, inputs: Tensor) -> None:
+    network.base_model(inputs, use_cache=False)
 
 
 def _scores(network: Any, inputs: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
 from lightning_mhla import GenerationCache
-from lightning_mhla.attention.rows import real_first, rows_in_order
+from lightning_mhla.attention.rows import padding_last, rows_in_order
 from lightning_mhla.attention.sequence import SequenceShare
 from mhla_tasks.language.base_model import BackboneOptions, EmbeddedBackbone, MHLABlock, MHLAModel, check_options
 from mhla_tasks.language.config import MHLAConfig
@@ -227,7 +227,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
             longest = prompt.shape[1] if mask is None else int(mask.sum(1).max())
             self._check_length(longest, prompt.shape[1], options)
         if mask is not None and not bool(mask[:, -1].all()):
-            order = real_first(~mask.bool())
+            order = padding_last(~mask.bool())
             options["attention_mask"] = mask.gather(1, order)
             prompt = prompt if prompt is None else prompt.gather(1, order)
             if embedded is not None:

@@ -1,51 +1,27 @@
-"""Training, validation and continuation of prompts for a language model.
-
-Longer than other modules: one LightningModule, for text and for sequences with questions, ours and other networks.
-"""
+"""Causal language models from the start: our backbone with any kind of attention, or a network of transformers."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal, cast
-
-from lightning import Callback
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import PreTrainedModel
-from typing_extensions import override
+from typing import Any
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.attention import attention_per_layer
-from lightning_mhla.attention.inputs import UNHANDLED
-from lightning_mhla.attention.sequence import SequenceShare
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
-from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.optim import OptimizerConfig
-from mhla_tasks.language.callbacks import TextSamples
+from mhla_tasks.language.causal import CausalLanguageModel
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
-from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.model import MHLAForCausalLM
-from mhla_tasks.language.networks import build_network, examine, network_loss, repeated_layers, training_flops
-from mhla_tasks.language.prompts import ContinuationFile, GenerationOptions
-from mhla_tasks.language.sums import MOST, TextSums
-from mhla_tasks.language.tokenizer import (
-    PackedFiles,
-    fingerprint,
-    left_padded,
-    pack_tokenizer,
-    pad_token,
-    unpack_tokenizer,
-)
+from mhla_tasks.language.networks import build_network
+from mhla_tasks.language.prompts import GenerationOptions
 
 log = logging.getLogger(__name__)
 
-Stage = Literal["val", "test"]
 
-
-class LanguageModel(TrainingModule):
+class LanguageModel(CausalLanguageModel):
     """A causal language model trained to predict the next token.
 
     Args:
@@ -75,13 +51,6 @@ class LanguageModel(TrainingModule):
             {class_path: transformers.LlamaConfig, init_args: {...}}. The options from attention to mlp_width, tie_embeddings
             and initializer_range are then not used; attention and layer_kinds are errors.
     """
-
-    network: PreTrainedModel
-    shares_sequences = True
-
-    train_batch = ("tokens",)
-    evaluation_batch = ("tokens", "bytes")
-    predict_batch = ("prompt", "index")
 
     def __init__(
         self,
@@ -142,30 +111,6 @@ class LanguageModel(TrainingModule):
             )
         self.take(ours, context, generation, checkpointing)
 
-    def take(self, network: PreTrainedModel, context: int, generation: GenerationOptions, checkpointing: bool) -> None:
-        """Make ``network`` the model.
-
-        Args:
-            network: a causal language model.
-            context: tokens of a training sample.
-            generation: options of predict for continuations.
-            checkpointing: recompute layers in the backward pass, to save memory.
-        """
-        self.network, self.context, self.generation = network, context, generation
-        if isinstance(network, MHLAForCausalLM):
-            network.backbone.checkpointing = checkpointing
-        else:
-            self.plain_head = examine(network, context)
-            if checkpointing:
-                network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.tokenizer: Any = None
-        self._tokenizer_files: PackedFiles = {}
-        self.sums = nn.ModuleDict({"val": TextSums(), "test": TextSums()})
-
-    @override
-    def layers(self) -> list[nn.Module]:
-        return repeated_layers(self.network)
-
     def configure_model(self) -> None:
         """Take over weights to start from; then see :meth:`TrainingModule.configure_model`."""
         if self._pretrained is not None:
@@ -174,234 +119,6 @@ class LanguageModel(TrainingModule):
             adopt(self.network, read_pretrained(self._pretrained), self._pretrained, heads=heads)
             self._pretrained = None
         super().configure_model()
-
-    @override
-    def prediction_callbacks(self) -> list[Callback]:
-        return [ContinuationFile()]
-
-    def setup(self, stage: str) -> None:
-        """Take over the data's tokenizer.
-
-        Raises:
-            ValueError: when it does not fit the model, or an attention kind cannot do what the run asks for.
-        """
-        super().setup(stage)
-        asked = {
-            "cu_seqlens": getattr(self.trainer.datamodule, "separate_documents", False),  # type: ignore[attr-defined]
-            "share": self.sequence_group is not None,
-            "state": stage == "predict" or any(isinstance(each, TextSamples) for each in self.trainer.callbacks),  # type: ignore[attr-defined]
-        }
-        self._require(*(name for name, wanted in asked.items() if wanted))
-        groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
-        if len(groups) > MOST:
-            raise ValueError(f"answers are counted in {len(groups)} groups, at most {MOST} can be; ask for fewer")
-        theirs = getattr(self.trainer.datamodule, "vocab_size", 0)  # type: ignore[attr-defined]
-        if groups and theirs > self.network.config.vocab_size:
-            raise ValueError(
-                f"the data has vocab_size={theirs}, the model {self.network.config.vocab_size}; give both the same "
-                "(--model.vocab_size, --data.vocab_size)"
-            )
-        if groups and self.sequence_group is not None:
-            raise ValueError("sequences with questions are not spread over processes; set sequence_parallel_size: 1")
-        if stage != "predict":  # a checkpoint brings its own, and the data may not be here
-            self._use_tokenizer_of_data()
-
-    def _require(self, *names: str) -> None:
-        """Raise ValueError for what the network cannot do; see :meth:`Attention.require`."""
-        if isinstance(self.network, MHLAForCausalLM):
-            for layer in self.network.backbone.layers:
-                layer.attn.require(*names)
-        elif refused := sorted({"cu_seqlens", "share"}.intersection(names)):
-            raise ValueError(f"network {type(self.network).__name__} {UNHANDLED[refused[0]]}")
-
-    def on_predict_start(self) -> None:
-        """Without a checkpoint, the data's tokenizer.
-
-        Raises:
-            ValueError: under sequence parallelism, which is for training.
-        """
-        if self.sequence_group is not None:
-            raise ValueError("prompts are not spread over processes; leave sequence_parallel_size out for predict")
-        if self.tokenizer is None:
-            self._use_tokenizer_of_data()
-
-    def _use_tokenizer_of_data(self) -> None:
-        tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
-        if tokenizer is not None:
-            self.use_tokenizer(tokenizer)
-
-    def use_tokenizer(self, tokenizer: Any) -> None:
-        """The tokenizer that belongs to the model; checkpoints keep it.
-
-        Raises:
-            ValueError: when it has more tokens than the model.
-        """
-        config = self.network.config
-        if len(tokenizer) < config.vocab_size // 2:
-            log.warning(
-                "the tokenizer has %d tokens, the model vocab_size=%d: most of its embedding is never used; set "
-                "--model.vocab_size=%d", len(tokenizer), config.vocab_size, len(tokenizer),
-            )  # fmt: skip
-        if len(tokenizer) > config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size={config.vocab_size}; set "
-                f"--model.vocab_size={len(tokenizer)} or use the model's own tokenizer"
-            )
-        self.tokenizer, self._tokenizer_files = tokenizer, pack_tokenizer(tokenizer)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            token = getattr(tokenizer, name)
-            for settings in (config, self.network.generation_config):
-                present = getattr(settings, name, None)
-                if not (isinstance(present, list) and token in present):  # a model may end texts in several ways
-                    setattr(settings, name, token)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits ``[B, N, vocab_size]`` of tokens ``[B, N]``."""
-        return self.network(input_ids).logits
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Cross-entropy of the next token."""
-        share = self._share(batch)
-        loss = self._losses(batch, "mean", share)
-        if share is not None:
-            loss = loss * share.weight
-        self.log_loss(loss if share is None else share.mean(loss), len(batch["tokens"]))
-        return loss
-
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Update the validation sums."""
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Update the test sums."""
-        self._evaluate(batch, "test")
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the validation metrics."""
-        self._log_sums("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log the test metrics."""
-        self._log_sums("test")
-
-    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[tuple[int, str, str]]:
-        """Index, prompt and continuation of every prompt that counts."""
-        rows = [row for row, valid in enumerate(batch["valid"].tolist()) if valid]
-        prompts = [batch["prompt"][row] for row in rows]
-        texts = self.continue_prompts(prompts) if prompts else []
-        return list(zip((int(batch["index"][row]) for row in rows), prompts, texts, strict=True))
-
-    def continue_prompts(self, prompts: list[str]) -> list[str]:
-        """The continuation of each prompt, as ``generation`` says.
-
-        Raises:
-            ValueError: when the model has no tokenizer, or a prompt is empty or too long.
-        """
-        if self.tokenizer is None:
-            raise ValueError("the model has no tokenizer; name the data it was trained on (--data), or train it again")
-        ids, mask = (x.to(self.device) for x in left_padded(self.tokenizer, prompts, self.generation.control_tokens))
-        options = {"pad_token_id": pad_token(self.tokenizer), **self.generation.for_generate()}
-        tokens = self.network.generate(ids, attention_mask=mask, **options)
-        return self.tokenizer.batch_decode(tokens[:, ids.shape[1] :], skip_special_tokens=True)
-
-    @property
-    def flops_per_token(self) -> float:
-        """Model FLOPs of training on one token: forward, and twice that for backward (PaLM, arXiv 2204.02311, appendix B).
-
-        Of other models than ours, those of the matrices alone.
-        """
-        if not isinstance(self.network, MHLAForCausalLM):
-            return training_flops(self.network)
-        layers = self.network.backbone.layers
-        matrices = sum(p.numel() for layer in layers for p in layer.mlp.parameters() if p.dim() == 2)
-        matrices += self.network.head.weight.numel()
-        attention = sum(layer.attn.flops(self.context) for layer in layers) / self.context
-        return 3 * (2.0 * matrices + attention)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the files of the tokenizer."""
-        if self._tokenizer_files:
-            checkpoint["tokenizer"] = self._tokenizer_files
-
-    @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the tokenizer, too.
-
-        Raises:
-            ValueError: when the data was encoded by another tokenizer.
-        """
-        super().on_load_checkpoint(checkpoint)
-        if "tokenizer" not in checkpoint:
-            return
-        theirs = unpack_tokenizer(checkpoint["tokenizer"])
-        if self.tokenizer is not None and fingerprint(self.tokenizer) != fingerprint(theirs):
-            raise ValueError(
-                "the checkpoint was trained with another tokenizer than that of the data, so its tokens mean other text; "
-                "use the data (and for PythonSource the Python version) that it was trained on"
-            )
-        self.use_tokenizer(theirs)
-
-    def _evaluate(self, batch: dict[str, Any], stage: Stage) -> None:
-        if "labels" in batch:
-            self._question(batch, stage)
-            return
-        share, valid = self._share(batch), batch["valid"]
-        losses = self._losses(batch, "none", share).view(len(valid), -1)[valid]
-        first = share is None or share.start == 0  # of those that share sequences, one counts them
-        sums = {"nats": losses.double().sum(), "tokens": losses.numel(), "bytes": batch["bytes"][valid].sum() * first}
-        self._sums(stage).add(**sums, samples=valid.sum() * first)
-
-    def _question(self, batch: dict[str, Any], stage: Stage) -> None:
-        """Update the sums for sequences of which some tokens only are asked for."""
-        asked = (batch["labels"] != IGNORED) & batch["valid"][:, None]
-        targets = batch["labels"][asked]
-        scores = self.network(batch["tokens"]).logits[asked].float()
-        groups = batch["group"][:, None].expand(asked.shape)[asked]
-        nats = F.cross_entropy(scores, targets, reduction="sum")
-        self._sums(stage).add(nats=nats, tokens=len(targets), bytes=0, samples=batch["valid"].sum())
-        self._sums(stage).answers.update(scores.argmax(-1) == targets, groups)
-
-    def _share(self, batch: dict[str, Any]) -> SequenceShare | None:
-        """This process's part of a batch whose sequences others have too, under sequence parallelism."""
-        group = self.sequence_group
-        if group is None:
-            return None
-        assert isinstance(self.network, MHLAForCausalLM)  # setup refuses others
-        share = self.network.backbone.share(group, batch["tokens"].shape[1] - 1)
-        share.agree(*(value for value in batch.values() if isinstance(value, Tensor)))
-        return share
-
-    def _losses(self, batch: dict[str, Any], reduction: Literal["mean", "none"], share: SequenceShare | None) -> Tensor:
-        inputs, targets = inputs_and_targets(batch)
-        bounds = batch.get("cu_seqlens")
-        if share is not None:
-            if bounds is not None:
-                raise ValueError(
-                    "documents that are packed (separate_documents: true) cannot be spread over processes; set "
-                    "--data.separate_documents=false, or sequence_parallel_size: 1"
-                )
-            inputs, targets = share.of(inputs), share.of(targets)
-        if bounds is not None:
-            inputs, targets = inputs.reshape(1, -1), targets.reshape(1, -1)
-        if not isinstance(self.network, MHLAForCausalLM):
-            return network_loss(self.network, inputs, targets, reduction == "mean", self.plain_head)
-        options: dict[str, Any] = {"shift_labels": targets, "cu_seqlens": bounds, "loss_reduction": reduction}
-        return self.network(inputs, share=share, **options).loss
-
-    def _sums(self, stage: Stage) -> TextSums:
-        return cast(TextSums, self.sums[stage])
-
-    def _log_sums(self, stage: Stage) -> None:
-        groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
-        for name, value in self._sums(stage).take(stage, groups).items():
-            self.log(f"{stage}/{name}", value, prog_bar=name in ("bits_per_byte", "accuracy"), sync_dist=True)
-
-
-def inputs_and_targets(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Tokens ``[B, N]`` and what is to follow each of them."""
-    if "labels" in batch:
-        return batch["tokens"], batch["labels"]
-    return batch["tokens"][:, :-1], batch["tokens"][:, 1:]
 
 
 def _for_layers(attention: Any, kinds: list[str] | None, depth: int) -> Any:

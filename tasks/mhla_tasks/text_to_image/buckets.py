@@ -1,4 +1,4 @@
-"""Sizes that images of several shapes are brought to; a batch holds images of one size."""
+"""Buckets: image sizes for several aspect ratios. A batch holds images of one size."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightning_mhla.system.untrusted import BROKEN
 log = logging.getLogger(__name__)
 
 Size = tuple[int, int]
-"""Height and width in pixels."""
+"""Height and width of an image, in pixels."""
 
 HEAD = 1 << 16
-"""Bytes of an image that are read for its size; the whole file where they do not hold it."""
+"""Number of bytes that are read to determine the size of an image; the complete file if they do not suffice."""
 
 
 def parse_buckets(names: Sequence[str]) -> list[Size]:
-    """Sizes from their names, ``512x384`` for 512 rows of 384 pixels.
+    """Parse sizes, such as ``512x384`` for 512 rows of 384 pixels.
 
     Raises:
         ValueError: for another name, one that comes twice, or none at all.
@@ -44,14 +44,14 @@ def parse_buckets(names: Sequence[str]) -> list[Size]:
 
 
 def nearest_bucket(height: int, width: int, sizes: Sequence[Size]) -> int:
-    """The size whose ratio of height to width is nearest to that of an image, on a logarithmic scale."""
+    """Find the size whose ratio of height to width is nearest to that of an image, on a logarithmic scale."""
     return min(
         range(len(sizes)), key=lambda number: abs(math.log(height * sizes[number][1] / (width * sizes[number][0])))
     )
 
 
 def sort_into_buckets(files: CaptionedFiles, sizes: Sequence[Size], batch_size: int) -> np.ndarray:
-    """The bucket of each image, ``[n]`` int64, from the heads of the files; broken images go into the first.
+    """Compute the bucket of each image, ``[n]`` int64, from the headers of the files. Broken images get the first bucket.
 
     Raises:
         ValueError: when a bucket gets fewer images than ``batch_size``.

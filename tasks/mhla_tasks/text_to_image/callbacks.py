@@ -1,30 +1,27 @@
-"""Pictures and scores of images drawn while a model trains."""
+"""Callbacks that draw and score images during training."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning import Trainer
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_mhla.callbacks import PeriodicEvaluation
-from lightning_mhla.callbacks.averaging import evaluation_weights
-from lightning_mhla.checkpoints.weights import shards_weights
-from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.folders import run_folder
+from mhla_tasks.captioned.callbacks import DrawnSamples, log_figure
+from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.text_to_image.judge import parse_caption, score_scenes
 from mhla_tasks.text_to_image.module import TextToImage
 from mhla_tasks.text_to_image.pictures import draw_captioned
 from mhla_tasks.text_to_image.scenes import every_caption
 
 
-class ImagePictures(PeriodicEvaluation):
-    """Draws an image for each of a few prompts, from the weights that validation uses, with their captions.
+class ImagePictures(DrawnSamples):
+    """Draw an image for each of a few prompts with the weights that validation uses, with their captions.
 
     ``images-step*.png`` goes to ``pictures/`` in the log folder, and to TensorBoard. The noise of an image is always the
     same.
@@ -37,6 +34,8 @@ class ImagePictures(PeriodicEvaluation):
         seed: seed of the noise.
     """
 
+    module_class = TextToImage
+
     def __init__(
         self,
         prompts: list[str],
@@ -45,62 +44,19 @@ class ImagePictures(PeriodicEvaluation):
         at_start: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(every_n_steps, at_end)
-        if not prompts:
-            raise ValueError("prompts is empty; give at least one")
-        self.prompts, self.seed, self.at_start = prompts, seed, at_start
+        super().__init__(prompts, every_n_steps, at_end, at_start, seed)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out now, not hours later, whether images can be drawn; on the processes that draw, so that others load nothing.
-
-        Raises:
-            ValueError: on every process, for what does not fit together.
-        """
-        module, failed = _checked(pl_module, self), ""
-        if trainer.is_global_zero or shards_weights(trainer):
-            try:
-                self.check(module)
-            except (ValueError, FileNotFoundError) as error:
-                failed = str(error)
-            module.rest()
-        failed = trainer.strategy.broadcast(failed)
-        if failed:
-            raise ValueError(failed)
-
-    def check(self, module: TextToImage) -> None:
-        """Load what is needed; ValueError or FileNotFoundError for what does not fit together or is not there."""
-        module.check_drawable()
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw from the first weights, if that is wanted."""
-        if self.at_start and trainer.global_step == 0:
-            self.evaluate(trainer, pl_module)
-
-    @torch.no_grad()
-    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw on the first process, or on all where they gather weights from each other; write on the first."""
-        module, pixels = _checked(pl_module, self), None
-        if trainer.is_global_zero or shards_weights(trainer):
-            with kept_random_state(), evaluation_weights(trainer, module), trainer.precision_plugin.forward_context():
-                pixels = module.draw_prompts(self.prompts, self.seed)
-            module.rest()
-        if trainer.is_global_zero and pixels is not None:
-            self.keep(trainer, pixels)
-        trainer.strategy.barrier()
-
-    def keep(self, trainer: Trainer, pixels: Tensor) -> None:
-        """Write what was drawn."""
-        folder, step = run_folder(trainer) / "pictures", trainer.global_step
-        figure = draw_captioned(list(zip(self.prompts, pixels, strict=True)), f"step {step:,}")
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / f"images-step{step:07d}.png", dpi=110)
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_figure("images", figure, step)
+    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
+        """Write a picture of the images."""
+        pictures, step = folder / "pictures", trainer.global_step
+        figure = draw_captioned(list(zip(self.prompts, samples, strict=True)), f"step {step:,}")
+        pictures.mkdir(parents=True, exist_ok=True)
+        figure.savefig(pictures / f"images-step{step:07d}.png", dpi=110)
+        log_figure(trainer, "images", figure)
 
 
 class SceneScores(ImagePictures):
-    """Draws scenes of digits and looks at them: right digits, colours, count and relation, each as a share.
+    """Draw scenes of digits, and log the share with the right digits, colours, count and relation.
 
     Logs ``scenes/digit``, ``colour``, ``count``, ``relation`` and ``all``; ``scenes.jsonl`` in the log folder gets a line
     for each evaluation. The program behind it (:mod:`mhla_tasks.text_to_image.judge`) passes 87% of real held-out scenes.
@@ -128,19 +84,19 @@ class SceneScores(ImagePictures):
             parse_caption(prompt)
         super().__init__(chosen * per_prompt, every_n_steps, at_end, at_start, seed)
 
-    def keep(self, trainer: Trainer, pixels: Tensor) -> None:
-        """Score what was drawn."""
-        scores, step = score_scenes(pixels, self.prompts), trainer.global_step
-        path = run_folder(trainer) / "scenes.jsonl"
+    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
+        """Score the images."""
+        scores, step = score_scenes(samples, self.prompts), trainer.global_step
+        path = folder / "scenes.jsonl"
         before = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in before if json.loads(line)["step"] < step]
-        line = json.dumps({"step": step, "images": len(pixels), "seed": self.seed, **scores})
+        line = json.dumps({"step": step, "images": len(samples), "seed": self.seed, **scores})
         write_whole(path, "\n".join([*kept, line]) + "\n")
         self.log_values(trainer, "scenes", scores)
 
 
 class ClipScore(ImagePictures):
-    """Draws an image for each prompt and logs ``clip/score``, the CLIP score (arXiv 2104.08718) on a scale of 100.
+    """Draw an image for each prompt, and log ``clip/score``, the CLIP score (arXiv 2104.08718) on a scale of 100.
 
     It is the mean over the images of the cosine between image and prompt in CLIP, times 100, and 0 where that is negative.
 
@@ -166,14 +122,14 @@ class ClipScore(ImagePictures):
         self.model = model
         self._parts: tuple[Any, Any] | None = None
 
-    def check(self, module: TextToImage) -> None:
-        """Load CLIP too."""
+    def check(self, module: CaptionedDiffusion) -> None:
+        """Load CLIP, too."""
         super().check(module)
         self._load()
 
     @torch.no_grad()
     def score(self, pixels: Tensor) -> float:
-        """The score of images ``[n, C, H, W]`` uint8 of the prompts."""
+        """Compute the score of images ``[n, C, H, W]`` uint8 of the prompts."""
         model, processor = self._load()
         values = []
         for image, prompt in zip(pixels.expand(-1, 3, -1, -1), self.prompts, strict=True):
@@ -182,12 +138,12 @@ class ClipScore(ImagePictures):
             values.append(100 * F.cosine_similarity(out.image_embeds, out.text_embeds).clamp(min=0))
         return float(torch.cat(values).mean())
 
-    def keep(self, trainer: Trainer, pixels: Tensor) -> None:
-        """Score what was drawn."""
-        self.log_values(trainer, "clip", {"score": self.score(pixels)})
+    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
+        """Score the images."""
+        self.log_values(trainer, "clip", {"score": self.score(samples)})
 
     def _load(self) -> tuple[Any, Any]:
-        """Model and processor."""
+        """Load model and processor on first use."""
         if self._parts is None:
             from transformers import CLIPModel, CLIPProcessor
 
@@ -199,9 +155,3 @@ class ClipScore(ImagePictures):
                     f"model {self.model} is no folder and no hub name of a CLIP model ({str(error).splitlines()[0]})"
                 ) from error
         return self._parts
-
-
-def _checked(module: LightningModule, callback: ImagePictures) -> TextToImage:
-    if not isinstance(module, TextToImage):
-        raise ValueError(f"{type(callback).__name__} draws from a TextToImage, not from a {type(module).__name__}")
-    return module

@@ -1,4 +1,4 @@
-"""Whether a picture shows the scene of its caption: digits, colours, count and relation, each found by a program.
+"""Judge whether a picture shows the scene of its caption: digits, colours, count and relation.
 
 GenEval (arXiv 2310.11513) asks the same of an object detector. Here strokes are connected areas of light, their colour is
 the nearest of the four, and a support vector machine on MNIST's training digits reads them.
@@ -21,20 +21,20 @@ from lightning_mhla.data.digits import load_mnist
 from mhla_tasks.text_to_image.scenes import COLOURS, COUNTS, NAMES, RELATIONS, Scene
 
 DARK = 90
-"""Level of the brightest channel below which a pixel is background."""
+"""Threshold of the brightest channel below which a pixel is background."""
 
 SMALLEST = 12
-"""Pixels of a stroke; smaller areas are noise."""
+"""Smallest area of a stroke in pixels; smaller areas are noise."""
 
 READ = 12
-"""Side of the box into which a digit is scaled before it is read."""
+"""Side of the box into which a digit is scaled before classification."""
 
 CHECKS = ("digit", "colour", "count", "relation")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A digit in a picture.
+    """Digit found in a picture.
 
     Attributes:
         label: as which it is read.
@@ -50,7 +50,7 @@ class Found:
 
 
 def parse_caption(caption: str) -> Scene:
-    """The scene of a caption.
+    """Parse the scene of a caption.
 
     Raises:
         ValueError: for another caption.
@@ -71,7 +71,7 @@ def parse_caption(caption: str) -> Scene:
 
 
 def find_digits(pixels: Tensor) -> list[Found]:
-    """The digits in a picture ``[3, H, W]`` uint8."""
+    """Find the digits in a picture ``[3, H, W]`` uint8."""
     from scipy import ndimage
 
     light = pixels.amax(0).numpy() > DARK
@@ -96,7 +96,7 @@ def find_digits(pixels: Tensor) -> list[Found]:
 
 
 def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
-    """Whether a picture ``[3, H, W]`` uint8 has the right digits, colours, count and, where one is said, relation."""
+    """Check a picture ``[3, H, W]`` uint8 for the right digits, colours, count and, if the caption has one, relation."""
     scene, found = parse_caption(caption), find_digits(pixels)
     right = {
         "digit": sorted(each.label for each in found) == sorted(label for label, _ in scene.shown),
@@ -111,7 +111,7 @@ def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
 
 
 def score_scenes(pictures: Tensor, captions: Sequence[str]) -> dict[str, float]:
-    """Shares of pictures ``[n, 3, H, W]`` uint8 that pass each of :data:`CHECKS` that applies, and ``all`` of them."""
+    """Compute the shares of pictures ``[n, 3, H, W]`` uint8 that pass each check of :data:`CHECKS`, and ``all`` of them."""
     checks = [check_scene(picture, caption) for picture, caption in zip(pictures, captions, strict=True)]
     shares = {}
     for name in CHECKS:
@@ -129,7 +129,7 @@ def _stand(relation: str, first: Found | None, second: Found | None) -> bool:
 
 
 def _boxed(image: Tensor) -> Tensor:
-    """A digit ``[h, w]`` scaled to fill a box of :data:`READ` pixels, its proportions kept, its brightest pixel 1."""
+    """Scale a digit ``[h, w]`` to fill a box of :data:`READ` pixels, keeping its proportions, with brightest pixel 1."""
     height, width = image.shape
     scale = READ / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))
@@ -142,7 +142,7 @@ def _boxed(image: Tensor) -> Tensor:
 
 @cache
 def _reader() -> Any:
-    """A classifier of digits in boxes, trained on MNIST's training digits at the size of those among others."""
+    """Train a classifier of boxed digits on MNIST's training digits, at the size of digits among others."""
     from sklearn.svm import SVC
 
     images, labels = load_mnist(True)

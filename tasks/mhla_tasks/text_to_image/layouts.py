@@ -1,4 +1,4 @@
-"""Drawn images in the folders that benchmarks of text-to-image models read."""
+"""Folder layouts that benchmarks of text-to-image models read."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_mhla.system.untrusted import BROKEN
 from mhla_tasks.captioned.text import read_prompts
 
 TILES = 4
-"""Images of a prompt that DPG-Bench reads, as quarters of one."""
+"""Number of images of a prompt that DPG-Bench reads as quarters of one image."""
 
 
 def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
-    """Copy what predict drew into a benchmark's layout.
+    """Copy the images of predict into a benchmark's layout.
 
     Args:
         images: folder of ``NAME-NUMBER.png``.
@@ -54,7 +54,7 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
 
 
 def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) -> None:
-    """``00000/metadata.jsonl`` and ``00000/samples/0000.png``."""
+    """Write GenEval's layout: ``00000/metadata.jsonl`` and ``00000/samples/0000.png``."""
     if prompts.suffix != ".jsonl":
         raise ValueError(f"--prompts {prompts} is not GenEval's evaluation_metadata.jsonl")
     lines = [line for _, line in read_lines(prompts)]
@@ -67,7 +67,7 @@ def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) ->
 
 
 def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """``NAME.png``: four images in one, two in a row."""
+    """Write DPG-Bench's layout: ``NAME.png`` with four images, two in a row."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         found = _numbered(images, name)
@@ -89,7 +89,7 @@ def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
 
 
 def _mjhq(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """``NAME.png``: one image of each prompt."""
+    """Write one image of each prompt as ``NAME.png``."""
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         _copy(_numbered(images, name)[0], target / f"{name}.png")
@@ -103,7 +103,7 @@ LAYOUTS: dict[str, Callable[[Path, Sequence[str], Path, Path], Any]] = {
 
 
 def _numbered(images: Path, name: str) -> list[Path]:
-    """Images of a prompt in order.
+    """Sort the images of a prompt by number.
 
     Raises:
         FileNotFoundError: when there is none.

@@ -1,14 +1,8 @@
-"""SANA's transformer, diffusers' own, with the attention that a configuration asks for."""
+"""Shape of SANA's transformer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-
-from diffusers import SanaTransformer2DModel
-
-from lightning_mhla import AttentionConfig
-from lightning_mhla.swap import swap_attention
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -56,12 +50,3 @@ class TransformerConfig:
                 f"{self.num_cross_attention_heads} of {self.cross_attention_head_dim} in cross-attention and "
                 f"cross_attention_dim={self.cross_attention_dim} are different widths of a token; set them alike"
             )
-
-
-def build_transformer(
-    shape: TransformerConfig, attention: AttentionConfig, layer_kinds: Sequence[str] | None
-) -> SanaTransformer2DModel:
-    """A transformer with its attention swapped; ``layer_kinds`` as for :func:`lightning_mhla.swap_attention`."""
-    model = SanaTransformer2DModel(**asdict(shape))
-    swap_attention(model, attention, layer_kinds=layer_kinds)
-    return model

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -13,17 +12,19 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.generative.codecs import ImageCodec
 from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.generative.flow import FlowConfig
+from lightning_mhla.generative.images import to_pixels
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.optim import OptimizerConfig
-from mhla_tasks.captioned.module import CaptionedDiffusion, check_patches
+from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.captioned.requests import RequestedSamples
+from mhla_tasks.captioned.sampling import check_patches
 from mhla_tasks.captioned.text import TextConfig, make_encoder
-from mhla_tasks.text_to_image.model import TransformerConfig, build_transformer
-from mhla_tasks.text_to_image.pretrained import load_weights, read_transformer
-from mhla_tasks.text_to_image.sampling import SamplingConfig, draw_images, latent_shape, token_mask
+from mhla_tasks.text_to_image.model import TransformerConfig
+from mhla_tasks.text_to_image.pretrained import SANA
+from mhla_tasks.text_to_image.sampling import SamplingConfig
 from mhla_tasks.text_to_image.writer import ImageWriter
 
 SANA_TEXT = TextConfig(length=300, instruction="sana")
@@ -49,18 +50,17 @@ class TextToImage(CaptionedDiffusion):
         compile: compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         sampling: sampler options of predict and callbacks.
-        pretrained: weights to start from, see mhla_tasks.text_to_image.pretrained; not read where --ckpt_path brings weights.
+        pretrained: weights to start from, see mhla_tasks.captioned.host; not read where --ckpt_path brings weights.
         output: folder for the images that predict draws; those that are there already are not drawn again. null for the
             run's own.
         optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and images use; null for none.
     """
 
-    samples, sample_key, text_option = "images", "image", "caption_channels"
+    host, samples, sample_key, text_option = SANA, "images", "image", "caption_channels"
 
     train_batch = ("latent|image", "text|caption")
     evaluation_batch = ("latent|image", "text|caption", "index")
-    predict_batch = ("caption", "file", "index", "seed")
 
     def __init__(
         self,
@@ -90,9 +90,10 @@ class TextToImage(CaptionedDiffusion):
         super().__init__(optimizer, ema_decay, compile_options)
         self.save_hyperparameters(ignore=["pretrained", "output"])
         keep_plain(self)
-        self._shape = transformer
         self.set_up(
-            build_transformer(transformer, attention, layer_kinds),
+            transformer,
+            attention,
+            layer_kinds,
             make_encoder(text, transformer.caption_channels),
             None if vae is None else ImageCodec(vae),
             as_dataclass(FlowConfig, flow),
@@ -112,16 +113,23 @@ class TextToImage(CaptionedDiffusion):
             noisy, encoder_hidden_states=text, timestep=times, encoder_attention_mask=token_mask(text)
         ).sample
 
+    @staticmethod
     @override
-    def load_pretrained(self, path: str) -> None:
-        load_weights(self.network, path)
+    def caption_arguments(text: Tensor, negative: Tensor) -> dict[str, Tensor]:
+        return {
+            "prompt_embeds": text,
+            "prompt_attention_mask": token_mask(text),
+            "negative_prompt_embeds": negative,
+            "negative_prompt_attention_mask": token_mask(negative),
+        }
 
+    @staticmethod
     @override
-    def build_teacher(self, path: str) -> Any:
-        return read_transformer(self._shape, path)
+    def to_bytes(samples: Tensor) -> Tensor:
+        return to_pixels(samples)
 
     def on_fit_start(self) -> None:
-        """Find out whether the model takes all sizes of the data; then see :meth:`CaptionedDiffusion.on_fit_start`.
+        """Check that the model takes all sizes of the data; then see :meth:`CaptionedDiffusion.on_fit_start`.
 
         Raises:
             ValueError: for a size that patches or autoencoder do not divide.
@@ -136,30 +144,9 @@ class TextToImage(CaptionedDiffusion):
         """Channels, height and width of an image."""
         return (3, self.sampling.height, self.sampling.width)
 
-    @override
-    def check_drawable(self, sampling: Any = None) -> None:
-        channels = self.network.config.out_channels
-        if self.codec is None and channels not in (1, 3):
-            raise ValueError(
-                f"images of {channels} channels are latents; name the autoencoder that decodes them: "
-                "--model.vae=FOLDER_OR_NAME"
-            )
-        latent_shape(self.network, self.codec, sampling or self.sampling)
-        if self.codec is not None:
-            self.codec.model(self.device)
-        self.captions.tokens("", self.device)
-
-    @override
-    def draw(self, prompts: list[str], indices: list[int], seed: int, sampling: Any = None) -> Tensor:
-        """Images ``[B, C, H, W]`` uint8; see :func:`mhla_tasks.text_to_image.sampling.draw_images`."""
-        chosen = sampling or self.sampling
-        text = self.captions.encode(prompts, self.device)
-        negative = self.captions.encode([chosen.negative_prompt], self.device, instructed=False)[0]
-        return draw_images(self.network, self.codec, chosen, self.flow.shift, text, negative, indices, seed)
-
     @property
     def prompts(self) -> list[str]:
-        """Prompts that metrics of samples are balanced over: those of the data."""
+        """Prompts of the data, which samples for metrics are balanced over."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         return [prompt for _, prompt in RequestedSamples(data.prompts, data.known_prompts, "png").prompts]
 
@@ -169,17 +156,18 @@ class TextToImage(CaptionedDiffusion):
         return len(self.prompts)
 
     def draw_numbered(self, indices: list[int], seed: int, sampling: Any) -> Tensor:
-        """Images ``[b, C, H, W]`` uint8 by number: sample i has prompt i modulo their number, and noise of its own."""
+        """Draw images ``[b, C, H, W]`` uint8. Sample i has prompt i modulo their number, and its own noise."""
         prompts = self.prompts
         return self.draw([prompts[index % len(prompts)] for index in indices], indices, seed, sampling)
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """Options that a metric of samples depends on."""
+        """Return the options that metrics of samples depend on."""
         options = asdict(sampling)
         return {"sampling_steps": options.pop("steps"), **options, "shift": self.flow.shift}
 
-    @torch.no_grad()
-    def draw_prompts(self, prompts: list[str], seed: int) -> Tensor:
-        """An image ``[n, C, H, W]`` uint8 on the CPU for each of ``prompts``, thirty-two at a time."""
-        parts = [range(start, min(start + 32, len(prompts))) for start in range(0, len(prompts), 32)]
-        return torch.cat([self.draw([prompts[i] for i in part], list(part), seed).cpu() for part in parts])
+
+def token_mask(text: Tensor) -> Tensor:
+    """Compute the mask ``[B, L]`` int64 of caption tokens ``[B, L, D]``. Rows of zeros, but for the first, are padding."""
+    mask = text.ne(0).any(-1)
+    mask[:, 0] = True
+    return mask.long()

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS, INCHES, LETTERS = 6, 1.5, 24
-"""Images in a row, the side of one, and letters in a line of its caption."""
+"""Images per row, side of an image in inches, and letters per line of a caption."""
 
 
 def draw_captioned(images: Sequence[tuple[str, Tensor]], title: str = "") -> Figure:
-    """Images in rows of six, each under its caption.
+    """Draw images in rows of six, each under its caption.
 
     Args:
         images: caption and pixels ``[C, H, W]`` uint8 of each.

@@ -1,4 +1,4 @@
-"""Pictures of coloured handwritten digits, with captions that say which, how many and where: nothing to download."""
+"""Scenes of coloured handwritten digits, with captions that name digits, number and places."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ COLOURS = {
     "blue": (0.25, 0.35, 1.0),
     "yellow": (1.0, 1.0, 0.15),
 }
-"""Red, green and blue of a stroke."""
+"""Colours of strokes, as red, green and blue."""
 
 RELATIONS = ("left of", "above")
 COUNTS = {2: "two", 3: "three"}
 
 SIDE, LARGE, SMALL = 32, 20, 14
-"""Pixels of the canvas, of a digit alone, and of one among others."""
+"""Side of the canvas, of a single digit, and of a digit among others, in pixels."""
 
 SHIFT = 3
-"""Pixels by which a digit alone may stand off the middle, along each axis."""
+"""Largest distance of a single digit from the middle along each axis, in pixels."""
 
 SCENES, HELD_OUT_SCENES = 20_000, 400
-"""Scenes to train on, and held out, which show digits that training never shows."""
+"""Number of training scenes and of held-out scenes, which show different digits."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows.
+    """Content of a picture.
 
     Args:
         digits: label and colour of each digit; of equal ones, once.
@@ -52,12 +52,12 @@ class Scene:
 
     @property
     def shown(self) -> list[tuple[int, str]]:
-        """Label and colour of every digit."""
+        """Labels and colours of the digits."""
         return [self.digits[min(number, len(self.digits) - 1)] for number in range(self.count)]
 
     @property
     def caption(self) -> str:
-        """``a red three``, ``two blue fives`` or ``a red three left of a green seven``."""
+        """Caption: ``a red three``, ``two blue fives`` or ``a red three left of a green seven``."""
         names = [f"{colour} {NAMES[label]}" for label, colour in self.digits]
         if self.relation is not None:
             return f"a {names[0]} {self.relation} a {names[1]}"
@@ -67,7 +67,7 @@ class Scene:
 
 
 def draw_scene(random: np.random.Generator) -> Scene:
-    """One digit, two or three equal ones, or two that stand in a relation."""
+    """Draw a scene: one digit, two or three equal ones, or two in a relation."""
     kind = ("single", "count", "relation")[random.choice(3, p=[0.4, 0.2, 0.4])]
     labels = random.integers(10, size=2 if kind == "relation" else 1)
     colours = random.permutation(list(COLOURS))
@@ -78,7 +78,7 @@ def draw_scene(random: np.random.Generator) -> Scene:
 
 
 def every_caption() -> list[str]:
-    """Sixty captions: twenty of one digit, sixteen of equal ones, twenty-four of a relation."""
+    """List sixty captions: twenty of one digit, sixteen of equal digits, twenty-four with a relation."""
     random, wanted = np.random.default_rng(0), {(1, False): 20, (2, False): 8, (3, False): 8, (2, True): 24}
     captions: list[str] = []
     while any(wanted.values()):
@@ -91,7 +91,7 @@ def every_caption() -> list[str]:
 
 
 def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) -> Tensor:
-    """The picture ``[3, 32, 32]`` float32 in -1 .. 1 of a scene.
+    """Draw the picture ``[3, 32, 32]`` float32 in -1 .. 1 of a scene.
 
     Args:
         scene: what it shows.
@@ -109,7 +109,7 @@ def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) 
 
 
 def _places(scene: Scene, size: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """Top and left of each digit; digits among others stand in different quarters of the canvas."""
+    """Choose top and left of each digit. Several digits lie in different quarters of the canvas."""
     if scene.count == 1:
         middle = (SIDE - size) // 2
         down, right = random.integers(-SHIFT, SHIFT + 1, size=2)
@@ -134,7 +134,7 @@ def _by_label(train: bool) -> list[Tensor]:
 
 
 class SceneSamples:
-    """Scenes as a source: always the same for the same index.
+    """Source of scenes. The scene of an index is always the same.
 
     Args:
         train: scenes of MNIST's training digits, or of those held out.
@@ -149,7 +149,7 @@ class SceneSamples:
         return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``image`` ``[3, 32, 32]`` in -1 .. 1, ``caption`` and ``index``."""
+        """Return ``image`` ``[3, 32, 32]`` in -1 .. 1, ``caption`` and ``index``."""
         random = np.random.default_rng([index, self.train])
         scene = draw_scene(random)
         known = _by_label(self.train)

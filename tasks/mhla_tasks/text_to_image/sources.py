@@ -1,4 +1,4 @@
-"""Samples of the text-to-image domain: images with captions, of shards and folders."""
+"""Source of captioned images in shards and folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mhla_tasks.text_to_image.buckets import Size, sort_into_buckets
 
 
 class CaptionedImages:
-    """Images with captions as a source.
+    """Source of captioned images.
 
     Attributes:
         groups: number of the size of each image; None where there is one.
@@ -37,7 +37,7 @@ class CaptionedImages:
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``image`` ``[3, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
+        """Read ``image`` ``[3, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
         text = self.files.caption(index)
         data = self.files.member(index, EXTENSIONS)[1]
         transform = self.transforms[0 if self.groups is None else self.groups[index]]
@@ -46,7 +46,7 @@ class CaptionedImages:
 
 
 def to_size(height: int, width: int) -> v2.Compose:
-    """An image scaled until it covers ``height x width``, its middle cut out, as ``[3, H, W]`` float32 in -1 .. 1."""
+    """Build a transform: scale an image to cover ``height x width``, crop the middle, ``[3, H, W]`` float32 in -1 .. 1."""
 
     def cover(image: Image.Image) -> Image.Image:
         scale = max(height / image.height, width / image.width)

@@ -1,4 +1,4 @@
-"""Images that predict writes: PNG files, a line for each, and a picture to look at."""
+"""Files that predict writes: images as PNG, a line for each, and a picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mhla_tasks.text_to_image.pictures import draw_captioned
 
 
 class ImageWriter(SampleFolder):
-    """Writes images as they are drawn, every process its own."""
+    """Write the images of each process as they are drawn."""
 
     kind = "images"
 

@@ -1,1 +1,1 @@
-"""Tools beside the commands of Lightning: data, models, measurements, the machine."""
+"""Tools of the command line that complement Lightning's commands: for data, models, measurements and the machine."""

@@ -1,4 +1,4 @@
-"""The model card that an export leaves beside the weights: ``README.md``."""
+"""Model card (``README.md``) that an export writes next to the weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MARK = "<!-- lightning export "
 
 
 def is_own(text: str) -> bool:
-    """Whether a card is as :func:`write_card` wrote it."""
-    before, mark, digest = text.rpartition(MARK)
-    return bool(mark) and digest.strip() == f"{_digest(before)} -->"
+    """Whether a card was written by :func:`write_card` and not edited since."""
+    content, mark, digest = text.rpartition(MARK)
+    return bool(mark) and digest.strip() == f"{_digest(content)} -->"
 
 
 def _digest(text: str) -> str:
@@ -36,17 +36,18 @@ def _digest(text: str) -> str:
 def write_card(
     module: TrainingModule, content: Mapping[str, Any], path: Path, folder: str, loading: str, license_name: str | None
 ) -> None:
-    """Write a card: what the model is, how to load it, data, metrics, configuration, versions, licence.
+    """Write a model card: the kind of model, how to load it, data, metrics, configuration, versions and licence.
 
-    Options come without secrets and without the folders of local paths, and no text of the checkpoint is Markdown or HTML.
+    Secrets and the folders of local paths are removed from options. Text from the checkpoint is escaped, so that it is never
+    interpreted as Markdown or HTML.
 
     Args:
-        module: that was exported.
-        content: its checkpoint, without the tensors.
+        module: the exported module.
+        content: entries of its checkpoint except the tensors.
         path: path of the card.
         folder: name of the folder of the export.
-        loading: Python that loads it, with ``FOLDER`` for its path.
-        license_name: identifier of the model's licence; None where it is not stated.
+        loading: Python code that loads the export, with ``FOLDER`` in place of its path.
+        license_name: identifier of the model's licence; None if it is not known.
     """
     memory, data = (_options(content.get(key)) for key in ("hyper_parameters", "datamodule_hyper_parameters"))
     name = type(module).__name__
@@ -55,7 +56,7 @@ def write_card(
     header = {"library_name": "lightning-mhla", "tags": ["mhla", "linear-attention"]}
     header |= {"license": license_name} if license_name else {}
     article = "An" if name[0] in "AEIOU" else "A"
-    quoted = json.dumps(folder, ensure_ascii=not folder.isprintable())  # as Python has it, too
+    quoted = json.dumps(folder, ensure_ascii=not folder.isprintable())  # a JSON string is also a Python string
     code = loading.replace("FOLDER", quoted[1:-1])
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {_plain(folder)}",
@@ -80,10 +81,10 @@ def write_card(
 
 
 def _options(memory: Any) -> dict[str, Any]:
-    """Options that a checkpoint remembers, and the class that they are of."""
-    found = {key: value for key, value in (memory or {}).items() if not key.startswith("_")}
+    """Return the options stored in a checkpoint, with the class that they belong to if it is stored."""
+    arguments = {key: value for key, value in (memory or {}).items() if not key.startswith("_")}
     class_path = (memory or {}).get("_class_path")
-    return {"class_path": class_path, "init_args": found} if class_path else found
+    return {"class_path": class_path, "init_args": arguments} if class_path else arguments
 
 
 def _attention(memory: Mapping[str, Any]) -> str:
@@ -122,19 +123,19 @@ def _yaml(values: Mapping[str, Any]) -> str:
 
 
 def _plain(text: Any) -> str:
-    """Text in one line that Markdown and HTML show as it is."""
+    """Escape a text as one line that Markdown and HTML show literally."""
     line = " ".join(harmless(str(text)).split())
     return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
 
 
 def _code(text: Any) -> str:
-    """Text as code within a line or a cell of a table, where it holds no sign that would end it."""
+    """Format a text as inline code, or escape it if it contains a character that would end the code or the table cell."""
     line = str(text)
     return f"`{line}`" if re.fullmatch(r"[^`|<>\n\r\\]+", line) and harmless(line) == line else _plain(line)
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes what it has no YAML for as text."""
+    """YAML dumper that writes objects without a YAML form as text."""
 
 
 _Plain.add_multi_representer(object, lambda dumper, value: dumper.represent_str(str(value)))

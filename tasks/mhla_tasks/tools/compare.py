@@ -1,4 +1,4 @@
-"""Runs side by side: what their configurations differ in, metrics, time and parameters."""
+"""Comparison of runs: the differences of their configurations, metrics, time and parameters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.report import RECORD
+from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import read_json, read_yaml
 from mhla_tasks.commandline.console import harmless
@@ -19,17 +20,17 @@ from mhla_tasks.commandline.sources import Source, mapping
 
 CONFIG = "config.yaml"
 PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
-"""Keys of a configuration that say where a run is, not what it is."""
+"""Keys of a configuration that set the location of a run, which do not count as differences."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was trained.
+    """A trained run.
 
     Attributes:
-        folder: with ``run.json`` and ``config.yaml``.
-        record: written by :class:`lightning_mhla.callbacks.RunReport`.
-        options: values of the configuration by their whole keys.
+        folder: folder with ``run.json`` and ``config.yaml``.
+        record: content of ``run.json``, which :class:`lightning_mhla.callbacks.RunReport` writes.
+        options: values of the configuration by their full dotted keys.
     """
 
     folder: Path
@@ -37,28 +38,31 @@ class Run:
     options: dict[str, Any]
 
     def final(self, metric: str) -> float | None:
-        """Last value of a metric."""
+        """Return the last value of a metric; None if the run does not have it."""
         points = self.record["metrics"].get(metric)
         return points[-1][1] if points else None
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """All runs in some folders.
+    """Read all runs in and below the given folders.
+
+    Args:
+        folders: folders of runs; a run that is found twice is returned once.
 
     Raises:
         FileNotFoundError: for a folder without runs.
         ValueError: for a record that cannot be read.
     """
-    found: dict[Path, Run] = {}
+    runs: dict[Path, Run] = {}
     for folder in folders:
         records = sorted(folder.rglob(RECORD), key=lambda path: [_number_or_word(part) for part in path.parts])
         if not records:
             raise FileNotFoundError(
-                f"{folder} holds no {RECORD}; runs write it whose callbacks name lightning_mhla.callbacks.RunReport"
+                f"{folder} contains no {RECORD}; it is written by runs with the callback lightning_mhla.callbacks.RunReport"
             )
         for path in records:
-            found.setdefault(path.parent.resolve(), _read(path))
-    return list(found.values())
+            runs.setdefault(path.parent.resolve(), _read(path))
+    return list(runs.values())
 
 
 def _number_or_word(part: str) -> tuple[str, int]:
@@ -70,7 +74,7 @@ def _read(path: Path) -> Run:
     config = path.parent / CONFIG
     record = read_json(path)
     if not isinstance(record.get("metrics"), dict) or not isinstance(record.get("seconds"), int | float):
-        raise ValueError(f"{path} is no record of a run: it names no metrics or no seconds")
+        raise ValueError(f"{path} is not a record of a run: it has no metrics or no seconds")
     if not config.exists():
         return Run(path.parent, record, {})
     (source,), _ = move_keys([Source(str(config), mapping(read_yaml(config)))])
@@ -78,7 +82,12 @@ def _read(path: Path) -> Run:
 
 
 def flat(values: Any, before: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with keys joined by dots; lists of classes by the names of these."""
+    """Flatten nested mappings to one with dotted keys; items of a list of classes are named by their classes.
+
+    Args:
+        values: nested mappings, lists and plain values.
+        before: key of ``values`` itself.
+    """
     if isinstance(values, Mapping) and values:
         parts = (flat(value, f"{before}.{key}" if before else str(key)) for key, value in values.items())
         return {key: value for part in parts for key, value in part.items()}
@@ -87,47 +96,50 @@ def flat(values: Any, before: str = "") -> dict[str, Any]:
         and values
         and all(isinstance(value, Mapping) and "class_path" in value for value in values)
     ):
-        found: dict[str, Any] = {}
+        by_class: dict[str, Any] = {}
         for value in values:
             name = str(value["class_path"]).rpartition(".")[2]
-            number = sum(key == name or key.startswith(f"{name}-") for key in found)
-            found[f"{name}-{number + 1}" if number else name] = value.get("init_args")
+            number = sum(key == name or key.startswith(f"{name}-") for key in by_class)
+            by_class[f"{name}-{number + 1}" if number else name] = value.get("init_args")
         return {
-            key: value for name, options in found.items() for key, value in flat(options, f"{before}.{name}").items()
+            key: value for name, options in by_class.items() for key, value in flat(options, f"{before}.{name}").items()
         }
     return {before: values}
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """Keys that some runs have other values for, places left out."""
-    known = [run for run in runs if run.options]
-    keys = list(dict.fromkeys(key for run in known for key in run.options))
-    wanted = (key for key in keys if key not in PLACES and not key.startswith("trainer.logger"))
-    return [key for key in wanted if len({json.dumps(run.options.get(key), default=str) for run in known}) > 1]
+    """List the keys whose values differ between runs, except loggers and the keys in :data:`PLACES`."""
+    configured = [run for run in runs if run.options]
+    keys = list(dict.fromkeys(key for run in configured for key in run.options))
+    candidates = (key for key in keys if key not in PLACES and not key.startswith("trainer.logger"))
+    return [key for key in candidates if len({json.dumps(run.options.get(key), default=str) for run in configured}) > 1]
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The last parts of keys, as many as tell them apart."""
-    found = {}
+    """Map each key to the shortest sequence of its last parts that is unique among the keys."""
+    names = {}
     for key in keys:
         parts = key.replace(".init_args", "").split(".")
         for count in range(1, len(parts) + 1):
             name = ".".join(parts[-count:])
             if sum(f".{other.replace('.init_args', '')}".endswith(f".{name}") for other in keys) == 1:
                 break
-        found[key] = name
-    return found
+        names[key] = name
+    return names
 
 
 def common_metrics(runs: Sequence[Run]) -> list[str]:
-    """Metrics that every run has, those that differ first; without the count of samples where it is the same."""
-    first = [name for name in runs[0].record["metrics"] if all(name in run.record["metrics"] for run in runs)]
-    still = [name for name in first if len({run.final(name) for run in runs}) == 1]
-    return [name for name in first if name not in still] + [name for name in still if name != "val/samples"]
+    """List the metrics that all runs have, those with different values first.
+
+    The number of validation samples is omitted if it is the same in all runs.
+    """
+    common = [name for name in runs[0].record["metrics"] if all(name in run.record["metrics"] for run in runs)]
+    equal = [name for name in common if len({run.final(name) for run in runs}) == 1]
+    return [name for name in common if name not in equal] + [name for name in equal if name != "val/samples"]
 
 
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Header and a row for each run, as text."""
+    """Return the header of the comparison, and a row of text for each run."""
     names = short_names(differences(runs))
     metrics = common_metrics(runs)
     best = list(dict.fromkeys(run.record["best"]["metric"] for run in runs if run.record["best"]))
@@ -146,14 +158,14 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def _folders(runs: Sequence[Run]) -> list[str]:
-    """The folder of each run, without what all have in common."""
+    """Return the folder of each run, relative to the common parent of all."""
     paths = [str(run.folder) for run in runs]
     common = os.path.commonpath(paths) if len(set(paths)) > 1 else ""
     return [os.path.relpath(path, common) if common else path for path in paths]
 
 
 def print_table(runs: Sequence[Run]) -> None:
-    """Print the table, as wide as it needs to be."""
+    """Print the comparison as a table; without a terminal, it is as wide as its content."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -173,7 +185,7 @@ def print_table(runs: Sequence[Run]) -> None:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """A name for each run, of what it differs in."""
+    """Return a label for each run with the options that differ between runs, or its folder if there are none."""
     names = short_names(differences(runs))
     return [
         ", ".join(f"{name}={_text(run.options.get(key))}" for key, name in names.items()) or str(run.folder)
@@ -182,28 +194,25 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Every common metric by step, a curve for each run.
+    """Draw all common metrics by optimiser step, with a curve for each run.
+
+    Args:
+        runs: the runs.
+        path: file of the picture.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: if the runs have no metric in common.
     """
-    from matplotlib.figure import Figure
-
     metrics = common_metrics(runs)
     if not metrics:
-        raise ValueError("the runs have no metric in common, so there is no picture of them")
-    columns = min(3, len(metrics))
-    rows = -(-len(metrics) // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.2 * rows + 0.24 * len(runs)), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis, metric in zip(axes, metrics, strict=False):
+        raise ValueError("the runs have no metric in common, so no picture can be drawn")
+    figure, axes = make_panels(len(metrics), 3, (4.6, 3.2), (0, 0.24 * len(runs)))
+    for axis, metric in zip(axes, metrics, strict=True):
         for run, label in zip(runs, labels(runs), strict=True):
             axis.plot(*zip(*run.record["metrics"][metric], strict=True), label=label, marker=".", linewidth=1.2)
         axis.set_title(metric, parse_math=False)
         axis.set_xlabel("optimiser step")
         axis.grid(alpha=0.3)
-    for axis in axes[len(metrics) :]:
-        axis.remove()
     legend = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -212,7 +221,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The table as numbers, and the curves."""
+    """Return the comparison as plain data: for each run its folder, its differing options and its record with the curves."""
     keys = differences(runs)
     return [
         {"folder": str(run.folder), "options": {key: run.options.get(key) for key in keys}, **run.record}

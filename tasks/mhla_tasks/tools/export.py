@@ -1,4 +1,4 @@
-"""Trained models of checkpoints, written for use anywhere."""
+"""Export of trained models from checkpoints to folders that other libraries load."""
 
 from __future__ import annotations
 
@@ -26,35 +26,36 @@ DOMAINS = {
     "text_to_image": "TextToImage",
     "video": "VideoDiffusion",
 }
-"""Module classes of the domains. A domain's ``export`` has ``write``, the names of its ``OPTIONS``, ``LOADING``, or
-``loading`` where that depends on the module, and maybe ``REPLACED``, names that are not kept of an earlier export."""
+"""Module class of each domain. The module ``export`` of a domain defines ``write``, the names of its ``OPTIONS``, and
+``LOADING``, or the function ``loading`` if the code depends on the model. It may define ``REPLACED``, the names of files of an
+earlier export that are not carried over."""
 
 WEIGHTS = re.compile(r"(model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Files of weights that the domains write; any other one in the folder of an export is the user's."""
+"""Names of weight files that the domains write; weight files with other names in the folder of an export are the user's."""
 
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
-"""Files of tokenizers whose texts are not paths, whatever they look like."""
+"""Files of tokenizers whose texts may look like paths but are not, and stay unchanged."""
 
 LABELS = ("added_tokens_decoder", "chat_template", "class_names", "label_names", "id2label", "label2id")
-"""Entries of configurations of which the same is true."""
+"""Entries of configurations whose texts may look like paths but are not, and stay unchanged."""
 
 
 def write_export(
     checkpoint: Path, folder: Path, live: bool, options: Mapping[str, Any], license_name: str | None = None
 ) -> None:
-    """Write the model of a checkpoint as the library of its domain loads it, and a model card.
+    """Write the model of a checkpoint in the format of its domain's library, with a model card.
 
     Args:
         checkpoint: file, or folder of a run or of a sharded checkpoint.
         folder: folder to write the model to.
-        live: the weights as trained, where the checkpoint also has their moving average.
+        live: whether to export the trained weights instead of their moving average, if the checkpoint has both.
         options: options of the domain, by name.
         license_name: licence of the model, for the card.
 
     Raises:
-        FileNotFoundError: when there is no checkpoint.
-        ValueError: when it holds no module of a domain, or for options of another domain.
+        FileNotFoundError: if there is no checkpoint.
+        ValueError: if the checkpoint does not contain a module of a domain, or for options of a different domain.
     """
     path = resolve_checkpoint(checkpoint)
     content = read_header(path)
@@ -63,18 +64,18 @@ def write_export(
     for name in options:
         if name not in domain.OPTIONS:
             raise ValueError(
-                f"--{name} is no option for {checkpoint}, which holds the model of {type(module).__name__}"
+                f"--{name} is not an option for {checkpoint}, which contains the model of {type(module).__name__}"
             )
     card = folder / "README.md"
-    before = card.read_text(encoding="utf-8") if card.exists() else None
+    previous_card = card.read_text(encoding="utf-8") if card.exists() else None
     network = type(getattr(module, "network", None)).__name__
     loading = domain.loading(module) if hasattr(domain, "loading") else domain.LOADING
     with rebuilt_folder(folder, partial(_is_replaced, getattr(domain, "REPLACED", ()))) as aside:
         domain.write(module, aside, **options)
         remove_private(aside)
         card = aside / "README.md"
-        if before is not None and not is_own(before):  # written, or edited, by hand
-            card.write_text(before, encoding="utf-8")
+        if previous_card is not None and not is_own(previous_card):  # written or edited by the user
+            card.write_text(previous_card, encoding="utf-8")
             card = aside / "README.new.md"
         write_card(module, content, card, folder.resolve().name, loading.replace("NETWORK", network), license_name)
 
@@ -82,38 +83,43 @@ def write_export(
 def remove_private(folder: Path) -> None:
     """Remove secrets and the folders of local paths from the configurations in a folder, such as ``config.json``.
 
-    Libraries write there where a model or a tokenizer was loaded from. Vocabularies stay as they are.
+    Libraries store the location that a model or a tokenizer was loaded from in these files. Vocabularies are not changed.
 
     Args:
-        folder: a folder to be published.
+        folder: folder that will be published.
     """
     for path in folder.rglob("*.json"):
         if path.name in VOCABULARIES or path.name.endswith(".index.json"):
             continue
         content = json.loads(path.read_text(encoding="utf-8"))
-        kept = {name: content[name] for name in LABELS if name in content} if isinstance(content, dict) else {}
+        labels = {name: content[name] for name in LABELS if name in content} if isinstance(content, dict) else {}
         private = published(content)
-        if kept:
-            private.update(kept)
+        if labels:
+            private.update(labels)
         if private != content:
             path.write_text(json.dumps(private, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _is_replaced(names: Collection[str], path: Path) -> bool:
-    """Whether a file of an earlier export would be read beside those of a new one: weights, and files of the domain."""
+    """Whether a file of an earlier export must not be carried over, because libraries would load it with the new files.
+
+    Args:
+        names: names of files and folders of the domain.
+        path: path of the file relative to the folder.
+    """
     return WEIGHTS.fullmatch(str(path)) is not None or path.parts[0] in names
 
 
 def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:
-    """The module of a checkpoint, of whatever domain, without running any code from it.
+    """Load the module of a checkpoint of any domain, without running code from it.
 
     Args:
         checkpoint: file, or folder of a run or of a sharded checkpoint.
-        live: the weights as trained, where the checkpoint also has their moving average.
+        live: whether to load the trained weights instead of their moving average, if the checkpoint has both.
 
     Raises:
-        FileNotFoundError: when there is no checkpoint.
-        ValueError: when it holds no module of a domain.
+        FileNotFoundError: if there is no checkpoint.
+        ValueError: if the checkpoint does not contain a module of a domain, or its class may not be imported.
     """
     path = resolve_checkpoint(checkpoint)
     memory = read_header(path).get("hyper_parameters") or {}
@@ -124,11 +130,11 @@ def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:
         except AllowError as error:
             raise ValueError(f"{checkpoint} was trained with the class {class_path[:80]}: {error}") from error
         return load_module(kind, path, live)
-    for domain, name in DOMAINS.items():  # trained from Python: the checkpoint does not name its class
+    for domain, name in DOMAINS.items():  # a checkpoint of training from Python does not name its class
         kind = getattr(import_module(f"mhla_tasks.{domain}"), name)
         if accepts(kind, memory):
             return load_module(kind, path, live)
-    raise ValueError(f"{checkpoint} holds no module of {', '.join(DOMAINS)}")
+    raise ValueError(f"{checkpoint} does not contain a module of {', '.join(DOMAINS)}")
 
 
 def _domain_of(kind: type) -> ModuleType:
@@ -136,4 +142,4 @@ def _domain_of(kind: type) -> ModuleType:
         package = base.__module__.rpartition(".")[0]
         if package.startswith("mhla_tasks."):
             return import_module(f"{package}.export")
-    raise ValueError(f"{kind.__module__}.{kind.__name__} is of none of the domains {', '.join(DOMAINS)}")
+    raise ValueError(f"{kind.__module__}.{kind.__name__} does not belong to one of the domains {', '.join(DOMAINS)}")

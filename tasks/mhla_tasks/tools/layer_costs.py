@@ -1,4 +1,4 @@
-"""The cost of each replaced layer of a linearised model on held-out data, and the layers to keep."""
+"""Measurement of the loss that each replaced layer of a linearised model costs on held-out data."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from lightning import LightningDataModule, Trainer
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.swap import KEEP, REPLACE, LayerCosts, layer_costs, original_attention, swapped_layers
 from lightning_mhla.swap.swapping import host_of
-from lightning_mhla.training.transfer import TransferOptions
+from lightning_mhla.training.linearize import TransferOptions
 from mhla_tasks.commandline.moved_keys import move_arguments
 from mhla_tasks.commandline.trust import AllowError, find_class
 from mhla_tasks.tools.export import load_trained
 
 
 def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") -> dict[str, Any]:
-    """Losses by layer, and the layers that a hybrid would keep.
+    """Measure the loss with each replaced layer, and choose the layers that a hybrid model keeps.
 
     Args:
         path: checkpoint or run of a LinearizedModel or a TimmClassifier.
-        keep: share of the model's layers that a hybrid keeps as softmax, 0 to 1.
-        batches: batches of the run's validation data.
-        accelerator: as for Lightning.
+        keep: share of the model's layers that the hybrid keeps as softmax, from 0 to below 1.
+        batches: number of batches of the run's validation data.
+        accelerator: accelerator of Lightning's Trainer.
 
     Returns:
-        ``original``, ``replaced`` and ``hybrid``: nats a token or an image with the original attention, the new one, and the
-        proposed mixture; ``alone``: with one new layer, by number; ``unit``; ``kept``; and ``layer_kinds``.
+        ``original``, ``replaced`` and ``hybrid``: losses in nats per token or image with the original attention, with the new
+        attention in all replaced layers, and with the proposed mixture; ``alone``: the loss with one new layer, by layer
+        number; ``unit``: ``token`` or ``image``; ``kept``: numbers of the kept layers; ``layer_kinds``: kind of each layer.
 
     Raises:
-        ValueError: for another model, a share that is none, no batches, and data without validation.
+        ValueError: for any other model, a ``keep`` or ``batches`` outside its range, and data without validation samples.
     """
     if not 0 <= keep < 1:
-        raise ValueError(f"keep={keep} is a share of the layers, from 0 to below 1")
+        raise ValueError(f"keep={keep} must be a share of the layers, from 0 to below 1")
     if batches < 1:
         raise ValueError(f"batches={batches} must be at least 1")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
@@ -46,7 +47,7 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     network: Any = getattr(module, "network", None)
     if not isinstance(getattr(module, "distillation", None), TransferOptions) or not swapped_layers(network):
         raise ValueError(
-            f"{path} is of a {type(module).__name__}, in which no pretrained layer is replaced: train a LinearizedModel or a "
+            f"{path} contains a {type(module).__name__} without replaced pretrained layers: train a LinearizedModel or a "
             "TimmClassifier with attention"
         )
     data = _data(path)
@@ -58,27 +59,33 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     units = []
 
     def loss() -> float:
-        (found,) = trainer.validate(module, data, verbose=False) or ({},)
-        if "val/perplexity" in found:
+        (metrics,) = trainer.validate(module, data, verbose=False) or ({},)
+        if "val/perplexity" in metrics:
             units.append("token")
-            return math.log(found["val/perplexity"])
-        if "val/loss" not in found:
+            return math.log(metrics["val/perplexity"])
+        if "val/loss" not in metrics:
             raise ValueError(f"the data of {path}, {type(data).__name__}, has no validation to measure a loss on")
         units.append("image")
-        return float(found["val/loss"])
+        return float(metrics["val/loss"])
 
     costs = layer_costs(network, loss)
     depth = len(host_of(network).layers(network))
-    stay = set(range(depth)) - set(swapped_layers(network))
-    kept = costs.worst(max(0, round(keep * depth) - len(stay)))
-    with original_attention(network, kept):
+    never_replaced = set(range(depth)) - set(swapped_layers(network))
+    kept_layers = costs.worst(max(0, round(keep * depth) - len(never_replaced)))
+    with original_attention(network, kept_layers):
         hybrid = loss()
-    kinds = [KEEP if index in {*kept, *stay} else REPLACE for index in range(depth)]
-    return {**vars(costs), "unit": units[0], "hybrid": hybrid, "kept": sorted({*kept, *stay}), "layer_kinds": kinds}
+    kinds = [KEEP if index in {*kept_layers, *never_replaced} else REPLACE for index in range(depth)]
+    return {
+        **vars(costs),
+        "unit": units[0],
+        "hybrid": hybrid,
+        "kept": sorted({*kept_layers, *never_replaced}),
+        "layer_kinds": kinds,
+    }
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures of :func:`measure` as text."""
+    """Format the result of :func:`measure` as text."""
     losses = LayerCosts(found["original"], found["replaced"], found["alone"])
     lines = [f"nats per {found['unit']:<10} against the original"]
     rows: Sequence[tuple[str, float]] = [
@@ -92,11 +99,11 @@ def table(found: dict[str, Any]) -> str:
 
 
 def _data(path: Path) -> LightningDataModule:
-    """The data that a run was trained on, as its checkpoint remembers it."""
+    """Create the data module that a run was trained on from the options in its checkpoint."""
     memory = dict(read_header(resolve_checkpoint(path)).get("datamodule_hyper_parameters") or {})
     class_path = str(memory.get("_class_path", ""))
     if not class_path:
-        raise ValueError(f"{path} does not say what data it was trained on: train it with lightning fit")
+        raise ValueError(f"{path} does not name the data it was trained on: train the model with lightning fit")
     try:
         kind = find_class(class_path, (LightningDataModule,))
     except AllowError as error:

@@ -1,4 +1,4 @@
-"""Tools that look at the machine."""
+"""Tools for the machine and the shell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def doctor(words: Sequence[str]) -> int:
 
 
 def completion(parser: ArgumentParser) -> Run:
-    """Print what a shell needs to complete commands, options and configurations.
+    """Print the script with which a shell completes commands, options and configurations.
 
     lightning completion bash >> ~/.bashrc
     """

@@ -1,4 +1,4 @@
-"""Tools that measure: models, samples, runs, and the operator."""
+"""Tools that measure and compare models, samples, runs and the operator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runpy import run_module
 from mhla_tasks.commandline.registry import Run, passes_on
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-"""Root of the repository where the package is installed in place; a folder without benchmarks otherwise."""
+"""Root of the repository if the package is installed from a checkout; otherwise a folder without benchmarks."""
 
 
 @passes_on
@@ -21,7 +21,7 @@ def evaluate(words: Sequence[str]) -> int | None:
 
         lightning evaluate --model_args pretrained=runs/stdlib --tasks mmlu,arc_easy
 
-    Takes the options of ``lm_eval``, and is ``mhla-lm-eval``.
+    The options are those of ``lm_eval``. ``mhla-lm-eval`` is the same program.
     """
     from mhla_tasks.language.evaluation.script import main
 
@@ -31,13 +31,13 @@ def evaluate(words: Sequence[str]) -> int | None:
 
 
 def score(parser: ArgumentParser) -> Run:
-    """FID, sFID, Inception Score, KID, precision and recall of samples that are already there.
+    """Compute FID, sFID, Inception Score, KID, precision and recall of existing samples.
 
         lightning score runs/dit/version_0/samples.npz VIRTUAL_imagenet256_labeled.npz
         lightning score samples/ photos/ --weights weights-inception-2015-12-05-6726825d.pth
 
-    Samples and reference are a folder of images each, or an .npz: of images (arr_0) as predict writes it, of reference
-    statistics (mu, sigma, mu_s, sigma_s), or of both, as for ADM's evaluator.
+    Samples and reference are each a folder of images or an .npz file. The file contains images (arr_0) in the format of
+    predict, reference statistics (mu, sigma, mu_s, sigma_s), or both, in the format of ADM's evaluator.
     """
     parser.add_argument("samples", help="folder of images, or .npz")
     parser.add_argument("reference", help="folder of images, or .npz")
@@ -45,35 +45,37 @@ def score(parser: ArgumentParser) -> Run:
         "--features",
         choices=("inception", "digits", "mnist", "random"),
         default="inception",
-        help="network whose features are compared; random needs no download (default: inception)",
+        help="network whose features are compared; random requires no download (default: inception)",
     )
-    parser.add_argument("--weights", help="file of torch-fidelity's Inception-v3; downloaded if not given")
-    parser.add_argument("--batch_size", type=int, default=64, help="images at once (default: 64)")
-    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    parser.add_argument("--weights", help="weights file of torch-fidelity's Inception-v3; downloaded by default")
+    parser.add_argument("--batch_size", type=int, default=64, help="images per batch (default: 64)")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     def run(args: Namespace) -> None:
         from mhla_tasks.diffusion.score import compare_sets, print_scores
 
-        found = compare_sets(args.samples, args.reference, args.features, args.weights, args.batch_size, args.device)
-        print_scores(found, f"{args.samples} against {args.reference}", args.json)
+        scores = compare_sets(args.samples, args.reference, args.features, args.weights, args.batch_size, args.device)
+        print_scores(scores, f"{args.samples} against {args.reference}", args.json)
 
     return run
 
 
 def arrange(parser: ArgumentParser) -> Run:
-    """Copy drawn images into the folders that GenEval, DPG-Bench or MJHQ-30K's FID read.
+    """Copy generated images to the folder layout of GenEval, DPG-Bench or the FID of MJHQ-30K.
 
         lightning arrange runs/sana/predict/images geneval --layout geneval --prompts evaluation_metadata.jsonl
 
-    The images are those that ``predict`` drew for the same list of prompts, four for each prompt (per_prompt=4) for GenEval
-    and DPG-Bench, one for MJHQ-30K. The list is evaluation_metadata.jsonl of GenEval, the folder of prompts of DPG-Bench, or
-    meta_data.json of MJHQ-30K.
+    The images are those that ``predict`` generated for the same list of prompts: four per prompt (per_prompt=4) for GenEval
+    and DPG-Bench, one per prompt for MJHQ-30K. The list is evaluation_metadata.jsonl of GenEval, the folder of prompts of
+    DPG-Bench, or meta_data.json of MJHQ-30K.
     """
     parser.add_argument("images", type=Path, help="folder of images that predict wrote")
     parser.add_argument("target", type=Path, help="folder to write")
-    parser.add_argument("--layout", choices=("geneval", "dpg", "mjhq"), required=True, help="whose layout")
-    parser.add_argument("--prompts", type=Path, required=True, help="list of prompts that the images were drawn for")
+    parser.add_argument(
+        "--layout", choices=("geneval", "dpg", "mjhq"), required=True, help="layout of the target folder"
+    )
+    parser.add_argument("--prompts", type=Path, required=True, help="list of prompts of the images")
 
     def run(args: Namespace) -> None:
         from mhla_tasks.text_to_image import layouts
@@ -85,12 +87,12 @@ def arrange(parser: ArgumentParser) -> Run:
 
 
 def compare(parser: ArgumentParser) -> Run:
-    """Lay runs side by side: options that differ, metrics, time, parameters, and curves in one picture.
+    """Compare runs: options that differ, metrics, time, parameters, and curves in one picture.
 
         lightning compare runs/mnist runs/digits/version_3 --picture compared.png
 
-    Takes all runs in the folders that it is given: those with a ``run.json``, which ``RunReport`` writes. Metrics are those
-    of the last validation; the best one is that by which checkpoints were chosen.
+    All runs in the given folders are compared that have a ``run.json``, which the callback ``RunReport`` writes. Metrics are
+    those of the last validation. The best value is that of the metric by which checkpoints were chosen.
     """
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
     parser.add_argument("--picture", type=Path, help="file for the curves (default: no picture)")
@@ -112,24 +114,25 @@ def compare(parser: ArgumentParser) -> Run:
 
 
 def layers(parser: ArgumentParser) -> Run:
-    """Measure what each replaced layer of a linearised model costs, and propose a hybrid.
+    """Measure the loss that each replaced layer of a linearised model costs, and propose a hybrid.
 
         lightning layers runs/linearize-stdlib/version_0 --keep 0.25
 
-    Scores held-out samples of the run's data with one new layer after the other, all others being the original ones, and
-    proposes ``layer_kinds`` with the given share of layers kept. Best after the layer steps of distillation.
+    For each layer, the loss on held-out samples of the run's data is measured with this layer replaced and all others
+    original. The command proposes ``layer_kinds`` with the given share of layers kept. Run it after the layer-wise steps of
+    distillation.
     """
     parser.add_argument("checkpoint", type=Path, help="checkpoint or run of a LinearizedModel or a TimmClassifier")
-    parser.add_argument("--keep", type=float, default=0.25, help="share of the layers to keep (default: 0.25)")
+    parser.add_argument("--keep", type=float, default=0.25, help="share of layers to keep (default: 0.25)")
     parser.add_argument("--batches", type=int, default=16, help="batches of validation data (default: 16)")
-    parser.add_argument("--accelerator", default="auto", help="cpu, gpu, .. (default: auto)")
+    parser.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (default: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     def run(args: Namespace) -> None:
         from mhla_tasks.tools import layer_costs
 
-        found = layer_costs.measure(args.checkpoint, args.keep, args.batches, args.accelerator)
-        sys.stdout.write(json.dumps(found, indent=1) + "\n" if args.json else layer_costs.table(found))
+        costs = layer_costs.measure(args.checkpoint, args.keep, args.batches, args.accelerator)
+        sys.stdout.write(json.dumps(costs, indent=1) + "\n" if args.json else layer_costs.table(costs))
 
     return run
 
@@ -140,33 +143,40 @@ def bench(words: Sequence[str]) -> int | None:
 
         lightning bench attention --device cpu
 
-    ``lightning bench`` lists them; ``lightning bench NAME --help`` has the options of one. They need a checkout.
+    ``lightning bench`` lists the benchmarks, and ``lightning bench NAME --help`` the options of one. They require a checkout.
     """
     return _run_of_checkout("benchmarks", words)
 
 
 @passes_on
 def paper(words: Sequence[str]) -> int | None:
-    """Train and score the comparisons of docs/results.md, row by row; resumes.
+    """Train and score the comparisons of docs/results.md row by row, and resume after a stop.
 
         lightning paper --only mnist --seeds 0
 
-    ``lightning paper --list`` lists studies and rows. It needs a checkout.
+    ``lightning paper --list`` lists studies and rows. The command requires a checkout.
     """
     return _run_of_checkout("benchmarks.paper", words)
 
 
 def _run_of_checkout(program: str, words: Sequence[str]) -> int | None:
-    """Run a program of the repository as ``python -m`` does; status 2, with a message, where this is not a checkout.
+    """Run a module of the repository like ``python -m``.
 
-    Benchmarks use this package, which imports none of them.
+    Benchmarks import this package, and not the other way round, so they are run by name.
+
+    Args:
+        program: name of the module.
+        words: its arguments.
+
+    Returns:
+        None, or 2 after an error message if the package is not installed from a checkout.
     """
     if not (CHECKOUT / "benchmarks/__main__.py").is_file():
         sys.stderr.write(
             "error: the benchmarks are part of the repository, not of the package: clone it, then pip install -e .\n"
         )
         return 2
-    sys.path.insert(0, str(CHECKOUT))  # first, so that no package of this name in the working folder runs instead
+    sys.path.insert(0, str(CHECKOUT))  # first, so that a package of the same name in the working folder is not run
     sys.argv[1:] = words
     run_module(program, run_name="__main__", alter_sys=True)
     return None

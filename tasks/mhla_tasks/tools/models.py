@@ -1,4 +1,4 @@
-"""Tools for trained models."""
+"""Tools for trained models: export, import, consolidation, generation and chat."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ from mhla_tasks.commandline.user_modules import add_allow
 
 
 def export(parser: ArgumentParser) -> Run:
-    """Write the trained model of a checkpoint as a folder, for use anywhere.
+    """Export the trained model of a checkpoint to a folder that other libraries load.
 
         lightning export runs/mnist/version_0/checkpoints/last.ckpt exported
 
-    The folder is what the library of its domain loads: a classifier ``VisionTransformer.from_pretrained``, a class-to-image
-    model ``DiTPipeline.from_pretrained`` (network, scheduler and VAE), a video model ``lightning_mhla.load_swapped``, or
-    diffusers' own ``from_pretrained`` where no layer was replaced, a language model
-    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. ``--model.pretrained=FOLDER`` starts
-    from it. Its model card, ``README.md``, has data, configuration, metrics, versions, how to load it, and the licence. The
-    weights are the moving average where the checkpoint has one; LoRA adapters are added to the weights that they adapt.
+    The folder is loaded by the library of the model's domain: a classifier by ``VisionTransformer.from_pretrained``, a
+    class-to-image model by ``DiTPipeline.from_pretrained`` (network, scheduler and VAE), a video model by
+    ``lightning_mhla.load_swapped`` or, if no layer was replaced, by diffusers' own ``from_pretrained``, and a language model by
+    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)``. ``--model.pretrained=FOLDER`` starts a training
+    run from it. Its model card, ``README.md``, states data, configuration, metrics, versions, how to load the model, and the
+    licence. The weights are the moving average if the checkpoint has one. LoRA adapters are merged into the weights that they
+    adapt.
     """
-    parser.add_argument("checkpoint", type=Path, help="file that training wrote, or the folder of a run")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint file, or folder of a run")
     parser.add_argument("folder", type=Path, help="folder to write the model to")
-    parser.add_argument("--live", action="store_true", help="the weights as trained, not their moving average")
+    parser.add_argument("--live", action="store_true", help="export the trained weights, not their moving average")
     add_allow(parser)
     parser.add_argument(
-        "--license", metavar="IDENTIFIER", help="licence of the model, for its card: apache-2.0, mit, ..."
+        "--license", metavar="IDENTIFIER", help="licence of the model for its card: apache-2.0, mit, ..."
     )
     language = parser.add_argument_group("language models")
-    language.add_argument("--tokenizer", help="folder or name on the hub; replaces the tokenizer of the checkpoint")
-    language.add_argument("--context", type=int, help="number of tokens to extend the model to first")
+    language.add_argument("--tokenizer", help="folder or hub name of a tokenizer that replaces that of the checkpoint")
+    language.add_argument(
+        "--context", type=int, help="context length in tokens to extend the model to before the export"
+    )
     video = parser.add_argument_group("video models")
-    video.add_argument("--adapters", type=Path, help="folder for LoRA adapters, instead of adding them to the weights")
+    video.add_argument("--adapters", type=Path, help="folder to write LoRA adapters to instead of merging them")
 
     def run(args: Namespace) -> None:
         from rich.console import Console
 
         from mhla_tasks.tools.export import write_export
 
-        given = {name: getattr(args, name) for name in ("tokenizer", "context", "adapters")}
-        options = {name: value for name, value in given.items() if value is not None}
+        domain_options = {name: getattr(args, name) for name in ("tokenizer", "context", "adapters")}
+        options = {name: value for name, value in domain_options.items() if value is not None}
         write_export(args.checkpoint, args.folder, args.live, options, args.license)
         written = sorted(path.name for path in args.folder.iterdir())
         Console(soft_wrap=True).print(
@@ -56,13 +59,13 @@ def export(parser: ArgumentParser) -> Run:
 
 
 def import_published(parser: ArgumentParser) -> Run:
-    """Turn weights that the paper's authors published (Wan2.1-MHLA) into a folder that this suite loads.
+    """Convert weights that the paper's authors published (Wan2.1-MHLA) to a folder that this suite loads.
 
         lightning import Wan_1300M_mhla.pth wan-mhla --block_grid 3 5 10
 
-    Writes ``config.json`` and safetensors, which ``lightning_mhla.load_swapped`` and ``--model.pretrained`` read.
+    The command writes ``config.json`` and safetensors, which ``lightning_mhla.load_swapped`` and ``--model.pretrained`` read.
     """
-    parser.add_argument("source", help="file with the authors' names")
+    parser.add_argument("source", help="file of weights with the authors' parameter names")
     parser.add_argument("folder", type=Path, help="folder to write the model to")
     parser.add_argument(
         "--block_grid",
@@ -70,7 +73,7 @@ def import_published(parser: ArgumentParser) -> Run:
         nargs=3,
         default=(3, 5, 10),
         metavar=("FRAMES", "ROWS", "COLUMNS"),
-        help="blocks along each axis (default: 3 5 10, as published)",
+        help="number of blocks along each axis (default: 3 5 10, as published)",
     )
 
     def run(args: Namespace) -> None:
@@ -89,12 +92,13 @@ def import_published(parser: ArgumentParser) -> Run:
 
 
 def consolidate(parser: ArgumentParser) -> Run:
-    """Make one file of a sharded checkpoint, as training in one process writes it.
+    """Convert a sharded checkpoint to one file, as written by training in one process.
 
         lightning consolidate runs/NAME/checkpoints/recovery/step=00001000.ckpt whole.ckpt
 
-    Training resumes from either; generation, export and evaluation read folders too, with memory for all of them. The folder
-    may come from any number of processes, or be that of a run: then its furthest whole checkpoint is taken.
+    Training resumes from either form. Generation, export and evaluation also read the folder, which requires memory for the
+    complete model. The folder may come from any number of processes. For the folder of a run, its latest complete checkpoint is
+    converted.
     """
     parser.add_argument("source", type=Path, help="folder of a sharded checkpoint, or of a run")
     parser.add_argument("target", type=Path, help="file to write")
@@ -104,10 +108,10 @@ def consolidate(parser: ArgumentParser) -> Run:
 
         from lightning_mhla.checkpoints.io import consolidate
 
-        found = consolidate(args.source, args.target)
+        checkpoint = consolidate(args.source, args.target)
         size = args.target.stat().st_size / 2**20
         Console(soft_wrap=True).print(
-            f"{harmless(str(args.target))}: {size:.1f} MiB, from {harmless(str(found))}", markup=False
+            f"{harmless(str(args.target))}: {size:.1f} MiB, from {harmless(str(checkpoint))}", markup=False
         )
 
     return run
@@ -118,8 +122,8 @@ def generate(parser: ArgumentParser) -> Run:
 
         lightning generate runs/stdlib/version_0/checkpoints/last.ckpt "def main():"
 
-    The model is a checkpoint of training, an exported folder or a name on the hub. Without a prompt it is read from the
-    terminal, one after the other.
+    The model is a checkpoint of training, an exported folder or a name on the hub. Without a prompt, the command reads prompts
+    from the terminal one after the other.
     """
     parser.add_argument("model", help="checkpoint, exported folder, or name on the hub")
     parser.add_argument("prompt", nargs="?", help="text to continue")
@@ -130,25 +134,25 @@ def generate(parser: ArgumentParser) -> Run:
         "--temperature",
         type=float,
         default=0.8,
-        help="sampling temperature; 0 takes the likeliest token (default: 0.8)",
+        help="sampling temperature; 0 for the most likely token (default: 0.8)",
     )
     parser.add_argument(
-        "--top_k", type=int, default=50, help="sample from the k likeliest tokens; 0 for all (default: 50)"
+        "--top_k", type=int, default=50, help="sample from the k most likely tokens; 0 for all (default: 50)"
     )
     parser.add_argument(
         "--top_p",
         type=float,
         default=1.0,
-        help="sample from the likeliest tokens with this total probability (default: 1)",
+        help="sample from the most likely tokens with this total probability (default: 1)",
     )
     parser.add_argument(
         "--control_tokens",
         action="store_true",
-        help="read the letters of a control token in the prompt, such as <|im_start|>, as that token, for prompts made by a "
-        "chat template; otherwise they stay text",
+        help="encode the text of a control token in the prompt, such as <|im_start|>, as this token, for prompts from a chat "
+        "template (default: as text)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     add_allow(parser)
 
     def run(args: Namespace) -> None:
@@ -161,54 +165,55 @@ def generate(parser: ArgumentParser) -> Run:
 
 
 def chat(parser: ArgumentParser) -> Run:
-    """Chat with a language model; replies appear as they are written.
+    """Chat with a language model, whose replies appear while they are generated.
 
         lightning chat exported --system "Answer in one sentence."
 
-    The model is a checkpoint of training, the folder of a run, an exported folder or a name on the hub. Messages go through
-    the chat template of its tokenizer, and a model without one continues what you write. The model reads each turn once: it
-    keeps its state, whose size is printed after each reply and does not grow with mhla and the other linear kinds. Messages
-    may also come from a file or a pipe, one on each line; replies alone go to standard output.
+    The model is a checkpoint of training, the folder of a run, an exported folder or a name on the hub. Messages are formatted
+    by the chat template of its tokenizer; a model without a template continues the text of the message. The model reads each
+    message only once, because it keeps its state. The size of the state is printed after each reply, and is constant for mhla
+    and the other linear kinds. Messages may also come from a file or a pipe, one per line. Only replies go to standard output.
     """
     parser.add_argument("model", help="checkpoint, folder of a run, exported folder, or name on the hub")
-    parser.add_argument("--system", metavar="TEXT", help="system message, where the chat template has a place for it")
+    parser.add_argument("--system", metavar="TEXT", help="system message, if the chat template supports one")
     parser.add_argument("--max_new_tokens", type=int, help="maximum number of tokens of a reply (default: 512)")
     parser.add_argument(
         "--temperature",
         type=float,
-        help="sampling temperature; 0 takes the likeliest token (default: the one saved with the model, or 0.8)",
+        help="sampling temperature; 0 for the most likely token (default: the value saved with the model, or 0.8)",
     )
     parser.add_argument(
         "--top_k",
         type=int,
-        help="sample from the k likeliest tokens; 0 for all (default: the one saved with the model, or 50)",
+        help="sample from the k most likely tokens; 0 for all (default: the value saved with the model, or 50)",
     )
     parser.add_argument(
         "--top_p",
         type=float,
-        help="sample from the likeliest tokens with this total probability (default: the one saved with the model, or 1)",
+        help="sample from the most likely tokens with this total probability (default: the value saved with the model, or 1)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     add_allow(parser)
 
     def run(args: Namespace) -> None:
         from mhla_tasks.language.chat import chat as talk
 
         sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
-        asked = {name: value for name, value in sampling.items() if value is not None}
-        talk(args.model, args.system, args.max_new_tokens, asked, args.seed, args.device)
+        overrides = {name: value for name, value in sampling.items() if value is not None}
+        talk(args.model, args.system, args.max_new_tokens, overrides, args.seed, args.device)
 
     return run
 
 
 @passes_on
 def timm_script(words: Sequence[str]) -> int | None:
-    """Run a script of timm (train.py, validate.py, ...) that knows this package's models.
+    """Run a script of timm (train.py, validate.py, ...) with the models of this package.
 
         lightning timm validate.py images --model mhla_vlt_t --checkpoint model.pth
 
-    Takes the options of the script. The models are those of ``import lightning_mhla.timm``: mhla_vlt_t, mhla_deit_t and more.
+    The options are those of the script. The models are those of ``import lightning_mhla.timm``: mhla_vlt_t, mhla_deit_t and
+    others.
     """
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write("usage: lightning timm SCRIPT [options of the script]\n\n")
@@ -216,9 +221,9 @@ def timm_script(words: Sequence[str]) -> int | None:
         return 0 if words else 2
     if not Path(words[0]).is_file():
         raise FileNotFoundError(
-            f"{words[0]}: there is no such script; timm's are in its repository, not in its package"
+            f"{words[0]}: there is no such script; timm's scripts are in its repository, not in its package"
         )
-    _ = import_module("timm").create_model  # all of timm, whose import the command line puts off
+    _ = import_module("timm").create_model  # executes timm, whose import the command line defers
     import_module("lightning_mhla.timm")
     sys.argv = list(words)
     sys.path.insert(0, str(Path(words[0]).resolve().parent))

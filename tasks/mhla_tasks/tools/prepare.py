@@ -1,6 +1,6 @@
-"""Tools that turn data into shards.
+"""Tools that convert data to shards: the commands of ``lightning prepare``.
 
-Longer than other modules: every command of ``lightning prepare``, a function with its options each.
+The module is long because it contains all of these commands, each a function with its options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def _shards(parser: ArgumentParser, what: str, per_shard: int) -> None:
     parser.add_argument("--prefix", default="train", help="prefix of the shards' names (default: train)")
-    parser.add_argument("--per_shard", type=int, default=per_shard, help=f"{what} in a shard (default: {per_shard})")
+    parser.add_argument("--per_shard", type=int, default=per_shard, help=f"{what} per shard (default: {per_shard})")
     _forced(parser)
 
 
@@ -27,7 +27,7 @@ def _forced(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="delete shards of this prefix and make them again, where the source or an option has changed",
+        help="delete the shards of this prefix and write them again, if the source or an option has changed",
     )
 
 
@@ -50,6 +50,15 @@ def _caption_key(parser: ArgumentParser) -> None:
     )
 
 
+def _captioned_folder(parser: ArgumentParser, what: str, per_shard: int) -> None:
+    """Options of a command that packs a folder of files with captions."""
+    parser.add_argument("source", type=Path, help=f"folder of {what} and captions")
+    parser.add_argument("target", type=Path, help="folder for the shards")
+    _shards(parser, what, per_shard)
+    _caption_key(parser)
+    _shuffled(parser, what)
+
+
 def _packing(args: Namespace) -> Packing:
     from lightning_mhla.data.pack import Packing
 
@@ -57,14 +66,21 @@ def _packing(args: Namespace) -> Packing:
 
 
 def _report(paths: Sequence[Path], what: str, skipped: int, share: tuple[int, int] = (0, 1)) -> None:
-    """Say what lies in the shards, of which this process of several has written its share."""
+    """Print the number of samples in the shards that exist.
+
+    Args:
+        paths: all shards, including those of other processes.
+        what: plural name of the samples.
+        skipped: number of samples that this process skipped.
+        share: rank and number of the processes that share the shards.
+    """
     from lightning_mhla.data import ShardReader
 
     rank, world = share
-    here = [path for path in paths if path.exists()]
+    written = [path for path in paths if path.exists()]
     part = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
     left_out = f"; {skipped} {what} skipped (to add them once repaired: --force)" if skipped else ""
-    _say(f"{len(ShardReader(here))} {what} in {len(paths)} shards{part}: {paths[0]} ..{left_out}")
+    _say(f"{len(ShardReader(written))} {what} in {len(paths)} shards{part}: {paths[0]} ..{left_out}")
 
 
 def _say(text: str) -> None:
@@ -79,9 +95,9 @@ def images(parser: ArgumentParser) -> Run:
         lightning prepare images photos/train shards --prefix train
 
     The classes are the folder names in alphabetical order, numbered from 0; ``shards/train-classes.txt`` lists them. Shards
-    of a second prefix in the same folder get the labels of the first, by name. Every image is decoded to check it, and copied
-    byte for byte, in an order shuffled by the seed. Images that cannot be decoded, truncated ones for instance, are skipped
-    with a warning each, up to a limit. The command resumes after a stop, and says what has changed since.
+    of a second prefix in the same folder use the labels of the first, matched by name. Every image is decoded to check it, and
+    copied byte for byte, in an order shuffled by the seed. Images that cannot be decoded, such as truncated ones, are skipped
+    with a warning for each, up to a limit. The command resumes after a stop, and reports any change since then.
     """
     parser.add_argument("source", type=Path, help="folder that holds one folder of images for each class")
     parser.add_argument("target", type=Path, help="folder for the shards")
@@ -90,8 +106,8 @@ def images(parser: ArgumentParser) -> Run:
         "--classes",
         type=Path,
         metavar="FILE",
-        help="file with the name of a class on each line, in the order of their labels; without it, the classes are those of "
-        "the shards of another prefix in the target, or else the folders in alphabetical order",
+        help="file with the name of a class on each line, in the order of their labels (default: the classes of shards with a "
+        "different prefix in the target, otherwise the folders in alphabetical order)",
     )
     _shuffled(parser, "images")
 
@@ -106,21 +122,23 @@ def images(parser: ArgumentParser) -> Run:
 
 
 def latents(parser: ArgumentParser) -> Run:
-    """Encode images into latent shards by a diffusers VAE, once, for training without it.
+    """Encode images into latent shards by a diffusers VAE, for training without the VAE.
 
         lightning prepare latents photos/train latents --vae stabilityai/sd-vae-ft-ema --image_size 256
         torchrun --nproc-per-node 8 -m mhla_tasks prepare latents 'shards/train-{0000..1023}.tar' latents --vae VAE
 
-    The source is a folder that holds one folder of images for each class, or WebDataset shards of NNN.jpg and NNN.cls. Every
-    sample keeps means and standard deviations of its latent and of its mirror image's, in float16. Images that cannot be read
-    are skipped, with a warning each, up to a limit. A shard gets its name when it is complete, so calling again after a stop
-    resumes, with any number of processes: those of torchrun or srun share the shards, and each takes the GPU of its local
-    rank.
+    The source is a folder with one folder of images for each class, or WebDataset shards of NNN.jpg and NNN.cls. Every sample
+    stores the means and standard deviations of the latents of the image and of its mirror image, in float16. Images that cannot
+    be read are skipped with a warning for each, up to a limit. A shard receives its name when it is complete, so the same
+    command resumes after a stop, with any number of processes. Processes of torchrun or srun share the shards, and each uses
+    the GPU of its local rank.
     """
     parser.add_argument("source", help="folder of class folders, or shards of images")
     parser.add_argument("target", type=Path, help="folder for the latent shards")
     parser.add_argument("--vae", required=True, help="folder or hub name of a diffusers AutoencoderKL")
-    parser.add_argument("--image_size", type=int, default=256, help="side of the square that is encoded (default: 256)")
+    parser.add_argument(
+        "--image_size", type=int, default=256, help="side of the encoded square in pixels (default: 256)"
+    )
     _shards(parser, "latents", 1000)
     parser.add_argument("--batch_size", type=int, default=32, help="images encoded at once (default: 32)")
     parser.add_argument(
@@ -129,7 +147,7 @@ def latents(parser: ArgumentParser) -> Run:
         help="labels of shards lie below it (default: the number of classes that PREFIX-classes.txt beside them names)",
     )
     _skipping(parser, "images")
-    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
 
     def run(args: Namespace) -> None:
         from lightning_mhla.generative.codecs import LatentCodec
@@ -148,12 +166,12 @@ def latents(parser: ArgumentParser) -> Run:
 
 
 def tokenizer(parser: ArgumentParser) -> Run:
-    """Train a byte-level BPE tokenizer on text, without network.
+    """Train a byte-level BPE tokenizer on text, without network access.
 
         lightning prepare tokenizer tokenizer texts/ more.jsonl --vocab_size 4096
 
-    Sources are those of ``lightning prepare text``. The folder is what ``--tokenizer`` of that command takes, and what
-    transformers' AutoTokenizer loads.
+    Sources are those of ``lightning prepare text``. ``--tokenizer`` of that command accepts the written folder, and
+    transformers' AutoTokenizer loads it.
     """
     parser.add_argument("target", type=Path, help="folder for the tokenizer")
     parser.add_argument(
@@ -162,7 +180,7 @@ def tokenizer(parser: ArgumentParser) -> Run:
         help="text files, tables (.jsonl, .json, .csv, .tsv, .parquet), folders, hub:NAME[:CONFIG[:SPLIT]]",
     )
     parser.add_argument("--vocab_size", type=int, default=4096, help="number of tokens (default: 4096)")
-    parser.add_argument("--column", default="text", help="column of tables that holds the text (default: text)")
+    parser.add_argument("--column", default="text", help="column of tables with the text (default: text)")
 
     def run(args: Namespace) -> None:
         from lightning_mhla.system.files import rebuilt_folder
@@ -178,17 +196,17 @@ def tokenizer(parser: ArgumentParser) -> Run:
 
 
 def text(parser: ArgumentParser) -> Run:
-    """Tokenise text into shards, once, for training of any length.
+    """Tokenise text once into shards for training with any sequence length.
 
         lightning prepare text shards texts/ more.jsonl data.parquet --tokenizer gpt2 --prefix train
         lightning prepare text shards hub:HuggingFaceFW/fineweb-edu:sample-10BT --tokenizer TOKENIZER_FOLDER
 
-    Sources are text files (one document each), tables (.jsonl, .json, .csv, .tsv, .parquet: one document for each row of
-    --column; other columns may hold anything), all of these compressed (.gz, .bz2, .xz, .zst), folders of them, or
-    hub:NAME[:CONFIG[:SPLIT]], which is streamed. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. One line says
-    what is left out: rows without a text; of folders, hidden and binary files, tables without the column, files in another
-    encoding. All cores tokenise. A shard gets its name when it is complete: calling again after a stop resumes. The
-    tokenizer is kept in the folder's tokenizer/.
+    Sources are text files (one document per file), tables (.jsonl, .json, .csv, .tsv, .parquet: one document per row, in the
+    column --column), any of these compressed (.gz, .bz2, .xz, .zst), folders of them, or hub:NAME[:CONFIG[:SPLIT]], which is
+    streamed. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. One line of output reports what is skipped: rows
+    without a text and, in folders, hidden and binary files, tables without the column, and files in a different encoding. All
+    cores tokenise. A shard receives its name when it is complete, so the same command resumes after a stop. The tokenizer is
+    saved in the folder tokenizer/ below the target.
     """
     parser.add_argument("target", type=Path, help="folder for the shards")
     parser.add_argument(
@@ -198,20 +216,18 @@ def text(parser: ArgumentParser) -> Run:
     )
     parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer, or a model on the hub")
     parser.add_argument("--prefix", default="train", help="prefix of the shards' names (default: train)")
-    parser.add_argument("--column", default="text", help="column of tables that holds the text (default: text)")
-    parser.add_argument(
-        "--skip", type=int, default=0, help="number of documents to leave out at the start (default: 0)"
-    )
+    parser.add_argument("--column", default="text", help="column of tables with the text (default: text)")
+    parser.add_argument("--skip", type=int, default=0, help="number of documents to skip at the start (default: 0)")
     parser.add_argument("--limit", type=int, help="maximum number of documents (default: all)")
     parser.add_argument(
-        "--run_characters", type=int, default=4_000_000, help="characters of a sample (default: 4000000)"
+        "--run_characters", type=int, default=4_000_000, help="characters per sample (default: 4000000)"
     )
-    parser.add_argument("--runs_per_shard", type=int, default=16, help="samples in a shard (default: 16)")
+    parser.add_argument("--runs_per_shard", type=int, default=16, help="samples per shard (default: 16)")
     _forced(parser)
     parser.add_argument(
         "--control_tokens",
         action="store_true",
-        help="read the letters of a control token in a document, such as <|endoftext|>, as that token (default: as text)",
+        help="encode the text of a control token in a document, such as <|endoftext|>, as this token (default: as text)",
     )
 
     def run(args: Namespace) -> None:
@@ -235,16 +251,12 @@ def captions(parser: ArgumentParser) -> Run:
 
         lightning prepare captions photos/train shards --prefix train
 
-    The source holds images (JPEG, PNG, WebP) with NNN.txt, or with NNN.json, beside each, in any folders below; or a
-    metadata.jsonl with a file_name and a caption on each line. Every image is decoded to check it, and copied byte for byte,
-    in an order shuffled by the seed. Images that cannot be decoded or lack a caption are skipped with a warning each, up to a
-    limit. The command resumes after a stop.
+    The source contains images (JPEG, PNG, WebP), each with its caption in NNN.txt or NNN.json in the same folder, at any depth;
+    or a metadata.jsonl with a file_name and a caption on each line. Every image is decoded to check it, and copied byte for
+    byte, in an order shuffled by the seed. Images that cannot be decoded or lack a caption are skipped with a warning for each,
+    up to a limit. The command resumes after a stop.
     """
-    parser.add_argument("source", type=Path, help="folder of images and captions")
-    parser.add_argument("target", type=Path, help="folder for the shards")
-    _shards(parser, "images", 1000)
-    _caption_key(parser)
-    _shuffled(parser, "images")
+    _captioned_folder(parser, "images", 1000)
 
     def run(args: Namespace) -> None:
         from lightning_mhla.data.images import EXTENSIONS, decode_image
@@ -257,16 +269,16 @@ def captions(parser: ArgumentParser) -> Run:
 
 
 def caption_latents(parser: ArgumentParser) -> Run:
-    """Encode images and captions into latent shards, once, for training without both encoders.
+    """Encode images and captions into latent shards, for training without the two encoders.
 
         lightning prepare caption-latents 'shards/train-*.tar' latents --model Efficient-Large-Model/Sana_600M_512px_diffusers
         torchrun --nproc-per-node 8 -m mhla_tasks prepare caption-latents photos latents --model SANA --height 1024 --width 1024
 
     The source is WebDataset shards of NNN.jpg with NNN.txt (or NNN.json), or a folder of such files. Images are scaled to
-    cover the size; their middle is encoded by SANA's autoencoder and their caption by its text encoder, and stored in float16.
-    Images that cannot be read or lack a caption are skipped, with a warning each, up to a limit. A shard gets its name when it
-    is complete, so calling again after a stop resumes, with any number of processes: those of torchrun or srun share the
-    shards, and each takes the GPU of its local rank.
+    cover the size and cropped at the center. SANA's autoencoder encodes the images and its text encoder the captions; both are
+    stored in float16. Images that cannot be read or lack a caption are skipped with a warning for each, up to a limit. A shard
+    receives its name when it is complete, so the same command resumes after a stop, with any number of processes. Processes of
+    torchrun or srun share the shards, and each uses the GPU of its local rank.
     """
     parser.add_argument("source", help="shards of images and captions, or a folder of them")
     parser.add_argument("target", type=Path, help="folder for the latent shards")
@@ -281,7 +293,7 @@ def caption_latents(parser: ArgumentParser) -> Run:
         "--buckets",
         nargs="+",
         metavar="HEIGHTxWIDTH",
-        help="several sizes in place of one, such as 512x512 384x640; each image takes the one with the nearest ratio",
+        help="several sizes instead of one, such as 512x512 384x640; each image uses the one with the closest aspect ratio",
     )
     _caption_key(parser)
     parser.add_argument(
@@ -290,26 +302,29 @@ def caption_latents(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "--instruction",
         default="sana",
-        help="text before each caption; sana for SanaPipeline's own (default); empty for none",
+        help="text before each caption; sana for that of SanaPipeline, empty for none (default: sana)",
     )
     _shards(parser, "images", 1000)
     _skipping(parser, "images")
-    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
 
     def run(args: Namespace) -> None:
+        from lightning_mhla.data.images import EXTENSIONS
         from lightning_mhla.generative.codecs import ImageCodec
         from lightning_mhla.system.processes import process_device, process_ranks
-        from mhla_tasks.captioned.encoded import encode_samples
+        from mhla_tasks.captioned.encoded import encode_samples, open_source
         from mhla_tasks.captioned.text import TextConfig, make_encoder
         from mhla_tasks.text_to_image.buckets import parse_buckets
-        from mhla_tasks.text_to_image.prepare import open_source
+        from mhla_tasks.text_to_image.sources import CaptionedImages
 
         (rank, world, _), device = process_ranks(), process_device(args.device)
         sizes = parse_buckets(args.buckets) if args.buckets else [(args.height, args.width)]
         codec = ImageCodec(args.model)
         for size in sizes:
             codec.latent_size(*size)
-        source = open_source(args.source, sizes, args.caption_key)
+        source = open_source(
+            args.source, "image", EXTENSIONS, args.caption_key, lambda files: CaptionedImages(files, sizes)
+        )
         encoder = make_encoder(TextConfig(args.model, args.text_length, args.instruction or None), None)
         options = ("height", "width", "model", "caption_key", "text_length", "instruction")
         made_with = {name: getattr(args, name) for name in (*options, "buckets")}
@@ -327,15 +342,11 @@ def clips(parser: ArgumentParser) -> Run:
 
         lightning prepare clips clips/train shards --prefix train
 
-    The source holds NNN.mp4 with NNN.txt, or with NNN.json, beside it, in any folders below. The files are copied byte for
-    byte, in an order shuffled by the seed. Videos that are truncated, cannot be decoded at their beginning or their end, or
-    lack a caption are skipped with a warning each, up to a limit. The command resumes after a stop.
+    The source contains NNN.mp4, each with its caption in NNN.txt or NNN.json in the same folder, at any depth. The files are
+    copied byte for byte, in an order shuffled by the seed. Videos that are truncated, cannot be decoded at their beginning or
+    their end, or lack a caption are skipped with a warning for each, up to a limit. The command resumes after a stop.
     """
-    parser.add_argument("source", type=Path, help="folder of videos and captions")
-    parser.add_argument("target", type=Path, help="folder for the shards")
-    _shards(parser, "videos", 100)
-    _caption_key(parser)
-    _shuffled(parser, "videos")
+    _captioned_folder(parser, "videos", 100)
 
     def run(args: Namespace) -> None:
         from lightning_mhla.data.pack import pack_captioned
@@ -349,16 +360,16 @@ def clips(parser: ArgumentParser) -> Run:
 
 
 def clip_latents(parser: ArgumentParser) -> Run:
-    """Encode clips and captions into latent shards, once, for training without VAE and text encoder.
+    """Encode clips and captions into latent shards, for training without VAE and text encoder.
 
         lightning prepare clip-latents 'clips/train-{0000..0099}.tar' latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
         torchrun --nproc-per-node 8 -m mhla_tasks prepare clip-latents clips latents --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
 
-    The source is WebDataset shards of NNN.mp4 with NNN.txt (or NNN.json), or a folder of such files. The middle of every
-    video is encoded by Wan's VAE and its caption by UMT5, both in float16. Videos that cannot be read, are too short or lack
-    a caption are skipped, with a warning each, up to a limit. A shard gets its name when it is complete, so calling again
-    after a stop resumes, with any number of processes: those of torchrun or srun share the shards, and each takes the GPU of
-    its local rank.
+    The source is WebDataset shards of NNN.mp4 with NNN.txt (or NNN.json), or a folder of such files. Wan's VAE encodes the
+    middle of every video, and UMT5 its caption; both are stored in float16. Videos that cannot be read, are too short or lack
+    a caption are skipped with a warning for each, up to a limit. A shard receives its name when it is complete, so the same
+    command resumes after a stop, with any number of processes. Processes of torchrun or srun share the shards, and each uses
+    the GPU of its local rank.
     """
     parser.add_argument("source", help="shards of videos and captions, or a folder of them")
     parser.add_argument("target", type=Path, help="folder for the latent shards")
@@ -374,29 +385,35 @@ def clip_latents(parser: ArgumentParser) -> Run:
         "--text_length", type=int, default=512, help="maximum number of tokens of a caption (default: 512)"
     )
     parser.add_argument(
-        "--text_width", type=int, help="width of a token's embedding; an encoder of another width is an error"
+        "--text_width", type=int, help="width of a token's embedding; an encoder with a different width is an error"
     )
     _shards(parser, "videos", 100)
     _skipping(parser, "videos")
-    parser.add_argument("--device", help="cpu or cuda; a GPU if there is one")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
 
     def run(args: Namespace) -> None:
         from lightning_mhla.generative.codecs import ClipCodec
         from lightning_mhla.system.processes import process_device, process_ranks
-        from mhla_tasks.captioned.encoded import encode_samples
+        from mhla_tasks.captioned.encoded import encode_samples, open_source
         from mhla_tasks.captioned.text import TextConfig, make_encoder
-        from mhla_tasks.video.prepare_latents import open_source
+        from mhla_tasks.video.sources import VIDEO, CaptionedClips
 
         (rank, world, _), device = process_ranks(), process_device(args.device)
         size = {"frames": args.frames, "height": args.height, "width": args.width}
-        source = open_source(args.source, args.caption_key, **size, fps=args.fps)
+        source = open_source(
+            args.source, "video", (VIDEO,), args.caption_key, lambda files: CaptionedClips(files, **size, fps=args.fps)
+        )
         codec = ClipCodec(args.model)
         codec.latent_size(*size.values())
-        codec.check_size(tuple(size.values()))
         captions = make_encoder(TextConfig(args.model, args.text_length), args.text_width)
-        kept = {"fps": args.fps, "model": args.model, "caption_key": args.caption_key, "text_length": args.text_length}
+        encoding = {
+            "fps": args.fps,
+            "model": args.model,
+            "caption_key": args.caption_key,
+            "text_length": args.text_length,
+        }
         paths, skipped = encode_samples(
-            source, {**size, **kept}, args.target, codec.encode, captions, args.prefix, args.per_shard, device,
+            source, {**size, **encoding}, args.target, codec.encode, captions, args.prefix, args.per_shard, device,
             args.max_skipped, (rank, world), args.force,
         )  # fmt: skip
         _report(paths, "videos", skipped, (rank, world))

@@ -1,15 +1,15 @@
-"""Several runs from one ``fit`` line: ``lightning fit ... --sweep KEY=VALUE,VALUE [--sweep KEY=VALUE,VALUE]``.
+"""Sweeps, which train several runs by one command: ``lightning fit ... --sweep KEY=VALUE,VALUE [--sweep KEY=VALUE,VALUE]``.
 
-Every combination of values is a run in a folder of its own below ``--run_dir`` (``runs/sweep`` if none is given), named by
-its values. Runs go one after the other, or each as a job of SLURM:
+Every combination of values is a run in its own folder below ``--run_dir`` (default: ``runs/sweep``), named by the values. The
+runs are trained one after the other, or each as a job of SLURM:
 
     lightning fit --config configs/classification/mnist.yaml --run_dir runs/kinds \\
       --sweep model.attention.kind=mhla,linear,softmax --sweep seed_everything=0,1,2
     lightning fit ... --sweep seed_everything=0,1 --sweep_sbatch "--gpus-per-node=8 docker/slurm/train.sbatch"
 
-What a run prints goes into ``output.txt`` in its folder; the sweep prints a line for each run. The same line again resumes:
-finished runs are passed over, a stopped one continues (jobs of SLURM: once they have ended). At the end all are compared, as
-by ``lightning compare``.
+The output of a run goes to ``output.txt`` in its folder; the sweep prints one line for each run. The same command resumes a
+sweep: it skips finished runs and resumes stopped ones (jobs of SLURM only after they have ended). At the end all runs are
+compared as by ``lightning compare``.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.tools.compare import common_metrics, draw, print_table, read_runs, short_names
 
 KEPT = "sweep.json"
-"""File in the folder of a run: the words that it was trained with."""
+"""File in the folder of a run with the arguments and configurations that it was trained with."""
 
 JOB = "slurm-job.txt"
-"""File in the folder of a run: the number of the job that it was submitted as."""
+"""File in the folder of a run with the number of its SLURM job."""
 
 OUTPUT = "output.txt"
-"""File in the folder of a run: what it printed."""
+"""File in the folder of a run with its output."""
 
 DEFAULT, PICTURE = "runs/sweep", "compared.png"
 LONGEST = 150
-"""Characters of a folder's name."""
+"""Maximum length of a run's folder name in characters, without the hash."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep as the command line asks for it.
+    """A sweep as described by the command line.
 
     Attributes:
-        line: options of every run.
-        values: values by key.
+        line: options that all runs share.
+        values: values to combine, by option name.
         folder: folder for the runs.
-        sbatch: arguments for ``sbatch``; None to train here.
+        sbatch: arguments for ``sbatch``; None to train on this machine.
     """
 
     line: CommandLine
@@ -76,26 +76,26 @@ class Sweep:
     sbatch: list[str] | None
 
     def runs(self) -> list[tuple[Path, CommandLine]]:
-        """Folder and options of each combination of values."""
-        found = []
+        """Return the folder and the options of each combination of values."""
+        combinations = []
         for chosen in itertools.product(*self.values.values()):
             options = [
                 Option(key, value, (f"--{key}={value}",)) for key, value in zip(self.values, chosen, strict=True)
             ]
             folder = self.folder / name_of(dict(zip(self.values, chosen, strict=True)))
-            found.append((folder, replace(self.line, options=(*self.line.options, *options))))
-        return found
+            combinations.append((folder, replace(self.line, options=(*self.line.options, *options))))
+        return combinations
 
 
 @dataclass
-class Progress:
-    """Lines about the runs of a sweep, on standard error; a terminal also shows what is running and the time left.
+class SweepProgress:
+    """Progress report of a sweep with one line per run; a terminal also shows the current run and the remaining time.
 
     Attributes:
         count: number of runs.
-        console: where the lines go.
-        seconds: times of the runs that were trained.
-        done: number of runs that are over.
+        console: console on standard error.
+        seconds: duration in seconds of each run that was trained.
+        done: number of runs that have ended.
     """
 
     count: int
@@ -105,7 +105,7 @@ class Progress:
 
     @contextmanager
     def running(self, folder: Path) -> Iterator[None]:
-        """Show that a run is trained, and measure its time."""
+        """Show the current run, and measure its duration, inside a ``with`` block."""
         start = time.monotonic()
         text = f"[{self.done + 1}/{self.count}] {harmless(str(folder))}{self.left()}"
         with Live(Spinner("dots", Text(text)), console=self.console, transient=True, refresh_per_second=4):
@@ -113,14 +113,19 @@ class Progress:
         self.seconds.append(time.monotonic() - start)
 
     def left(self) -> str:
-        """The time that the runs that are not over take, if they take what the others took."""
+        """Return the number of remaining runs and their estimated time, as text; empty if there is no estimate."""
         remaining = self.count - self.done
         if not self.seconds or not remaining:
             return ""
         return f"; {remaining} left, about {duration(remaining * sum(self.seconds) / len(self.seconds))}"
 
     def end(self, folder: Path, what: str) -> None:
-        """Print the line of a run that is over."""
+        """Print the line of a run that has ended.
+
+        Args:
+            folder: folder of the run.
+            what: its result.
+        """
         self.done += 1
         self.say(f"[{self.done}/{self.count}] {folder}: {what}{self.left()}")
 
@@ -130,8 +135,8 @@ class Progress:
 
 
 def split_values(text: str) -> list[str]:
-    """Values between commas, those inside brackets and quotes left alone."""
-    found, depth, quote = [""], 0, ""
+    """Split a text at commas that are not inside brackets or quotes."""
+    parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
             quote = "" if letter == quote else quote
@@ -142,20 +147,20 @@ def split_values(text: str) -> list[str]:
         elif letter in "]})":
             depth -= 1
         if letter == "," and not depth and not quote:
-            found.append("")
+            parts.append("")
         else:
-            found[-1] += letter
-    return found
+            parts[-1] += letter
+    return parts
 
 
 def read_sweep(line: CommandLine) -> Sweep:
-    """Read what a command line sweeps over.
+    """Read the sweep from a command line.
 
     Raises:
-        UsageError: for a command that does not train, a sweep without values, of one key twice, or of one value twice.
+        UsageError: if the command is not ``fit``, a sweep has no values, or a key or a value occurs twice.
     """
     if line.command != "fit":
-        raise UsageError(f"--sweep trains several runs: write lightning fit, not lightning {line.command}")
+        raise UsageError(f"--sweep trains several runs: use lightning fit, not lightning {line.command}")
     values: dict[str, list[str]] = {}
     for text in line.values("sweep"):
         key, _, listed = text.partition("=")
@@ -173,7 +178,13 @@ def read_sweep(line: CommandLine) -> Sweep:
 
 
 def name_of(chosen: dict[str, str]) -> str:
-    """Name of the folder of a combination; with a hash where the values themselves are no name."""
+    """Return the folder name for a combination of values.
+
+    A hash is appended if the values cannot be part of a folder name literally, so that different values have different names.
+
+    Args:
+        chosen: value of each swept option.
+    """
     names = short_names(list(chosen))
     text = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
     name = re.sub(r"[^\w=,.+-]+", "-", redact(text))[:LONGEST]
@@ -181,10 +192,13 @@ def name_of(chosen: dict[str, str]) -> str:
 
 
 def run(words: Sequence[str]) -> int:
-    """Train all runs and compare them; the exit status, 1 if a run failed.
+    """Train all runs of a sweep, and compare them.
 
     Args:
         words: arguments after the name of the program.
+
+    Returns:
+        The exit status: 0, 1 if a run failed, or the status of a run that ended the sweep.
     """
     try:
         line = read_words(words, LIGHTNING)
@@ -196,22 +210,22 @@ def run(words: Sequence[str]) -> int:
     if any(option.name in ("help", "print_config") or option.name.endswith(HELP) for option in line.options):
         return _wait([*fit, *sweep.line.words])
     runs, failed = sweep.runs(), []
-    progress = Progress(len(runs), Console(file=sys.stderr, highlight=False))
+    progress = SweepProgress(len(runs), Console(file=sys.stderr, highlight=False))
     if sweep.sbatch is None:
         progress.say(f"{len(runs)} runs in {sweep.folder}; what each prints is in its {OUTPUT}")
-    for folder, asked in runs:
-        if state := _state(folder, asked, sweep.sbatch is not None):
+    for folder, run_line in runs:
+        if state := _state(folder, run_line, sweep.sbatch is not None):
             progress.end(folder, state)
             continue
-        _begin(folder, asked)
+        _begin(folder, run_line)
         if sweep.sbatch is not None:
-            status = _submit(folder, [*sweep.sbatch, *asked.words], progress)
+            status = _submit(folder, [*sweep.sbatch, *run_line.words], progress)
         else:
-            printed = (folder / OUTPUT).stat().st_size if (folder / OUTPUT).exists() else 0  # by earlier starts
+            printed = (folder / OUTPUT).stat().st_size if (folder / OUTPUT).exists() else 0  # output of earlier starts
             with progress.running(folder):
-                status = _wait([*fit, *asked.words, f"--run_dir={folder}"], folder / OUTPUT)
+                status = _wait([*fit, *run_line.words, f"--run_dir={folder}"], folder / OUTPUT)
             progress.end(folder, _outcome(folder, status, progress.seconds[-1], printed))
-        if status in (2, 75, 130) or status < 0:  # a wrong command, or a stop: the others would end alike
+        if status in (2, 75, 130) or status < 0:  # a usage error or a stop, which ends all other runs too
             return abs(status) if status > 0 else 128 - status
         failed += [folder.name] if status else []
     if sweep.sbatch is None:
@@ -222,7 +236,14 @@ def run(words: Sequence[str]) -> int:
 
 
 def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
-    """How a run ended: its best metric, or its error."""
+    """Describe the result of a run: its duration and best metric, or its error.
+
+    Args:
+        folder: folder of the run.
+        status: exit status of the run.
+        seconds: duration in seconds.
+        printed: size in bytes of the output of earlier starts, which is skipped.
+    """
     if status:
         output = (folder / OUTPUT).read_bytes()[printed:].decode(errors="replace") if (folder / OUTPUT).exists() else ""
         errors = [line for line in output.splitlines() if line.startswith("error: ")]
@@ -236,58 +257,70 @@ def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
 
 
 def _state(own: Path, line: CommandLine, queues: bool) -> str:
-    """The reason not to start a run; empty if it has to start."""
+    """Return the reason not to start a run; empty if it has to be started.
+
+    Args:
+        own: folder of the run.
+        line: options of the run.
+        queues: whether runs are submitted to SLURM.
+    """
     if _finished(own, line):
         return "finished before"
     if in_use(own):
         return "in use by another process"
     if queues and (own / JOB).exists():
         number = (own / JOB).read_text().strip()
-        asked = subprocess.run(
+        query = subprocess.run(
             ["squeue", "--noheader", f"--jobs={number}", "--format=%T"], capture_output=True, text=True
         )
-        if asked.returncode == 0 and asked.stdout.strip():  # an error for jobs that SLURM has forgotten
-            return f"job {number} is {asked.stdout.strip().lower()}"
+        if query.returncode == 0 and query.stdout.strip():  # squeue fails for jobs that SLURM no longer lists
+            return f"job {number} is {query.stdout.strip().lower()}"
     return ""
 
 
-def _submit(own: Path, words: Sequence[str], progress: Progress) -> int:
-    """Submit a run and note its job; the exit status of ``sbatch``."""
-    command = [
-        "sbatch",
-        "--parsable",
-        "--export=ALL",
-        f"--job-name={own.name}",
-        *words,
-    ]  # else SBATCH_EXPORT=NONE loses RUN_DIR
+def _submit(own: Path, words: Sequence[str], progress: SweepProgress) -> int:
+    """Submit a run to SLURM, and store the number of its job.
+
+    Args:
+        own: folder of the run.
+        words: arguments for ``sbatch``: its options, the script and the options of the run.
+        progress: receives the line of the run.
+
+    Returns:
+        The exit status of ``sbatch``.
+    """
+    # The script reads RUN_DIR from the environment, which SBATCH_EXPORT=NONE would drop without --export=ALL.
+    command = ["sbatch", "--parsable", "--export=ALL", f"--job-name={own.name}", *words]
     try:
         done = subprocess.run(command, env={**os.environ, "RUN_DIR": str(own)}, stdout=subprocess.PIPE, text=True)
     except FileNotFoundError:
         sys.stderr.write("error: there is no program sbatch here\n")
         return 2
     if done.returncode == 0:
-        number = done.stdout.strip().partition(";")[0]  # a cluster's name may follow
+        number = done.stdout.strip().partition(";")[0]  # the name of the cluster may follow
         write_whole(own / JOB, f"{number}\n")
         progress.end(own, f"submitted as job {number}")
     return done.returncode
 
 
 def _compare(folder: Path, runs: Sequence[Path]) -> None:
-    """Print the table of the runs that have a record, and draw their curves."""
-    trained = [own for own in runs if (own / RECORD).exists()]
-    if without := [own.name for own in runs if own not in trained]:
-        sys.stderr.write(f"without {RECORD}, which RunReport writes where there is a logger: {', '.join(without)}\n")
+    """Print the comparison of the runs that have a record, and draw their curves."""
+    trained = [run_folder for run_folder in runs if (run_folder / RECORD).exists()]
+    if unrecorded := [run_folder.name for run_folder in runs if run_folder not in trained]:
+        sys.stderr.write(
+            f"runs without {RECORD}, which RunReport writes if there is a logger: {', '.join(unrecorded)}\n"
+        )
     if not trained:
         return
-    found = read_runs(trained)
-    print_table(found)
-    if common_metrics(found):
-        draw(found, folder / PICTURE)
+    recorded = read_runs(trained)
+    print_table(recorded)
+    if common_metrics(recorded):
+        draw(recorded, folder / PICTURE)
         sys.stderr.write(f"curves: {folder / PICTURE}\n")
 
 
 def _kept(line: CommandLine) -> dict[str, Any]:
-    """The words of a run, and hashes of the configurations that they name."""
+    """Return the arguments of a run without secrets, and hashes of the configurations that they name."""
     files = {
         path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in line.values("config") if _is_file(path)
     }
@@ -300,12 +333,12 @@ def _kept(line: CommandLine) -> dict[str, Any]:
 def _is_file(path: str) -> bool:
     try:
         return Path(path).is_file()
-    except OSError:  # options that stand where a file could, longer than a name may be
+    except OSError:  # a mapping in place of a file, which is too long for a file name
         return False
 
 
 def _begin(folder: Path, line: CommandLine) -> None:
-    """Note what a run is trained with; a record of another one is not finished any more."""
+    """Store the arguments of a run in its folder, and mark the record of an earlier run there as unfinished."""
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / RECORD
     if record.exists():
@@ -314,32 +347,36 @@ def _begin(folder: Path, line: CommandLine) -> None:
 
 
 def _finished(folder: Path, line: CommandLine) -> bool:
-    """Whether a run with these words and configurations has ended."""
+    """Whether a run with the same arguments and configurations has finished in a folder."""
     try:
-        record, kept = (json.loads((folder / name).read_text()) for name in (RECORD, KEPT))
+        record, arguments = (json.loads((folder / name).read_text()) for name in (RECORD, KEPT))
     except (OSError, ValueError):
         return False
-    return bool(record.get("finished")) and kept == _kept(line)
+    return bool(record.get("finished")) and arguments == _kept(line)
 
 
 def _wait(command: list[str], output: Path | None = None) -> int:
-    """Exit status of a command; 130 after Ctrl+C. Signals reach it, and it has the time that it needs to save.
+    """Run a command and wait for it. Signals are forwarded, and the command has unlimited time to save its state.
 
     Args:
         command: program and arguments.
-        output: file that what it prints is appended to; None to print it here.
+        output: file to which its output is appended; None to leave the output on the terminal.
+
+    Returns:
+        The exit status of the command; 130 after Ctrl+C.
     """
     with open(output, "ab") if output is not None else nullcontext() as stream:
         child = subprocess.Popen(command, stdout=stream, stderr=None if stream is None else subprocess.STDOUT)
-    noted: list[int] = []
-    before = {
+    interrupts: list[int] = []
+    previous_handlers = {
         number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in (signal.SIGTERM, signal.SIGUSR1)
     }
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is in the background; a terminal sends it to both
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda n, _: noted.append(n))
+    # A terminal sends SIGINT to both processes, so it is not forwarded. In background jobs it is ignored and stays so.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        previous_handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda n, _: interrupts.append(n))
     try:
         status = child.wait()
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-    return 130 if noted else status
+    return 130 if interrupts else status

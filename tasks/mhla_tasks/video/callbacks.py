@@ -1,22 +1,20 @@
-"""Clips drawn while a model trains."""
+"""Callback that draws clips during training."""
 
 from __future__ import annotations
 
-import torch
-from lightning import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from pathlib import Path
 
-from lightning_mhla.callbacks import PeriodicEvaluation
-from lightning_mhla.callbacks.averaging import evaluation_weights
-from lightning_mhla.checkpoints.weights import shards_weights
-from lightning_mhla.data.sampling import kept_random_state
-from lightning_mhla.system.folders import run_folder
+from lightning import Trainer
+from torch import Tensor
+
+from mhla_tasks.captioned.callbacks import DrawnSamples, log_figure
+from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.video.module import VideoDiffusion
 from mhla_tasks.video.strips import draw_strips, write_animation
 
 
-class ClipPictures(PeriodicEvaluation):
-    """Draws clips for a few prompts, from the weights that validation uses, as strips of frames and as an animation.
+class ClipPictures(DrawnSamples):
+    """Draw clips for a few prompts with the weights that validation uses, as strips of frames and as an animation.
 
     ``clips-step*.png`` and ``.gif`` go to ``pictures/`` in the log folder, the strips also to TensorBoard. The noise of a
     clip is always the same.
@@ -29,6 +27,8 @@ class ClipPictures(PeriodicEvaluation):
         seed: seed of the noise.
     """
 
+    module_class = VideoDiffusion
+
     def __init__(
         self,
         prompts: list[str],
@@ -37,53 +37,14 @@ class ClipPictures(PeriodicEvaluation):
         frames: int = 8,
         seed: int = 0,
     ) -> None:
-        super().__init__(every_n_steps, at_end)
-        if not prompts:
-            raise ValueError("prompts is empty; give at least one")
-        self.prompts, self.frames, self.seed = prompts, frames, seed
+        super().__init__(prompts, every_n_steps, at_end, at_start=False, seed=seed)
+        self.frames = frames
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out now, not hours later, whether clips can be drawn; on the processes that draw, so that others load nothing.
-
-        Raises:
-            ValueError: on every process, for what does not fit together.
-        """
-        module, failed = _checked(pl_module), ""
-        if trainer.is_global_zero or shards_weights(trainer):
-            try:
-                module.check_drawable()
-            except (ValueError, FileNotFoundError) as error:
-                failed = str(error)
-            module.rest()
-        failed = trainer.strategy.broadcast(failed)
-        if failed:
-            raise ValueError(failed)
-
-    @torch.no_grad()
-    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw on the first process, or on all where they gather weights from each other; write on the first."""
-        module = _checked(pl_module)
-        folder, step = run_folder(trainer) / "pictures", trainer.global_step
-        if trainer.is_global_zero or shards_weights(trainer):
-            with (
-                kept_random_state(),
-                evaluation_weights(trainer, module),
-                trainer.precision_plugin.forward_context(),
-            ):
-                clips = module.draw(self.prompts, list(range(len(self.prompts))), self.seed)
-            module.rest()
-        if trainer.is_global_zero:
-            figure = draw_strips(list(zip(self.prompts, clips.cpu(), strict=True)), self.frames)
-            folder.mkdir(parents=True, exist_ok=True)
-            figure.savefig(folder / f"clips-step{step:07d}.png", dpi=110)
-            write_animation(folder / f"clips-step{step:07d}.gif", clips, module.sampling.fps)
-            for logger in trainer.loggers:
-                if isinstance(logger, TensorBoardLogger):
-                    logger.experiment.add_figure("clips", figure, step)
-        trainer.strategy.barrier()
-
-
-def _checked(module: LightningModule) -> VideoDiffusion:
-    if not isinstance(module, VideoDiffusion):
-        raise ValueError(f"ClipPictures draws from a VideoDiffusion, not from a {type(module).__name__}")
-    return module
+    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
+        """Write clips as strips and as an animation."""
+        pictures, step = folder / "pictures", trainer.global_step
+        figure = draw_strips(list(zip(self.prompts, samples, strict=True)), self.frames)
+        pictures.mkdir(parents=True, exist_ok=True)
+        figure.savefig(pictures / f"clips-step{step:07d}.png", dpi=110)
+        write_animation(pictures / f"clips-step{step:07d}.gif", samples, module.sampling.fps)
+        log_figure(trainer, "clips", figure)

@@ -234,7 +234,9 @@ def open_video(data: bytes, name: str) -> Iterator[Video]:
     try:
         with av.open(io.BytesIO(data), format="mp4", metadata_errors="ignore") as container:
             stream = _chosen_stream(container, name)
-            stream.thread_type = "AUTO"
+            # Frame threads would give a damaged frame before it is marked as such, so that a part of them would pass. Data are
+            # read by several processes anyway.
+            stream.codec_context.thread_type, stream.codec_context.thread_count = "NONE", 1
             video = Video(container, stream, name)
             video.check_size(stream.width, stream.height)
             yield video

@@ -1,4 +1,4 @@
-"""Clips of real handwritten digits that move, with captions: always there, nothing to download."""
+"""Clips of moving handwritten digits with captions, from the digits of scikit-learn or MNIST."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lightning_mhla.data.digits import LOADERS, Name
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 MOVES = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
-"""Rows and columns that a digit moves by."""
+"""Rows and columns that a digit moves by in each frame."""
 
 
 def caption(label: int, move: str) -> str:
-    """Caption of a clip: ``a seven moving right``."""
+    """Write the caption of a clip: ``a seven moving right``."""
     return f"a {NAMES[label]} moving {move}"
 
 
 def every_caption() -> list[str]:
-    """All captions: each digit in each direction."""
+    """List all captions: each digit in each direction."""
     return [caption(label, move) for label in range(len(NAMES)) for move in MOVES]
 
 
 def render(digit: Tensor, move: str, frames: int, height: int, width: int, generator: torch.Generator | None) -> Tensor:
-    """A digit that moves by at most one pixel a frame, as far as the canvas has room.
+    """Draw a digit that moves by at most one pixel per frame, as far as the canvas has room.
 
     Args:
         digit: ``[1, S, S]`` in 0 .. 1.
@@ -60,7 +60,7 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
 
 @cache
 def moving_digits(name: Name, train: bool) -> tuple[Tensor, Tensor]:
-    """Images and labels of digits that have room to move: MNIST's are scaled to 20 x 20 pixels."""
+    """Return images and labels of digits, MNIST's scaled to 20 x 20 pixels so that they have room to move."""
     images, labels = LOADERS[name](train)
     if name == "mnist":
         images = F.interpolate(images, (20, 20), mode="bilinear", antialias=True)
@@ -68,7 +68,7 @@ def moving_digits(name: Name, train: bool) -> tuple[Tensor, Tensor]:
 
 
 class MovingDigitSamples:
-    """Clips as a source. In training every digit moves in every direction; of those held out each in one.
+    """Source of clips. Training digits move in every direction, each held-out digit in one.
 
     Args:
         train: the training digits, each starting somewhere else every time; or those held out.
@@ -96,7 +96,7 @@ class MovingDigitSamples:
         return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``video`` ``[1, F, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
+        """Return ``video`` ``[1, F, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
         digit = index // len(MOVES) if self.train else index
         move = list(MOVES)[index % len(MOVES)]
         generator = None if self.train else torch.Generator().manual_seed(index)

@@ -1,14 +1,8 @@
-"""Wan's transformer, diffusers' own, with the attention that a configuration asks for."""
+"""Shape of Wan's transformer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-
-from diffusers import WanTransformer3DModel
-
-from lightning_mhla import AttentionConfig
-from lightning_mhla.swap import swap_attention
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -38,12 +32,3 @@ class TransformerConfig:
     ffn_dim: int = 8960
     num_layers: int = 30
     rope_max_seq_len: int = 1024
-
-
-def build_transformer(
-    shape: TransformerConfig, attention: AttentionConfig, layer_kinds: Sequence[str] | None
-) -> WanTransformer3DModel:
-    """A transformer with its attention swapped; ``layer_kinds`` as for :func:`lightning_mhla.swap_attention`."""
-    model = WanTransformer3DModel(**asdict(shape))
-    swap_attention(model, attention, layer_kinds=layer_kinds)
-    return model

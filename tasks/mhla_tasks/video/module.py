@@ -18,9 +18,10 @@ from lightning_mhla.training.compilation import CompileOptions
 from lightning_mhla.training.optim import OptimizerConfig
 from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.captioned.text import TextConfig, make_encoder
-from mhla_tasks.video.model import TransformerConfig, build_transformer
-from mhla_tasks.video.pretrained import load_weights, read_transformer
-from mhla_tasks.video.sampling import SamplingConfig, draw_clips, latent_shape
+from mhla_tasks.video.clips import to_frames
+from mhla_tasks.video.model import TransformerConfig
+from mhla_tasks.video.pretrained import WAN
+from mhla_tasks.video.sampling import SamplingConfig
 from mhla_tasks.video.writer import ClipWriter
 
 
@@ -43,18 +44,17 @@ class VideoDiffusion(CaptionedDiffusion):
         compile: compile the network, block by block (:func:`torch.compile`).
         compile_options: options of torch.compile; see :class:`lightning_mhla.training.compilation.CompileOptions`.
         sampling: sampler options of predict and callbacks.
-        pretrained: weights to start from, see mhla_tasks.video.pretrained; not read where --ckpt_path brings weights.
+        pretrained: weights to start from, see mhla_tasks.captioned.host; not read where --ckpt_path brings weights.
         output: folder for the clips that predict draws; those that are there already are not drawn again. null for the
             run's own.
         optimizer: AdamW or CAME, and its schedule.
         ema_decay: decay of the moving average of the weights that validation and clips use; null for none.
     """
 
-    samples, sample_key, text_option = "clips", "video", "text_dim"
+    host, samples, sample_key, text_option = WAN, "clips", "video", "text_dim"
 
     train_batch = ("latent|video", "text|caption")
     evaluation_batch = ("latent|video", "text|caption", "index")
-    predict_batch = ("caption", "file", "index", "seed")
 
     def __init__(
         self,
@@ -84,9 +84,10 @@ class VideoDiffusion(CaptionedDiffusion):
         super().__init__(optimizer, ema_decay, compile_options)
         self.save_hyperparameters(ignore=["pretrained", "output"])
         keep_plain(self)
-        self._shape = transformer
         self.set_up(
-            build_transformer(transformer, attention, layer_kinds),
+            transformer,
+            attention,
+            layer_kinds,
             make_encoder(text, transformer.text_dim),
             None if vae is None else ClipCodec(vae),
             as_dataclass(FlowConfig, flow),
@@ -104,30 +105,12 @@ class VideoDiffusion(CaptionedDiffusion):
     def velocity(network: Any, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
         return network(noisy, times, text).sample
 
+    @staticmethod
     @override
-    def load_pretrained(self, path: str) -> None:
-        load_weights(self.network, path)
+    def caption_arguments(text: Tensor, negative: Tensor) -> dict[str, Tensor]:
+        return {"prompt_embeds": text, "negative_prompt_embeds": negative}
 
+    @staticmethod
     @override
-    def build_teacher(self, path: str) -> Any:
-        return read_transformer(self._shape, path)
-
-    @override
-    def check_drawable(self, sampling: Any = None) -> None:
-        channels = self.network.config.out_channels
-        if self.codec is None and channels not in (1, 3):
-            raise ValueError(
-                f"clips of {channels} channels are latents; name the VAE that decodes them: --model.vae=FOLDER_OR_NAME"
-            )
-        latent_shape(self.network, self.codec, sampling or self.sampling)
-        if self.codec is not None:
-            self.codec.model(self.device)
-        self.captions.tokens("", self.device)
-
-    @override
-    def draw(self, prompts: list[str], indices: list[int], seed: int, sampling: Any = None) -> Tensor:
-        """Clips ``[B, F, C, H, W]`` uint8; see :func:`mhla_tasks.video.sampling.draw_clips`."""
-        chosen = sampling or self.sampling
-        text = self.captions.encode(prompts, self.device)
-        negative = self.captions.encode([chosen.negative_prompt], self.device, instructed=False)[0]
-        return draw_clips(self.network, self.codec, chosen, self.flow.shift, text, negative, indices, seed)
+    def to_bytes(samples: Tensor) -> Tensor:
+        return to_frames(samples)  # float32, whatever the precision

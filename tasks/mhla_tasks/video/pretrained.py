@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from math import prod
 from typing import Any
 
-from diffusers import WanTransformer3DModel
+from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
+from lightning_mhla.generative.flow import TIMESTEPS
 from lightning_mhla.swap import KEEP
-from mhla_tasks.captioned import pretrained
-from mhla_tasks.captioned.pretrained import ADDED, Host
-from mhla_tasks.video.model import TransformerConfig, build_transformer
+from mhla_tasks.captioned.host import ADDED, Host, build_transformer, euler_scheduler, load_weights, read_weights
+from mhla_tasks.video.model import TransformerConfig
 
 PUBLISHED = {
     ".attn1.g.": f"{ADDED}gate.",
@@ -35,11 +34,11 @@ PUBLISHED = {
     ".attn1.block_attn.conv.": f"{ADDED}mixing.",
 }
 PUBLISHED_GRID = (3, 5, 10)
-"""Blocks along frames, rows and columns in the authors' configuration."""
+"""Block grid of the authors' configuration: blocks along frames, rows and columns."""
 
 
 def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of the original Wan, or of the authors' Wan-MHLA, by our names; see the module's description.
+    """Rename the weights of the original Wan, or of the authors' Wan-MHLA; see the module's description.
 
     Raises:
         ValueError: for weights of the authors' other attentions, which are none of ours.
@@ -56,34 +55,26 @@ def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return converted
 
 
+def _unipc(shift: float) -> UniPCMultistepScheduler:
+    return UniPCMultistepScheduler(
+        num_train_timesteps=TIMESTEPS, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+    )
+
+
 WAN = Host(
     WanTransformer3DModel,
+    WanPipeline,
     "a Wan transformer",
     "blocks.0.",
     lambda state: any(".self_attn." in name for name in state),
     published_names,
+    {"unipc": _unipc, "euler": euler_scheduler},
+    {"height": 16, "width": 16, "num_frames": 1},
 )
 
 
-def read_weights(path: str) -> dict[str, Tensor]:
-    """Weights of a Wan transformer by our names, also the original and the authors'; see :func:`pretrained.read_weights`."""
-    return pretrained.read_weights(path, WAN)
-
-
-def load_weights(model: WanTransformer3DModel, path: str) -> None:
-    """Give ``model`` the weights at ``path``; see :func:`pretrained.load_weights`."""
-    pretrained.load_weights(model, path, WAN)
-
-
-def read_transformer(shape: TransformerConfig, path: str) -> WanTransformer3DModel:
-    """The softmax transformer with the weights at ``path``; errors as of :func:`load_weights`."""
-    model = WanTransformer3DModel(**asdict(shape))
-    load_weights(model, path)
-    return model
-
-
 def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> Any:
-    """The authors' Wan-MHLA as a swapped transformer, in evaluation mode; its shape is read off the weights.
+    """Load the authors' Wan-MHLA as a swapped transformer in evaluation mode. Its shape follows from the weights.
 
     Args:
         path: their file.
@@ -93,7 +84,7 @@ def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> A
         FileNotFoundError: when there is nothing at the path.
         ValueError: when the file holds something else, or another number of blocks.
     """
-    state = read_weights(path)
+    state = read_weights(path, WAN)
     mixing = {
         int(re.findall(r"\d+", name)[0]): t for name, t in state.items() if name.endswith(f"{ADDED}mixing.weight")
     }
@@ -119,6 +110,6 @@ def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> A
     )
     gated = any(f"{ADDED}gate." in name for name in state)
     attention = AttentionConfig(block_grid=list(block_grid), normalize=False, gate=gated)
-    model = build_transformer(shape, attention, ["mhla" if index in mixing else KEEP for index in range(depth)])
-    load_weights(model, path)
+    model = build_transformer(WAN, shape, attention, ["mhla" if index in mixing else KEEP for index in range(depth)])
+    load_weights(model, path, WAN)
     return model.eval()

@@ -1,4 +1,4 @@
-"""Samples of the video domain: clips with captions, of shards and folders."""
+"""Sources of captioned clips in shards and folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VIDEO = "mp4"
 
 
 class CaptionedClips:
-    """Clips of videos with captions as a source.
+    """Source of clips from captioned videos.
 
     Args:
         files: the videos.
@@ -45,7 +45,7 @@ class CaptionedClips:
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``video`` ``[3, F, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
+        """Read ``video`` ``[3, F, H, W]`` in -1 .. 1, ``caption`` and ``index``."""
         text, name = self.files.caption(index), self.files.describe(index)
         position = float(torch.rand(())) if self.anywhere else 0.5
         data = self.files.member(index, (VIDEO,))[1]
@@ -54,7 +54,7 @@ class CaptionedClips:
 
 
 class ShardClips(CaptionedClips):
-    """Clips of the videos in shards; ``options`` as for :class:`CaptionedClips`."""
+    """Source of clips from videos in shards; ``options`` as for :class:`CaptionedClips`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ShardClips(CaptionedClips):
 
 
 class ClipFolder(CaptionedClips):
-    """Clips of the ``.mp4`` files below a folder; ``options`` as for :class:`CaptionedClips`, errors as of FolderFiles."""
+    """Source of clips from the ``.mp4`` files below a folder; ``options`` as for :class:`CaptionedClips`."""
 
     def __init__(
         self,

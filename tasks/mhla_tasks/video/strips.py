@@ -1,4 +1,4 @@
-"""Clips as pictures: a strip of frames for each, or an animation of all."""
+"""Pictures of clips: a strip of frames for each, or an animation of all."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GAP = 96
-"""Grey between frames."""
+"""Gray level between frames."""
 
 SMALLEST = 96
-"""Pixels of an animation's clip that can be made out: smaller clips are enlarged."""
+"""Smallest side of a clip in an animation, in pixels; smaller clips are enlarged."""
 
 FRAME, LETTER = 0.9, 0.075
-"""Inches of a frame and of a letter."""
+"""Size of a frame and of a letter, in inches."""
 
 
 def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int = 8, title: str = "") -> Figure:
-    """A row for each clip: its caption, and ``frames`` frames spread evenly over it.
+    """Draw a row for each clip: its caption, and ``frames`` frames spaced evenly.
 
     Args:
         clips: caption and frames ``[F, C, H, W]`` uint8; all of one size.

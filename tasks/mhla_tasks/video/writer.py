@@ -1,4 +1,4 @@
-"""Clips that predict writes: mp4 files as VBench wants them, a line for each, and a picture to look at."""
+"""Files that predict writes: clips as mp4 in VBench's layout, a line for each, and a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mhla_tasks.video.strips import draw_strips
 
 
 class ClipWriter(SampleFolder):
-    """Writes clips as they are drawn, every process its own."""
+    """Write the clips of each process as they are drawn."""
 
     kind = "videos"
 

@@ -14,7 +14,7 @@ from lightning import Trainer
 from mhla_tasks.classification.prepare import images_to_shards
 from mhla_tasks.commandline import registry
 from mhla_tasks.diffusion import ClassToImage, DigitImages, ImageShards, LatentShards
-from mhla_tasks.diffusion.data import RequestedSamples, SampleRequest
+from mhla_tasks.diffusion.data import RequestedClasses, SampleRequest
 from mhla_tasks.diffusion.sampling import SamplingConfig
 from mhla_tasks.diffusion.sources import SignedImage
 from PIL import Image
@@ -185,13 +185,13 @@ def test_batches_that_do_not_fit_the_model(place: Path) -> None:
 
 
 def test_requests_of_samples() -> None:
-    requested = RequestedSamples(SampleRequest(classes=[7, 3], per_class=2, seed=5), 10)
+    requested = RequestedClasses(SampleRequest(classes=[7, 3], per_class=2, seed=5), 10)
     assert [requested[i] for i in range(len(requested))] == [
         {"index": index, "label": label, "seed": 5} for index, label in enumerate([7, 3, 7, 3])
     ]
     assert len(DigitImages().requested()) == 80
     with pytest.raises(ValueError, match=r"class 10 is not one of 0 to 9; see samples\.classes"):
-        RequestedSamples(SampleRequest(classes=[10]), 10)
+        RequestedClasses(SampleRequest(classes=[10]), 10)
     with pytest.raises(ValueError, match="per_class=0"):
         SampleRequest(per_class=0)
     with pytest.raises(ValueError, match="classes is empty"):

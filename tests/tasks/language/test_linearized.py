@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
 from lightning_mhla.swap import swapped_layers, transfer_loss
 from lightning_mhla.swap.adapters import LoraOptions, merge_adapters
+from lightning_mhla.training.linearize import TransferOptions
 from lightning_mhla.training.optim import OptimizerConfig
-from lightning_mhla.training.transfer import TransferOptions
 
 NETWORK: dict[str, Any] = {
     "class_path": "transformers.LlamaConfig",

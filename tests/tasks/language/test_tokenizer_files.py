@@ -256,8 +256,8 @@ def test_many_replacements_that_do_not_feed_each_other_are_read(tmp_path: Path) 
     [
         ({"padding": {"strategy": {"Fixed": 10**9}}}, "pads each text to 1000000000 tokens"),
         ({"padding": {"strategy": "BatchLongest", "pad_to_multiple_of": 10**9}}, "pads each text to 1000000000 tokens"),
-        ({"post_processor": {"single": 5000, "ids": 1}}, r"puts \d+ tokens around a text"),
-        ({"post_processor": {"single": 50, "ids": 500}}, r"puts \d+ tokens around a text"),
+        ({"post_processor": {"single": 5000, "ids": 1}}, r"adds \d+ tokens around each text"),
+        ({"post_processor": {"single": 50, "ids": 500}}, r"adds \d+ tokens around each text"),
     ],
     ids=["fixed", "multiple", "template", "ids"],
 )

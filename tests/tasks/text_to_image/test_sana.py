@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import SanaPipeline, SanaTransformer2DModel
+from mhla_tasks.captioned.host import build_transformer, load_weights
+from mhla_tasks.captioned.sampling import denoise, latent_shape
 from mhla_tasks.captioned.text import TextConfig, make_encoder
-from mhla_tasks.text_to_image.model import TransformerConfig, build_transformer
-from mhla_tasks.text_to_image.pretrained import load_weights
-from mhla_tasks.text_to_image.sampling import SamplingConfig, draw_images
+from mhla_tasks.text_to_image import TextToImage
+from mhla_tasks.text_to_image.model import TransformerConfig
+from mhla_tasks.text_to_image.pretrained import SANA
+from mhla_tasks.text_to_image.sampling import SamplingConfig
 from sana import TINY, inputs, save_pipeline, shaken, tiny_sana
 
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
@@ -45,8 +48,8 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_parameters_are_those_of_sana(shape: TransformerConfig, millions: float) -> None:
     with torch.device("meta"):
-        kept = build_transformer(shape, AttentionConfig(kind="linear"), ["keep"])
-        mixed = build_transformer(shape, AttentionConfig(block_grid=[4, 4]), None)
+        kept = build_transformer(SANA, shape, AttentionConfig(kind="linear"), ["keep"])
+        mixed = build_transformer(SANA, shape, AttentionConfig(block_grid=[4, 4]), None)
     count = sum(parameter.numel() for parameter in kept.parameters())
     assert count / 1e6 == pytest.approx(millions, abs=0.05)
     assert sum(parameter.numel() for parameter in mixed.parameters()) - count == shape.num_layers * 16 * 16
@@ -97,15 +100,17 @@ def test_the_same_pictures_as_diffusers_own_pipeline(pipeline: Path) -> None:
         prompts, height=32, width=32, latents=noise, num_inference_steps=3, guidance_scale=4.5, max_sequence_length=12,
         use_resolution_binning=False, output_type="pt",
     ).images  # fmt: skip
-    ours_model = build_transformer(TINY, AttentionConfig(kind="linear"), None)
-    load_weights(ours_model, str(pipeline))
+    ours_model = build_transformer(SANA, TINY, AttentionConfig(kind="linear"), None)
+    load_weights(ours_model, str(pipeline), SANA)
     encoder = make_encoder(TextConfig(str(pipeline), 12, "sana"), 8)
     cpu = torch.device("cpu")
     sampling = SamplingConfig(steps=3, guidance=4.5, height=16, width=16)
-    ours = draw_images(
-        ours_model.eval(), ImageCodec(str(pipeline)), sampling, 3.0, encoder.encode(prompts, cpu), encoder.encode([""], cpu)[0],
-        [0, 1], 7,
-    )  # fmt: skip
+    codec = ImageCodec(str(pipeline))
+    negative = encoder.encode([""], cpu)[0].expand(2, -1, -1)
+    captions = TextToImage.caption_arguments(encoder.encode(prompts, cpu), negative)
+    shape = latent_shape(ours_model, codec, sampling, "images")
+    latents = denoise(SANA, ours_model.eval(), shape, sampling, 3.0, captions, [0, 1], 7)
+    ours = to_pixels(codec.decode(latents))
     assert ours.shape == (2, 3, 16, 16)
     expected = to_pixels(theirs * 2 - 1)
     assert (ours.int() - expected.int()).abs().max() <= 1, "a level of 255, for rounding"
@@ -169,14 +174,14 @@ def test_weights_from_every_place(pipeline: Path, tmp_path: Path) -> None:
     source = shaken(tiny_sana(), 9)
     source.save_pretrained(tmp_path / "folder")
     torch.save({"state_dict": nvlabs_names(source)}, tmp_path / "nvlabs.pth")
-    swapped = build_transformer(TINY, UNIFORM, None)
-    load_weights(swapped, str(tmp_path / "folder"))
+    swapped = build_transformer(SANA, TINY, UNIFORM, None)
+    load_weights(swapped, str(tmp_path / "folder"), SANA)
     swapped.save_pretrained(tmp_path / "swapped")
     with torch.no_grad():
         expected = source(**inputs()).sample
         for name in ("folder", "nvlabs.pth", "swapped"):
-            model = build_transformer(TINY, UNIFORM, None).eval()
-            load_weights(model, str(tmp_path / name))
+            model = build_transformer(SANA, TINY, UNIFORM, None).eval()
+            load_weights(model, str(tmp_path / name), SANA)
             torch.testing.assert_close(model(**inputs()).sample, expected, atol=1e-4, rtol=1e-4)
         again = load_swapped(tmp_path / "swapped")
         torch.testing.assert_close(again(**inputs()).sample, expected, atol=1e-4, rtol=1e-4)
@@ -194,9 +199,9 @@ def test_wrong_weights_are_short_errors(options: dict[str, Any], message: str, t
     tiny_sana().save_pretrained(tmp_path)
     model = tiny_sana(**options)
     with pytest.raises(ValueError, match=message):
-        load_weights(model, str(tmp_path))
+        load_weights(model, str(tmp_path), SANA)
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="holds no weights of a SANA transformer"):
-        load_weights(model, str(tmp_path / "other.pt"))
+        load_weights(model, str(tmp_path / "other.pt"), SANA)
     with pytest.raises(ValueError, match="are different widths of a token"):
         TransformerConfig(num_attention_heads=3)

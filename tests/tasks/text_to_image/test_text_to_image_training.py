@@ -99,6 +99,23 @@ def test_resume_is_bitwise_exact(server: ForkServer, pretrained: Path, tmp_path:
     assert found == {step: want[step] for step in (2, 3)}
 
 
+def test_pictures_and_scores_are_drawn_on_two_processes(server: ForkServer, tmp_path: Path) -> None:
+    """The first process alone draws and writes; what all of them have to call together, all of them call."""
+    path = Path(config(tmp_path, "drawn", steps=2))
+    content = yaml.safe_load(path.read_text())
+    prompts = {"prompts": ["a red three", "two blue fives"]}
+    content["trainer"]["callbacks"] += [
+        {"class_path": "mhla_tasks.text_to_image.ImagePictures", "init_args": {**prompts, "at_start": True}},
+        {"class_path": "mhla_tasks.text_to_image.SceneScores", "init_args": prompts},
+    ]
+    path.write_text(yaml.safe_dump(content))
+    fit(server, tmp_path, "fit", "--config", str(path), "--trainer.devices=2", "--trainer.strategy=ddp")
+    pictures = sorted(file.name for file in (tmp_path / "drawn/pictures").iterdir())
+    assert pictures == ["images-step0000000.png", "images-step0000002.png"]
+    (line,) = (tmp_path / "drawn/scenes.jsonl").read_text().splitlines()
+    assert json.loads(line)["images"] == 2
+
+
 def test_two_processes_train_as_one_does(server: ForkServer, pretrained: Path, tmp_path: Path) -> None:
     """The same samples; noise is each process's own, so losses agree as validation has them: before training."""
     options = ("--ckpt_path", str(checkpoint(pretrained, 4)))

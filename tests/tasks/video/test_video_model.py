@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
+from mhla_tasks.captioned.host import build_transformer, load_weights, read_transformer, read_weights
 from mhla_tasks.commandline import registry
 from mhla_tasks.video import VideoDiffusion
-from mhla_tasks.video.model import TransformerConfig, build_transformer
-from mhla_tasks.video.pretrained import load_published, load_weights, read_transformer, read_weights
+from mhla_tasks.video.model import TransformerConfig
+from mhla_tasks.video.pretrained import WAN, load_published
 from torch import Tensor
 from torch.nn import functional as F
 from wan import PAPER, TINY, inputs, shaken, tiny_wan
 
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
-from lightning_mhla.generative.distillation import DistillationConfig, Teacher
+from lightning_mhla.generative.distillation import DistillationConfig, VelocityHost
 from lightning_mhla.swap import swapped_layers
 from lightning_mhla.swap.adapters import LoraOptions, choose_trained, merge_adapters
 
@@ -27,7 +28,7 @@ HYBRID = ["keep", "mhla", "mhla"]
 
 def test_the_default_shape_is_wan_1_3b() -> None:
     with torch.device("meta"):
-        model = build_transformer(TransformerConfig(), AttentionConfig(kind="softmax"), ["keep"])
+        model = build_transformer(WAN, TransformerConfig(), AttentionConfig(kind="softmax"), ["keep"])
     assert sum(parameter.numel() for parameter in model.parameters()) == 1_418_996_800
 
 
@@ -36,14 +37,14 @@ def trained(model: WanTransformer3DModel) -> set[str]:
 
 
 def test_what_is_trained() -> None:
-    everything = {name for name, _ in build_transformer(TINY, PAPER, HYBRID).named_parameters()}
+    everything = {name for name, _ in build_transformer(WAN, TINY, PAPER, HYBRID).named_parameters()}
     added = {name for name in everything if ".processor." in name}
     projections = {name for name in everything if ".attn1." in name and not name.startswith("blocks.0.")}
     for part, expected in [("all", everything), ("attention", projections), ("new", added)]:
-        model = build_transformer(TINY, PAPER, HYBRID)
+        model = build_transformer(WAN, TINY, PAPER, HYBRID)
         choose_trained(model, part, LoraOptions())
         assert trained(model) == expected, part
-    model = build_transformer(TINY, PAPER, HYBRID)
+    model = build_transformer(WAN, TINY, PAPER, HYBRID)
     choose_trained(model, "lora", LoraOptions(rank=2, alpha=2))
     adapters = {name for name in trained(model) if ".lora_" in name}
     assert trained(model) == added | adapters
@@ -54,7 +55,7 @@ def test_what_is_trained() -> None:
 
 def test_fixed_coefficients_stay_fixed() -> None:
     model = build_transformer(
-        TINY, AttentionConfig(block_grid=[2, 2, 2], normalize=False, mixing_trainable=False), None
+        WAN, TINY, AttentionConfig(block_grid=[2, 2, 2], normalize=False, mixing_trainable=False), None
     )
     choose_trained(model, "attention", LoraOptions())
     assert not [name for name in trained(model) if "mixing" in name]
@@ -64,12 +65,12 @@ def test_training_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="train='new' trains replaced attention, and no layer is replaced"):
         choose_trained(tiny_wan(), "new", LoraOptions())
     with pytest.raises(ValueError, match="train='new' leaves nothing to train"):
-        choose_trained(build_transformer(TINY, AttentionConfig(kind="softmax"), None), "new", LoraOptions())
+        choose_trained(build_transformer(WAN, TINY, AttentionConfig(kind="softmax"), None), "new", LoraOptions())
 
 
 def test_adapters_start_without_effect_and_merge_exactly() -> None:
     given = inputs()
-    model = shaken(build_transformer(TINY, PAPER, HYBRID))
+    model = shaken(build_transformer(WAN, TINY, PAPER, HYBRID))
     names = set(model.state_dict())
     with torch.no_grad():
         before = model(*given).sample
@@ -235,77 +236,77 @@ def test_weights_to_start_from(original: WanTransformer3DModel, pipeline: Path, 
         shaken(source).save_pretrained(path / "transformer" if place == "swapped pipeline" else path)
     given = inputs()
     kinds = HYBRID if place.startswith("swapped") else ["keep"]
-    model = build_transformer(TINY, PAPER, kinds)
-    load_weights(model, str(path))
+    model = build_transformer(WAN, TINY, PAPER, kinds)
+    load_weights(model, str(path), WAN)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(*given).sample, source(*given).sample)
     if not place.startswith("swapped"):
-        model = build_transformer(TINY, PAPER, HYBRID)
+        model = build_transformer(WAN, TINY, PAPER, HYBRID)
         choose_trained(model, "lora", LoraOptions(rank=2))
-        load_weights(model, str(path))
+        load_weights(model, str(path), WAN)
         assert torch.equal(model.blocks[1].attn1.to_q.base_layer.weight, source.blocks[1].attn1.to_q.weight)
 
 
 def test_wrong_weights(original: WanTransformer3DModel, tmp_path: Path) -> None:
-    model = build_transformer(TINY, PAPER, HYBRID)
+    model = build_transformer(WAN, TINY, PAPER, HYBRID)
     with pytest.raises(FileNotFoundError, match="no file, no folder of a Wan transformer, no name on the hub"):
-        load_weights(model, str(tmp_path / "nowhere"))
+        load_weights(model, str(tmp_path / "nowhere"), WAN)
     (tmp_path / "text.pth").write_text("no weights")
     with pytest.raises(ValueError, match="cannot be read safely"):
-        load_weights(model, str(tmp_path / "text.pth"))
+        load_weights(model, str(tmp_path / "text.pth"), WAN)
     torch.save([torch.ones(2)], tmp_path / "list.pth")
     with pytest.raises(ValueError, match="holds a list, no weights by name"):
-        load_weights(model, str(tmp_path / "list.pth"))
+        load_weights(model, str(tmp_path / "list.pth"), WAN)
     (tmp_path / "sharded").mkdir()
     (tmp_path / "sharded/meta.pt").touch()
     with pytest.raises(ValueError, match="was not written to its end"):
-        load_weights(model, str(tmp_path / "sharded"))
+        load_weights(model, str(tmp_path / "sharded"), WAN)
     torch.save({"a": torch.ones(2)}, tmp_path / "other.pth")
     with pytest.raises(ValueError, match="no weights of a Wan transformer"):
-        load_weights(model, str(tmp_path / "other.pth"))
+        load_weights(model, str(tmp_path / "other.pth"), WAN)
     torch.save(original_names(tiny_wan(ffn_dim=32)), tmp_path / "narrow.pth")
     with pytest.raises(
         ValueError, match=r"another shape or attention: blocks\.0\.ffn\.net\.0\.proj\.weight \[32, 48\] for \[64, 48\]"
     ):
-        load_weights(model, str(tmp_path / "narrow.pth"))
+        load_weights(model, str(tmp_path / "narrow.pth"), WAN)
     torch.save(published(original, (0,)), tmp_path / "theirs.pth")
     with pytest.raises(ValueError, match=r"blocks\.0\.attn1\.processor"):
-        load_weights(model, str(tmp_path / "theirs.pth"))
+        load_weights(model, str(tmp_path / "theirs.pth"), WAN)
     state = original_names(original)
     del state["head.head.bias"]
     torch.save(state, tmp_path / "part.pth")
     with pytest.raises(ValueError, match=r"lacks proj_out\.bias \(1 tensors\)"):
-        load_weights(model, str(tmp_path / "part.pth"))
-    adapted = build_transformer(TINY, PAPER, HYBRID)
+        load_weights(model, str(tmp_path / "part.pth"), WAN)
+    adapted = build_transformer(WAN, TINY, PAPER, HYBRID)
     choose_trained(adapted, "lora", LoraOptions(rank=2))
     torch.save(adapted.state_dict(), tmp_path / "lora.pth")
     with pytest.raises(ValueError, match="LoRA adapters beside the weights"):
-        read_weights(str(tmp_path / "lora.pth"))
+        read_weights(str(tmp_path / "lora.pth"), WAN)
 
 
 def test_matching_layers_is_zero_for_the_teacher_itself_and_trains_replaced_layers_only(
     original: WanTransformer3DModel, tmp_path: Path
 ) -> None:
     original.save_pretrained(tmp_path)
-    teacher = Teacher(read_transformer(TINY, str(tmp_path)), VideoDiffusion.velocity)
+    host, teacher = VelocityHost(VideoDiffusion.velocity), read_transformer(str(tmp_path), WAN, TINY)
     latent, times, text = inputs()
-    same = build_transformer(TINY, AttentionConfig(kind="softmax"), None)
-    load_weights(same, str(tmp_path))
-    assert teacher.layer_loss(same, latent, times, text).item() < 1e-9
-    student = build_transformer(TINY, PAPER, HYBRID)
-    load_weights(student, str(tmp_path))
-    loss = teacher.layer_loss(student, latent, times, text)
+    same = build_transformer(WAN, TINY, AttentionConfig(kind="softmax"), None)
+    load_weights(same, str(tmp_path), WAN)
+    assert host.layer_loss(same, teacher, latent, times, text).item() < 1e-9
+    student = build_transformer(WAN, TINY, PAPER, HYBRID)
+    load_weights(student, str(tmp_path), WAN)
+    loss = host.layer_loss(student, teacher, latent, times, text)
     loss.backward()
     gradient = student.blocks[1].attn1.to_q.weight.grad.clone()
     student.zero_grad()
     student.enable_gradient_checkpointing()
-    teacher.layer_loss(student.train(), latent, times, text).backward()
+    host.layer_loss(student.train(), teacher, latent, times, text).backward()
     torch.testing.assert_close(student.blocks[1].attn1.to_q.weight.grad, gradient)
     moved = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
     choose_trained(student, "attention", LoraOptions())
     assert moved == trained(student)
-    assert all(parameter.grad is None for parameter in teacher.model.parameters())
-    velocity = teacher.velocity(latent, times, text)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    velocity = host.predict(teacher, latent, times, text)
     torch.testing.assert_close(velocity, original(latent, times, text).sample)
 
 
@@ -326,9 +327,11 @@ def test_layers_count_alike_whatever_the_size_of_their_outputs(original: WanTran
             for parameter in source.blocks[-1].attn1.to_out.parameters():  # nothing of a later layer hangs on it
                 parameter.mul_(factor)
         source.save_pretrained(tmp_path / str(factor))
-        student = build_transformer(TINY, AttentionConfig(kind="linear", normalize=False), ["keep", "keep", "linear"])
-        load_weights(student, str(tmp_path / str(factor)))
-        teacher = Teacher(read_transformer(TINY, str(tmp_path / str(factor))), VideoDiffusion.velocity)
-        losses.append(teacher.layer_loss(student, *given).item())
+        student = build_transformer(
+            WAN, TINY, AttentionConfig(kind="linear", normalize=False), ["keep", "keep", "linear"]
+        )
+        load_weights(student, str(tmp_path / str(factor)), WAN)
+        teacher = read_transformer(str(tmp_path / str(factor)), WAN, TINY)
+        losses.append(VelocityHost(VideoDiffusion.velocity).layer_loss(student, teacher, *given).item())
     assert losses[0] > 0
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

@@ -17,11 +17,12 @@ import torch
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from lightning import Trainer
+from mhla_tasks.captioned.sampling import latent_shape
 from mhla_tasks.captioned.text import TextConfig
 from mhla_tasks.commandline import parser, registry
 from mhla_tasks.video import MovingDigits, VideoDiffusion
 from mhla_tasks.video.clips import read_clip
-from mhla_tasks.video.sampling import SamplingConfig, latent_shape
+from mhla_tasks.video.sampling import SamplingConfig
 from mhla_tasks.video.strips import write_animation
 from peft import PeftModel
 from PIL import Image
@@ -212,7 +213,7 @@ def test_layers_improve_by_matching(whole: Path, tmp_path: Path) -> None:
         ({"flow": {"caption_dropout": 0.0}}, "guidance=3.0 needs training without captions: flow.caption_dropout"),
         ({"flow": {"caption_dropout": 1.0}}, "caption_dropout=1.0 must be at least 0 and below 1"),
         ({"flow": {"shift": 0}}, "flow.shift=0.0 must be positive"),
-        ({"sampling": {"steps": 0}}, "sampling.steps=0 must be at least 1"),
+        ({"sampling": {"steps": 0}}, "sampling.steps=0 must lie between 1 and 1,000"),
         ({"sampling": {"guidance": 0.5}}, "sampling.guidance=0.5 must be at least 1"),
         ({"layer_kinds": ["keep", "mhla", "mhla"]}, "its length must divide the 2 layers"),
         ({"train": "new", "layer_kinds": ["keep"]}, "no layer is replaced; set train: all"),
@@ -303,12 +304,12 @@ def test_euler_sampler_and_seeds() -> None:
 def test_sizes_that_patches_or_the_vae_do_not_divide(pipeline: Path) -> None:
     made = module(text=TextConfig(length=4))
     with pytest.raises(ValueError, match=r"clips of \[5, 15, 24\] frames, rows and columns do not divide into patches"):
-        latent_shape(made.network, None, SamplingConfig(frames=5, height=15, width=24))
+        latent_shape(made.network, None, SamplingConfig(frames=5, height=15, width=24), "clips")
     made = module(text=TextConfig(length=4), vae=str(pipeline))
     with pytest.raises(ValueError, match=r"latents of \[2, 2, 3\] frames, rows and columns do not divide into patches"):
-        latent_shape(made.network, made.codec, SamplingConfig(frames=5, height=16, width=24))
+        latent_shape(made.network, made.codec, SamplingConfig(frames=5, height=16, width=24), "clips")
     with pytest.raises(ValueError, match="the VAE wants 1 frame more than a multiple of 4"):
-        latent_shape(made.network, made.codec, SamplingConfig(frames=6, height=16, width=32))
+        latent_shape(made.network, made.codec, SamplingConfig(frames=6, height=16, width=32), "clips")
 
 
 def test_validation_is_the_same_each_time_and_counts_every_clip(whole: Path) -> None:
@@ -448,7 +449,7 @@ def test_encoded_captions_go_with_the_prompts(
 
 
 def test_latents_without_a_vae_cannot_be_drawn() -> None:
-    with pytest.raises(ValueError, match="clips of 4 channels are latents; name the VAE"):
+    with pytest.raises(ValueError, match="clips of 4 channels are latents; name the autoencoder"):
         module(text=TextConfig(length=4)).check_drawable()
 
 

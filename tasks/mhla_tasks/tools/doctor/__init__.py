@@ -1,10 +1,11 @@
 """Check this machine before a training run depends on it: lightning doctor.
 
-Looks at versions, devices, memory, disk, shared memory and the speed of reading pictures; runs the operator in every form
-against float64, forward and backward, twice for equal bits; times it against softmax attention; and trains twenty steps. On
-a GPU it also tries the Triton kernels, and keeps the verdicts that backend="auto" goes by.
+The command checks versions, devices, memory, disk, shared memory and the speed of decoding images. It compares all forms of
+the operator with float64, forward and backward, and runs each twice to check that the results are bit-identical. It compares
+the speed of the operator with softmax attention, and trains twenty steps. On a GPU it also tests the Triton kernels and stores
+the verdicts that backend="auto" uses.
 
-A line is ok, a note (training works, but could be better) or wrong. Ends with status 1 if something is wrong.
+The status of a line is ok, note (training works, but could be better) or wrong. The exit status is 1 if a line is wrong.
 """
 
 from __future__ import annotations
@@ -42,22 +43,34 @@ PARTS: dict[str, Examination] = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the examination that the words ask for; the exit status."""
+    """Run the requested parts of the examination, and print the findings.
+
+    Args:
+        words: arguments after ``lightning doctor``.
+
+    Returns:
+        The exit status: 1 if a finding is wrong, otherwise 0.
+    """
     parser = argparse.ArgumentParser(
         prog="lightning doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print JSON on standard output, and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only JSON on standard output")
     parser.add_argument(
-        "--only", metavar="PART", nargs="+", choices=PARTS, default=list(PARTS), help=f"parts: {', '.join(PARTS)}"
+        "--only",
+        metavar="PART",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help=f"parts to run (default: all): {', '.join(PARTS)}",
     )
-    asked = parser.parse_args(words)
+    options = parser.parse_args(words)
     findings: list[Finding] = []
-    for part in asked.only:
-        found = list(examine(part, PARTS[part]))
-        findings += found
-        if not asked.json:
-            print_table(part, found)
-    if asked.json:
+    for part in options.only:
+        part_findings = list(examine(part, PARTS[part]))
+        findings += part_findings
+        if not options.json:
+            print_table(part, part_findings)
+    if options.json:
         sys.stdout.write(json.dumps(as_json(findings), indent=2) + "\n")
     elif verdict(findings) == "wrong":
         wrong = [f"{finding.part}: {finding.name}" for finding in findings if finding.status == "wrong"]

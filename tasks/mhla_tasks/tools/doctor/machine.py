@@ -1,4 +1,4 @@
-"""Versions, devices, memory, disk, shared memory, and how fast pictures are read."""
+"""Checks of versions, devices, memory, disk, shared memory and the speed of decoding images."""
 
 from __future__ import annotations
 
@@ -18,47 +18,48 @@ from mhla_tasks.tools.doctor.report import Finding, Status
 PROJECT = "lightning-mhla"
 GIB = 2**30
 PROBE_MIB = 64
-"""Written to a disk to time it."""
+"""Amount of data written to measure the speed of a disk."""
 LEAST_DISK_GIB = 2.0
 LEAST_SHARED_MIB = 256
-"""Batches travel from worker processes in shared memory; with less, workers die of a bus error."""
+"""Minimum free shared memory, which worker processes use for batches; with less they are killed by a bus error."""
 SLOW_DISK_MIB_S = 50
 PICTURES = 48
 
 
 def versions() -> Iterator[Finding]:
-    """Python, the packages that are needed, and those that only some domains need."""
+    """Check Python, the required packages, and the packages that only some domains require."""
     from packaging.markers import default_environment
     from packaging.requirements import Requirement
 
     yield Finding("versions", "python", "ok", platform.python_version(), values={"executable": sys.executable})
-    wanted = [Requirement(line) for line in requires(PROJECT) or ()]
+    requirements = [Requirement(line) for line in requires(PROJECT) or ()]
     extras = sorted(distribution(PROJECT).metadata.get_all("Provides-Extra") or [])
     for extra in ("", *(name for name in extras if name not in ("all", "test"))):
         environment = {**default_environment(), "extra": extra}
-        own = [
-            one
-            for one in wanted
-            if (one.marker is None or one.marker.evaluate(environment)) and (not extra or one.marker is not None)
+        selected = [
+            requirement
+            for requirement in requirements
+            if (requirement.marker is None or requirement.marker.evaluate(environment))
+            and (not extra or requirement.marker is not None)
         ]
-        missing, found = [], []
-        for one in own:
+        missing, installed = [], []
+        for requirement in selected:
             try:
-                number = version(one.name)
+                number = version(requirement.name)
             except PackageNotFoundError:
-                missing.append(f"{one.name} is not installed")
+                missing.append(f"{requirement.name} is not installed")
                 continue
-            found.append(f"{one.name} {number}")
-            if not one.specifier.contains(number, prereleases=True):
-                missing.append(f"{one.name} {number} is not {one.specifier}")
+            installed.append(f"{requirement.name} {number}")
+            if not requirement.specifier.contains(number, prereleases=True):
+                missing.append(f"{requirement.name} {number} is not {requirement.specifier}")
         target = f"'{PROJECT}[{extra}]'" if extra else PROJECT
         status: Status = "ok" if not missing else "note" if extra else "wrong"
         advice = f"pip install -U {target}" if missing else ""
-        yield Finding("versions", extra or "needed", status, "; ".join(missing) or ", ".join(found), advice)
+        yield Finding("versions", extra or "needed", status, "; ".join(missing) or ", ".join(installed), advice)
 
 
 def devices() -> Iterator[Finding]:
-    """Processor, memory, GPUs with their driver, and what compiles kernels for them."""
+    """Check processor, memory, and GPUs with their driver, CUDA and NCCL."""
     import torch
 
     cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
@@ -95,7 +96,7 @@ def devices() -> Iterator[Finding]:
 
 
 def storage() -> Iterator[Finding]:
-    """Room and speed of the disk that runs are written to, and of shared memory."""
+    """Check the free space and the speed of the working folder's disk and of shared memory."""
     free = shutil.disk_usage(Path.cwd()).free / GIB
     yield Finding(
         "storage", "room for runs", "ok" if free >= LEAST_DISK_GIB else "wrong", f"{free:.1f} GiB free in {Path.cwd()}",
@@ -136,7 +137,7 @@ def _write_speed(folder: Path) -> float:
 
 
 def pictures() -> Iterator[Finding]:
-    """How fast one core decodes and shrinks photographs, as ImageNet training asks of each worker."""
+    """Measure how fast one core decodes and resizes photographs, the work of a loader process in ImageNet training."""
     import numpy as np
     from PIL import Image
 

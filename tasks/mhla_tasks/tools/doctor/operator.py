@@ -1,4 +1,4 @@
-"""The operator on this machine: every form against float64, twice for equal bits, and against softmax attention by time."""
+"""Checks of the operator: all forms against float64, repeatability of the bits, and speed against softmax attention."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from mhla_tasks.tools.doctor.report import Finding, Status
 
 BOUNDS = {torch.float32: (1e-5, 2e-5), torch.bfloat16: (5e-3, 1e-2)}
-"""Errors of outputs and gradients, relative to their norm, for values of zero mean."""
+"""Maximum errors of outputs and of gradients relative to their norms, for values with zero mean, by dtype."""
 WIDTHS = ((16, 16), (64, 64), (72, 72), (128, 256))
-"""Of keys and values: a class each of what kernels are compiled for."""
+"""Widths of keys and values, one pair for each class of widths that kernels are compiled for."""
 SHAPES = {
     "cpu": {"1,024 tokens": (1, 6, 1024, 64, 64, 64, False), "4,096 tokens, causal": (1, 6, 4096, 64, 64, 64, True)},
     "cuda": {
@@ -32,29 +32,32 @@ SHAPES = {
         "LM 340M, 2,048 tokens": (16, 4, 2048, 64, 128, 256, True),
     },
 }
-"""B, H, N, tokens of a block, widths, causal."""
+"""Batch size, heads, tokens, tokens per block, widths of keys and values, and whether attention is causal, by model."""
 NORMALIZED = ("DiT-S/2, 256 px", "DiT-XL/2, 512 px")
-"""Whose outputs are divided by their normaliser; the kernels map their queries and keys, the others have rotary embedding."""
+"""Models that divide outputs by the normaliser and map features inside the kernels; the others use rotary embedding."""
 
 
 def forms() -> Iterator[Finding]:
-    """The PyTorch forms, and on a GPU the Triton kernels, by dtype and direction, over all widths."""
+    """Check the PyTorch forms, and on a GPU the Triton kernels, for each dtype and direction with all widths."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backends = ("torch", "triton") if device.type == "cuda" else ("torch",)
     for backend, form, dtype, causal in product(backends, get_args(ChosenForm), BOUNDS, (False, True)):
         errors, wrong = [0.0, 0.0], []
         for widths in WIDTHS:
             try:
-                given = _problem(widths, device, form == "spanning")
-                want = _run(given, torch.float64, causal, form="reference", backend="torch")
-                got, again = (_run(given, dtype, causal, form=form, backend=backend) for _ in range(2))
-            except Exception as error:  # a kernel that does not compile, say
+                problem = _problem(widths, device, form == "spanning")
+                want = _run(problem, torch.float64, causal, form="reference", backend="torch")
+                got, again = (_run(problem, dtype, causal, form=form, backend=backend) for _ in range(2))
+            except Exception as error:  # for example a kernel that does not compile
                 wrong.append(f"{widths[0]} x {widths[1]}: {type(error).__name__}: {str(error).strip()[:200]}")
                 continue
-            found = [max(_error(a, b) for a, b in zip(got[i], want[i], strict=True)) for i in (0, 1)]
-            errors = [max(pair) for pair in zip(errors, found, strict=True)]
-            if any(not error <= bound for error, bound in zip(found, BOUNDS[dtype], strict=True)):
-                wrong.append(f"{widths[0]} x {widths[1]}: off by {found[0]:.1e} (outputs), {found[1]:.1e} (gradients)")
+            pair_errors = [max(_error(a, b) for a, b in zip(got[i], want[i], strict=True)) for i in (0, 1)]
+            errors = [max(pair) for pair in zip(errors, pair_errors, strict=True)]
+            # `not error <= bound` instead of `error > bound`, so that NaN counts as wrong.
+            if any(not error <= bound for error, bound in zip(pair_errors, BOUNDS[dtype], strict=True)):
+                wrong.append(
+                    f"{widths[0]} x {widths[1]}: off by {pair_errors[0]:.1e} (outputs), {pair_errors[1]:.1e} (gradients)"
+                )
             if not all(torch.equal(a, b) for i in (0, 1) for a, b in zip(got[i], again[i], strict=True)):
                 wrong.append(f"{widths[0]} x {widths[1]}: two runs differ")
         name = f"{backend} {form}, {str(dtype)[6:]}, {'causal' if causal else 'bidirectional'}"
@@ -73,7 +76,7 @@ def forms() -> Iterator[Finding]:
 
 
 def kernels(device: torch.device) -> Iterator[Finding]:
-    """New verdicts on the kinds of kernels that models of the domains use; all that were kept before are forgotten."""
+    """Test the kinds of kernels that models of the domains use, and replace all stored verdicts."""
     forget_kept(f"cuda:{device.index or 0}")
     from mhla_kernels.triton_backend.trial import Kind, size_class, try_kernels
 
@@ -93,7 +96,7 @@ def kernels(device: torch.device) -> Iterator[Finding]:
 
 
 def speed() -> Iterator[Finding]:
-    """Forward and backward at the shapes of models, against scaled_dot_product_attention."""
+    """Measure forward and backward passes at the shapes of models, against scaled_dot_product_attention."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, (batch, heads, tokens, block, key, value, causal) in SHAPES[device.type].items():
@@ -101,18 +104,28 @@ def speed() -> Iterator[Finding]:
         q, k, v = (torch.rand(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes)
         blocks = -(-tokens // block)
         mixing = torch.rand(blocks, blocks, device=device).requires_grad_()
-        ours = partial(mhla_attention, q, k, v, mixing, block_size=block, causal=causal, normalize=not causal)
-        turned = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-        softmax = partial(F.scaled_dot_product_attention, turned[0], turned[1], turned[2][..., :key], is_causal=causal)
-        own, other = (_milliseconds(call, device) for call in (ours, softmax))
+        mhla = partial(mhla_attention, q, k, v, mixing, block_size=block, causal=causal, normalize=not causal)
+        heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+        softmax = partial(
+            F.scaled_dot_product_attention, heads_first[0], heads_first[1], heads_first[2][..., :key], is_causal=causal
+        )
+        mhla_ms, softmax_ms = (_milliseconds(call, device) for call in (mhla, softmax))
         yield Finding(
-            "speed", name, "ok", f"{own:.2f} ms forward and backward; softmax {other:.2f} ms ({other / own:.1f} x)",
-            values={"mhla_ms": own, "softmax_ms": other},
+            "speed", name, "ok",
+            f"{mhla_ms:.2f} ms forward and backward; softmax {softmax_ms:.2f} ms ({softmax_ms / mhla_ms:.1f} x)",
+            values={"mhla_ms": mhla_ms, "softmax_ms": softmax_ms},
         )  # fmt: skip
 
 
 def _problem(widths: tuple[int, int], device: torch.device, spans: bool) -> list[Tensor]:
-    """Tokens, and coefficients of three blocks of 32 or, for more than one chunk, of exponentials."""
+    """Create random queries, keys, values and mixing coefficients.
+
+    Args:
+        widths: width of keys and of values.
+        device: device of the tensors.
+        spans: whether the sequence spans more than one chunk, with exponential coefficients, or is three blocks of 32 tokens
+            with dense coefficients.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def rand(*shape: int) -> Tensor:
@@ -120,7 +133,7 @@ def _problem(widths: tuple[int, int], device: torch.device, spans: bool) -> list
 
     tokens = 300 if spans else 83
     q, k, v = rand(2, tokens, 2, widths[0]), rand(2, tokens, 2, widths[0]), rand(2, tokens, 2, widths[1]) - 0.5
-    rounded = [x.bfloat16().float() for x in (q, k, v)]  # the same numbers in every dtype
+    rounded = [x.bfloat16().float() for x in (q, k, v)]  # exactly representable in every dtype
     return [*rounded, *((rand(2, 3), rand(2, 3)) if spans else (rand(2, 3, 3),))]
 
 

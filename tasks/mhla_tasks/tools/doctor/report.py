@@ -1,4 +1,4 @@
-"""The findings of the doctor: one for each thing that was checked, as a table or as JSON."""
+"""Findings of ``lightning doctor``, one for each item that is checked, and their output as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SIGNS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[bold red]wr
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked.
+    """Result of one check.
 
     Attributes:
         part: part of the examination.
-        name: name of the thing.
-        status: ``"ok"``; ``"note"`` for what training can do without; ``"wrong"`` for what it needs.
-        found: a short description of the finding.
-        advice: remedy, if the finding is not ok.
-        values: the figures behind ``found``, with their units in the names.
+        name: name of the checked item.
+        status: ``"ok"``; ``"note"`` for a problem that does not prevent training; ``"wrong"`` for one that does.
+        found: short description of the result.
+        advice: remedy, if the status is not ok.
+        values: measured values, with units in their names.
     """
 
     part: str
@@ -38,7 +38,7 @@ Examination = Callable[[], Iterator[Finding]]
 
 
 def examine(part: str, examination: Examination) -> Iterator[Finding]:
-    """The findings of a part; an error that ends it is one of them, and so is the time it took."""
+    """Yield the findings of a part, a finding for an error that ends it, and one for its duration."""
     start = time.perf_counter()
     try:
         yield from examination()
@@ -49,27 +49,27 @@ def examine(part: str, examination: Examination) -> Iterator[Finding]:
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:
-    """All findings, and the worst of them as ``verdict``."""
+    """Return all findings as plain data, with the worst status as ``verdict``."""
     return {"verdict": verdict(findings), "findings": [_without_nan(asdict(finding)) for finding in findings]}
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON knows no NaN and no infinity: null instead."""
+    """Replace NaN and infinity by None, because JSON cannot represent them."""
     if isinstance(value, dict):
-        return {name: _without_nan(each) for name, each in value.items()}
+        return {name: _without_nan(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_without_nan(each) for each in value]
+        return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def verdict(findings: list[Finding]) -> Status:
-    """The worst of all."""
-    found = {finding.status for finding in findings}
-    return "wrong" if "wrong" in found else "note" if "note" in found else "ok"
+    """Return the worst status of the findings."""
+    statuses = {finding.status for finding in findings}
+    return "wrong" if "wrong" in statuses else "note" if "note" in statuses else "ok"
 
 
 def print_table(part: str, findings: list[Finding]) -> None:
-    """One part, its lines as they are read: what, how, and what to do."""
+    """Print the findings of one part as a table with name, status, result and advice."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape

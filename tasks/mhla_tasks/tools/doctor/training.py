@@ -1,4 +1,4 @@
-"""Twenty steps of training on handwritten digits, in a process of their own."""
+"""Check of training by twenty steps on handwritten digits in a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mhla_tasks.tools.doctor.report import Finding
 
 STEPS = 20
 LIMIT = 180.0
-"""Seconds after which it is given up."""
+"""Time limit of the process in seconds."""
 OPTIONS = (
     "--seed_everything=0",
     "--model=mhla_tasks.classification.ImageClassifier",
@@ -46,7 +46,7 @@ OPTIONS = (
 
 
 def fit() -> Iterator[Finding]:
-    """A fit by the command line, as users start one."""
+    """Run a fit by the command line, and check that the loss falls."""
     if find_spec("sklearn") is None:
         advice = "pip install 'lightning-mhla[classification]'"
         yield Finding("training", "fit", "note", "not tried: the digits come with scikit-learn", advice)

@@ -1,25 +1,28 @@
-"""Weights that a swapped transformer of diffusers starts from."""
+"""Transformers of diffusers whose attention is swapped, and the weights that they start from."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
+from lightning_mhla import AttentionConfig
 from lightning_mhla.attention.mixing import DenseCoefficients
 from lightning_mhla.checkpoints.pretrained import Pretrained, read_trained
+from lightning_mhla.generative.flow import TIMESTEPS
 from lightning_mhla.generative.reading import read_diffusers, read_safely, read_weights_file
-from lightning_mhla.swap import SAVED, is_swapped, load_swapped
+from lightning_mhla.swap import SAVED, is_swapped, load_swapped, swap_attention
 from lightning_mhla.system.untrusted import read_json
 
 log = logging.getLogger(__name__)
 
 ADDED = ".attn1.processor.attention."
-"""In the names of what a swap adds."""
+"""Part of the names of parameters that a swap adds."""
 
 CONTAINERS = ("state_dict", "model", "module")
 """Entries of a training checkpoint that may hold the weights."""
@@ -27,25 +30,57 @@ CONTAINERS = ("state_dict", "model", "module")
 
 @dataclass(frozen=True)
 class Host:
-    """A model of diffusers as a place where weights come from.
+    """Description of a transformer of diffusers whose attention is swapped.
 
     Args:
-        kind: its class.
+        transformer: its class.
+        pipeline: class of diffusers' pipeline that draws with it.
         name: description, for errors.
         first_block: prefix of the names in its first block.
         is_published: whether names are those of the publication.
         published_names: weights with those names by diffusers' names.
+        schedulers: by the name of a sampler, makes a scheduler of diffusers for the shift that a model was trained with.
+        pipeline_options: arguments of every call of the pipeline, which is given latents and checks a size all the same.
     """
 
-    kind: Any
+    transformer: Any
+    pipeline: Any
     name: str
     first_block: str
     is_published: Callable[[Mapping[str, Tensor]], bool]
     published_names: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    schedulers: Mapping[str, Callable[[float], Any]]
+    pipeline_options: Mapping[str, Any]
+
+
+def euler_scheduler(shift: float) -> FlowMatchEulerDiscreteScheduler:
+    """Create a scheduler for Euler's method with the shift of training."""
+    return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=shift)
+
+
+def build_transformer(host: Host, shape: Any, attention: AttentionConfig, layer_kinds: Sequence[str] | None) -> Any:
+    """Build a transformer with swapped attention.
+
+    Args:
+        host: its class.
+        shape: dataclass of its options.
+        attention: the attention that replaces its own.
+        layer_kinds: as for :func:`lightning_mhla.swap_attention`.
+    """
+    model = host.transformer(**asdict(shape))
+    swap_attention(model, attention, layer_kinds=layer_kinds)
+    return model
+
+
+def read_transformer(path: str, host: Host, shape: Any) -> Any:
+    """Build the original transformer with the weights at ``path``; errors as of :func:`load_weights`."""
+    model = host.transformer(**asdict(shape))
+    load_weights(model, path, host)
+    return model
 
 
 def read_weights(path: str, host: Host) -> dict[str, Tensor]:
-    """Weights of a transformer by diffusers' names; nothing in the files is executed.
+    """Read the weights of a transformer, with diffusers' names, without running code from the files.
 
     Args:
         path: a checkpoint of training (its averaged weights, where it has them); a ``.pt``, ``.pth`` or ``.safetensors``
@@ -66,7 +101,7 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
         elif swapped := [folder for folder in (local, local / "transformer") if is_swapped(folder)]:
             state = load_swapped(swapped[0]).state_dict()
         else:
-            return read_diffusers(path, host.kind, host.name)
+            return read_diffusers(path, host.transformer, host.name)
     state = {name.removeprefix("network."): tensor for name, tensor in state.items()}
     if any(".lora_A." in name for name in state):
         raise ValueError(
@@ -80,7 +115,7 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
 
 
 def load_weights(model: Any, path: str, host: Host) -> None:
-    """Give ``model`` the weights at ``path``; see :func:`read_weights`. Mixing coefficients for other blocks are resized.
+    """Load the weights at ``path`` into ``model``; see :func:`read_weights`. Mixing coefficients are resized if needed.
 
     Raises:
         FileNotFoundError: when there is nothing at the path.
@@ -118,7 +153,7 @@ def load_weights(model: Any, path: str, host: Host) -> None:
 
 
 def _blocks_of(path: str) -> tuple[int, ...] | None:
-    """Blocks along each axis that the mixing coefficients at ``path`` are for; None where it has none, or does not say."""
+    """Return the block grid of the mixing coefficients at ``path``; None if there are none, or it is unknown."""
     if (trained := read_trained(path)) is not None:
         return trained.block_grid
     folder = next((folder for folder in (Path(path), Path(path) / "transformer") if is_swapped(folder)), None)
@@ -127,7 +162,7 @@ def _blocks_of(path: str) -> tuple[int, ...] | None:
 
 
 def _inside_adapter(name: str, own: Mapping[str, Tensor]) -> str:
-    """The name of a weight that LoRA adapts."""
+    """Return the name of a weight, inside of the adapter if LoRA adapts it."""
     parent, _, leaf = name.rpartition(".")
     adapted = f"{parent}.base_layer.{leaf}"
     return adapted if adapted in own else name

@@ -1,0 +1,134 @@
+"""Checks of a checkpoint against the model and the options of the run that loads it.
+
+Every function takes the entries of a checkpoint and plain values of the run. They run before Lightning copies tensors, so that
+a checkpoint that does not fit is an error that names the option, not a list of tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_mhla.checkpoints.io import READ_FROM
+from lightning_mhla.system.hyperparameters import plain
+from lightning_mhla.system.redaction import redacted
+
+log = logging.getLogger(__name__)
+
+ATTENTION_OPTIONS = ("kind", "block_grid", "block_size")
+"""Attention options that the weights depend on; the blocks matter to MHLA alone."""
+
+
+def log_origin(checkpoint: Mapping[str, Any]) -> None:
+    """Log the path, the epoch and the step of a checkpoint that :class:`WholeCheckpointIO` has read."""
+    if READ_FROM in checkpoint:
+        where = "epoch {epoch}, step {global_step}".format_map(defaultdict(lambda: "?", checkpoint))
+        log.info("using checkpoint %s: %s", checkpoint[READ_FROM], where)
+
+
+def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] | None) -> None:
+    """Compare the attention of a checkpoint with that of the run.
+
+    Args:
+        checkpoint: entries of the checkpoint.
+        attention: attention options of the run; nothing is compared without them.
+
+    Raises:
+        ValueError: naming the option that differs, and the way out.
+    """
+    saved: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}).get("attention") or {}
+    if not saved or not attention:
+        return
+    for key in ATTENTION_OPTIONS:
+        if saved.get(key) != attention.get(key) and (key == "kind" or attention["kind"] == "mhla"):
+            raise ValueError(
+                f"the checkpoint was trained with attention {key} {saved.get(key)!r}, this run asks for "
+                f"{attention.get(key)!r}; set --model.attention.{key}={saved.get(key)}, or train from the start"
+            )
+
+
+def log_changed_options(checkpoint: Mapping[str, Any], part: str, options: Mapping[str, Any]) -> None:
+    """Log the options of this run that differ from those that the checkpoint was trained with.
+
+    Args:
+        checkpoint: entries of the checkpoint.
+        part: ``"model"`` or ``"data"``.
+        options: hyperparameters of that part in this run.
+    """
+    entry = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}[part]
+    saved, present = (plain(redacted(dict(each or {}))) for each in (checkpoint.get(entry), options))
+    for name in sorted(saved.keys() & present.keys()):
+        if name[0] != "_" and saved[name] != present[name]:
+            log.info("resumed with another option: %s.%s %s -> %s", part, name, saved[name], present[name])
+
+
+def saved_groups(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Parameter groups of the optimiser that a checkpoint was saved with; None for a checkpoint without an optimiser."""
+    states = checkpoint.get("optimizer_states") or []
+    if not states or not isinstance(states[0], dict):
+        return None
+    groups: list[dict[str, Any]] = states[0].get("param_groups", [])
+    return groups
+
+
+def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, group_sizes: Sequence[int]) -> None:
+    """Compare the optimiser of a checkpoint with that of the run.
+
+    Args:
+        saved: parameter groups of the checkpoint, see :func:`saved_groups`.
+        kind: optimiser of the run.
+        betas: number of its betas, by which optimisers are told apart.
+        group_sizes: number of parameter tensors in each group of the run.
+
+    Raises:
+        ValueError: when the optimisers differ, or their groups have different sizes.
+    """
+    saved_betas = len(saved[0].get("betas", ())) if saved else 0
+    if saved_betas and saved_betas != betas:
+        raise ValueError(
+            f"the checkpoint was trained with another optimiser than {kind}; set optimizer.kind back, or start a new run "
+            "from the weights (--model.pretrained)"
+        )
+    saved_sizes = [len(group["params"]) for group in saved]
+    if saved_sizes != list(group_sizes):
+        raise ValueError(
+            f"the checkpoint's optimiser has groups of {saved_sizes} parameters, this run's of {list(group_sizes)}: what is "
+            "trained, or layer_decay, is not the same. Set it back, or start a new run from the weights (--model.pretrained)"
+        )
+
+
+def check_weights(checkpoint: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Compare the weights of a checkpoint with those of the model: LoRA adapters, and the shape of each tensor.
+
+    Args:
+        checkpoint: entries of the checkpoint.
+        state: the model's ``state_dict``.
+
+    Raises:
+        ValueError: naming up to three tensors of different shapes.
+    """
+    saved: Mapping[str, Any] = checkpoint.get("state_dict", {})
+    if _has_adapters(saved) != _has_adapters(state):
+        then, now = ("with", "without") if _has_adapters(saved) else ("without", "with")
+        raise ValueError(
+            f"the checkpoint was trained {then} LoRA adapters, this run is {now}; set --model.train and lora as they were, or "
+            "leave out --config to take the options that the checkpoint remembers"
+        )
+    different = [
+        f"{name} is {list(tensor.shape)}, here {list(state[name].shape)}"
+        for name, tensor in saved.items()
+        if name in state and hasattr(tensor, "shape") and tensor.shape != state[name].shape
+    ]
+    if different:
+        raise ValueError(
+            f"the checkpoint is of a model of other sizes: {'; '.join(different[:3])} ({len(different)} tensors in all). "
+            "Leave the model options out to take those that the checkpoint remembers"
+        )
+
+
+def _has_adapters(state: Mapping[str, Any]) -> bool:
+    return any(".lora_" in name for name in state)

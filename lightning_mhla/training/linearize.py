@@ -1,0 +1,268 @@
+"""Two-stage training of a model whose attention was replaced (LoLCATs, arXiv 2410.10254, section 3).
+
+The first ``layer_steps`` optimiser steps match the output of each replaced layer to that of the attention it replaced
+(attention transfer). Later steps train the model on its data, and on the predictions of a teacher, the model before the
+swap, if there is one (distillation). A training module holds a :class:`Linearization`; a :class:`LinearizedHost` says how
+the models of a library are called.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import torch
+from lightning import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_mhla.checkpoints.weights import shards_weights
+from lightning_mhla.swap import swapped_layers, transfer_loss
+from lightning_mhla.system.lightning_private import ddp_options
+from lightning_mhla.training.module import TrainingModule
+
+
+class TwoStageOptions(Protocol):
+    """Options that two-stage training has in every domain."""
+
+    @property
+    def layer_steps(self) -> int:
+        """Number of optimiser steps, from the first, that match layers."""
+
+    @property
+    def teacher(self) -> str | None:
+        """Weights of the teacher, as for pretrained; None for no teacher."""
+
+    def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
+        """Return the loss of the second stage with a teacher.
+
+        Args:
+            plain: loss on the data.
+            distance: distance from the teacher's predictions.
+        """
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """How the new attention learns from the old one.
+
+    Args:
+        layer_steps: optimiser steps, from the first, that match the output of each replaced layer to that of the attention it
+            replaced, for the same input; only what the swap added is trained meanwhile.
+        teacher: weights of the model before the swap, as for pretrained, whose predictions are matched afterwards; null for
+            none.
+        logits_weight: weight of the divergence from the teacher's predictions.
+        loss_weight: weight of the plain loss beside it.
+    """
+
+    layer_steps: int = 0
+    teacher: str | None = None
+    logits_weight: float = 1.0
+    loss_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("layer_steps", "logits_weight", "loss_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"distillation.{name}={getattr(self, name)} must not be negative")
+
+    def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
+        """See :meth:`TwoStageOptions.weighted`."""
+        return self.loss_weight * plain + self.logits_weight * distance
+
+
+class LinearizedHost(ABC):
+    """A library of models, and how those whose attention was replaced learn from the model before the swap.
+
+    Attributes:
+        loss_name: name under which the plain loss is logged beside a teacher's.
+        distance_name: name under which the distance from the teacher's predictions is logged.
+    """
+
+    loss_name: str
+    distance_name: ClassVar[str]
+
+    @abstractmethod
+    def check(self, trainer: Trainer, network: nn.Module, trained: str) -> None:
+        """Check that the layers of a model can be matched one by one.
+
+        Args:
+            trainer: trainer of the run.
+            network: the swapped model.
+            trained: what is trained in the second stage, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
+
+        Raises:
+            ValueError: if they cannot, with the way out.
+        """
+
+    def place(self, teacher: nn.Module, network: nn.Module, device: torch.device) -> None:
+        """Move a teacher, in place, to the device of the model that learns from it."""
+        teacher.to(device)
+
+    @abstractmethod
+    def layer_loss(self, network: Any, teacher: Any, *inputs: Tensor) -> Tensor:
+        """Return the distance of the replaced layers' outputs from those of the attention that they replaced.
+
+        Args:
+            network: the swapped model.
+            teacher: the model before the swap; None if there is none.
+            *inputs: inputs of both, ``[B, ...]``.
+        """
+
+    @abstractmethod
+    def predict(self, network: Any, *inputs: Tensor) -> Tensor:
+        """Return the predictions of a model or a teacher that :meth:`distance` compares."""
+
+    @abstractmethod
+    def distance(self, predicted: Tensor, wanted: Tensor) -> Tensor:
+        """Return the distance, a scalar, of a model's predictions from those of its teacher."""
+
+
+@dataclass(frozen=True)
+class ScoringHost(LinearizedHost):
+    """Models that score classes or tokens, of a library that keeps the attention that was replaced (timm, transformers).
+
+    They need no teacher to match layers, and meanwhile train only what the swap added.
+
+    Args:
+        loss_name: see :class:`LinearizedHost`.
+        run: calls a model for inputs ``[B, ...]`` without its head.
+        scores: returns a model's scores ``[B, ..., classes]`` for inputs ``[B, ...]``.
+    """
+
+    distance_name = "train/teacher_divergence"
+    loss_name: str
+    run: Callable[[Any, Tensor], Any]
+    scores: Callable[[Any, Tensor], Tensor]
+
+    @override
+    def check(self, trainer: Trainer, network: nn.Module, trained: str) -> None:
+        check_layer_steps(trainer, network, trained, ("new",))
+        layers = swapped_layers(network).values()
+        if idle := next((layer for layer in layers if not any(p.requires_grad for p in layer.parameters())), None):
+            raise ValueError(
+                f"distillation.layer_steps trains what replacing added, and attention kind {idle.config.kind!r} added "
+                "nothing that is trained; set distillation.layer_steps=0, or feature_map: learned"
+            )
+
+    @override
+    def place(self, teacher: nn.Module, network: nn.Module, device: torch.device) -> None:
+        teacher.to(device, next(network.parameters()).dtype)
+
+    @override
+    def layer_loss(self, network: Any, teacher: Any, *inputs: Tensor) -> Tensor:
+        return transfer_loss(network, partial(self.run, network, *inputs))
+
+    @override
+    def predict(self, network: Any, *inputs: Tensor) -> Tensor:
+        return self.scores(network, *inputs)
+
+    @override
+    def distance(self, predicted: Tensor, wanted: Tensor) -> Tensor:
+        """Return the Kullback-Leibler divergence from the teacher's predictions, the mean over all axes but the classes."""
+        learned, target = (scores.float().log_softmax(-1).flatten(0, -2) for scores in (predicted, wanted))
+        return F.kl_div(learned, target, reduction="batchmean", log_target=True)
+
+
+class Linearization:
+    """The two stages of a training module, which calls :meth:`start` once and one of the losses in each training step.
+
+    This is not a module, and copies of a training module share it, so that the frozen teacher that it holds is neither
+    trained, averaged nor saved.
+
+    Args:
+        options: steps of the first stage, teacher and weights of the second.
+        host: library of the model.
+    """
+
+    def __init__(self, options: TwoStageOptions, host: LinearizedHost) -> None:
+        self.options, self.host = options, host
+        self._teacher: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Linearization:
+        return self
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher has been loaded."""
+        return self._teacher is not None
+
+    def start(self, module: TrainingModule, read_teacher: Callable[[str], Any]) -> None:
+        """Check that layers can be matched, if they are to be, and load the teacher, if there is one.
+
+        Args:
+            module: the training module, at the start of a fit.
+            read_teacher: returns the model before the swap, with the weights at a path.
+
+        Raises:
+            ValueError: if layers cannot be matched one by one, for instance because the strategy shards weights.
+        """
+        if self.options.layer_steps:
+            self.host.check(module.trainer, module.network, module.hparams["train"])
+        if self.options.teacher is not None and self._teacher is None:
+            self._teacher = read_teacher(self.options.teacher).eval().requires_grad_(False)
+        if self._teacher is not None:
+            self.host.place(self._teacher, module.network, module.device)
+
+    def matches_layers(self, module: TrainingModule) -> bool:
+        """Return whether the present step of ``module`` belongs to the first stage."""
+        return self.options.layer_steps > 0 and module.trainer.global_step < self.options.layer_steps
+
+    def layer_loss(self, module: TrainingModule, *inputs: Tensor) -> Tensor:
+        """Return the logged loss of a step of the first stage, for inputs ``[B, ...]``."""
+        loss = self.host.layer_loss(module.network, self._teacher, *inputs)
+        module.log("train/layer_distance", loss.detach(), batch_size=len(inputs[0]))
+        return module.log_loss(loss, len(inputs[0]))
+
+    def distilled_loss(self, module: TrainingModule, plain: Tensor, predicted: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the logged loss of a step of the second stage: ``plain``, or with a teacher the weighted sum of both.
+
+        Args:
+            module: the training module.
+            plain: loss on the data.
+            predicted: predictions of the module's network for ``inputs``, as :meth:`LinearizedHost.predict` returns them.
+            *inputs: inputs of network and teacher, ``[B, ...]``.
+        """
+        size = len(inputs[0])
+        if self._teacher is None:
+            return module.log_loss(plain, size)
+        with torch.no_grad():
+            wanted = self.host.predict(self._teacher, *inputs)
+        distance = self.host.distance(predicted, wanted)
+        module.log(self.host.loss_name, plain.detach(), batch_size=size)
+        module.log(self.host.distance_name, distance.detach(), batch_size=size)
+        return module.log_loss(self.options.weighted(plain, distance), size)
+
+
+def check_layer_steps(
+    trainer: Trainer, network: nn.Module, trained: str, complete: tuple[str, ...] = ("attention", "new", "lora")
+) -> None:
+    """Reject strategies under which layers cannot be trained one by one.
+
+    Args:
+        trainer: trainer of the run.
+        network: the swapped model.
+        trained: what is trained after those steps, a :data:`lightning_mhla.swap.adapters.TrainedPart`.
+        complete: parts of which those steps train every parameter.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    strategy = trainer.strategy
+    if not swapped_layers(network):
+        raise ValueError("distillation.layer_steps matches replaced layers, and none is replaced; see layer_kinds")
+    if shards_weights(trainer):
+        raise ValueError(
+            f"distillation.layer_steps calls layers by themselves, whose weights {type(strategy).__name__} shards with "
+            "their blocks; match layers on one device or under DDP, and shard in a run that starts from its checkpoint"
+        )
+    unused = ddp_options(strategy).get("find_unused_parameters", False)
+    if isinstance(strategy, DDPStrategy) and trained not in complete and not unused:
+        raise ValueError(
+            f"distillation.layer_steps leaves some of the trained parameters (train={trained!r}) without gradients: set "
+            f"--model.train={' or '.join(complete)}, or --trainer.strategy=ddp_find_unused_parameters_true"
+        )

@@ -1,0 +1,107 @@
+"""Callbacks that draw samples during training."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from lightning_mhla.callbacks import PeriodicEvaluation
+from lightning_mhla.callbacks.averaging import evaluation_weights
+from lightning_mhla.checkpoints.weights import shards_weights
+from lightning_mhla.data.sampling import kept_random_state
+from lightning_mhla.system.folders import run_folder
+from mhla_tasks.captioned.module import CaptionedDiffusion
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class DrawnSamples(PeriodicEvaluation):
+    """Draw a sample for each of a few prompts with the weights that validation uses, with the same noise each time.
+
+    Args:
+        prompts: a sample is drawn for each.
+        every_n_steps: optimiser steps between two evaluations; None for none on the way.
+        at_end: whether the last weights draw.
+        at_start: whether the first weights draw: right after replacing, of a pretrained model.
+        seed: seed of the noise.
+    """
+
+    module_class: ClassVar[type[CaptionedDiffusion]]
+    """Class of the modules that this callback draws from."""
+
+    def __init__(self, prompts: list[str], every_n_steps: int | None, at_end: bool, at_start: bool, seed: int) -> None:
+        super().__init__(every_n_steps, at_end)
+        if not prompts:
+            raise ValueError("prompts is empty; give at least one")
+        self.prompts, self.seed, self.at_start = prompts, seed, at_start
+
+    @abstractmethod
+    def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
+        """Write or score samples. Called on the first process only, so that it must not call a collective.
+
+        Args:
+            trainer: trainer of the run.
+            module: module that drew the samples.
+            samples: sample of each prompt, uint8 on the CPU.
+            folder: folder of the run.
+        """
+
+    def check(self, module: CaptionedDiffusion) -> None:
+        """Load everything that drawing needs; raise ValueError or FileNotFoundError if something is missing or does not fit."""
+        module.check_drawable()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check before training that samples can be drawn, on the processes that draw.
+
+        Raises:
+            ValueError: on every process, for what does not fit together.
+        """
+        module, failed = self._checked(pl_module), ""
+        if trainer.is_global_zero or shards_weights(trainer):
+            try:
+                self.check(module)
+            except (ValueError, FileNotFoundError) as error:
+                failed = str(error)
+            module.rest()
+        failed = trainer.strategy.broadcast(failed)
+        if failed:
+            raise ValueError(failed)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw with the initial weights if ``at_start`` is set."""
+        if self.at_start and trainer.global_step == 0:
+            self.evaluate(trainer, pl_module)
+
+    @torch.no_grad()
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw on the first process, or on all if weights are sharded; keep the samples on the first."""
+        module, samples = self._checked(pl_module), None
+        folder = run_folder(trainer)  # a collective: every process has to call it
+        if trainer.is_global_zero or shards_weights(trainer):
+            with kept_random_state(), evaluation_weights(trainer, module), trainer.precision_plugin.forward_context():
+                samples = module.draw_prompts(self.prompts, self.seed)
+            module.rest()
+        if trainer.is_global_zero and samples is not None:
+            self.keep(trainer, module, samples, folder)
+        trainer.strategy.barrier()
+
+    def _checked(self, module: LightningModule) -> CaptionedDiffusion:
+        if not isinstance(module, self.module_class):
+            raise ValueError(
+                f"{type(self).__name__} draws from a {self.module_class.__name__}, not from a {type(module).__name__}"
+            )
+        return module
+
+
+def log_figure(trainer: Trainer, name: str, figure: Figure) -> None:
+    """Add a picture to the TensorBoard loggers of a run."""
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_figure(name, figure, trainer.global_step)

@@ -1,0 +1,41 @@
+"""The trained transformer as a folder, and its LoRA adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_mhla.swap.adapters import merge_adapters, save_adapters
+from lightning_mhla.system.files import rebuilt_folder
+from mhla_tasks.captioned.module import CaptionedDiffusion
+
+OPTIONS = ("adapters",)
+
+LOADING = """\
+from diffusers import NETWORK
+from lightning_mhla import load_swapped
+from lightning_mhla.swap import is_swapped
+
+load = load_swapped if is_swapped("FOLDER") else NETWORK.from_pretrained
+model = load("FOLDER")"""
+"""Python code that loads an export: FOLDER is its path, NETWORK the class of the transformer."""
+
+
+def loading(module: CaptionedDiffusion) -> str:
+    """Return the Python code that loads the export of a module, FOLDER being its path."""
+    return LOADING.replace("NETWORK", module.host.transformer.__name__)
+
+
+def write(module: CaptionedDiffusion, folder: Path, adapters: Path | None = None) -> None:
+    """Write a folder for ``lightning_mhla.load_swapped``.
+
+    Args:
+        module: the trained module.
+        folder: folder of the transformer.
+        adapters: folder for LoRA adapters; None to add them to the weights.
+    """
+    if adapters is None:
+        merge_adapters(module.network)
+    else:
+        with rebuilt_folder(adapters) as aside:
+            save_adapters(module.network, aside, module.host.pipeline)
+    module.network.save_pretrained(folder)

@@ -1,0 +1,207 @@
+"""Training, validation and prediction of an image classifier, whatever its network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning import Callback
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
+from typing_extensions import override
+
+from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.classes import NamesClasses
+from lightning_mhla.training.compilation import CompileOptions
+from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.vision.preprocessing import Preprocessing
+from mhla_tasks.classification.predict import PredictionTable
+
+Stage = Literal["val", "test"]
+
+
+@dataclass(frozen=True)
+class MixupConfig:
+    """Mixing of images and labels within a batch (timm).
+
+    Args:
+        mixup: alpha of mixup; 0 for none.
+        cutmix: alpha of cutmix; 0 for none.
+        prob: probability that a batch is mixed.
+        switch_prob: probability of cutmix where both are on.
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    prob: float = 1.0
+    switch_prob: float = 0.5
+
+
+class Classifier(NamesClasses):
+    """A network that is trained on images and labels; a subclass sets ``self.network`` at the end of its constructor.
+
+    Args:
+        num_classes: number of classes.
+        class_names: names of the classes for predictions; None for those of the data, or numbers.
+        label_smoothing: share of the label that is spread over all classes.
+        mixup: mixing of images and labels.
+        ema_batch: images of a step that ``ema_decay`` is for; None for any number.
+        optimizer: see :class:`lightning_mhla.training.module.TrainingModule`.
+        ema_decay: see TrainingModule.
+        compile_options: see TrainingModule.
+
+    Raises:
+        ValueError: if the number of names is not ``num_classes``, or ``ema_batch`` is below 1.
+    """
+
+    network: Any
+    output_names: tuple[str, ...] = ("head", "proj", "norm")
+    train_batch = ("image", "label")
+    evaluation_batch = ("image", "label")
+    predict_batch = ("image", "index")
+
+    def __init__(
+        self,
+        num_classes: int,
+        class_names: list[str] | None,
+        label_smoothing: float,
+        mixup: MixupConfig,
+        ema_batch: int | None,
+        optimizer: OptimizerConfig,
+        ema_decay: float | None,
+        compile_options: CompileOptions | None,
+    ) -> None:
+        super().__init__(optimizer, ema_decay, compile_options)
+        if ema_batch is not None and ema_batch < 1:
+            raise ValueError(f"ema_batch={ema_batch} must be a number of images, or null")
+        if class_names is not None and len(class_names) != num_classes:
+            raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
+        self.num_classes, self.label_smoothing, self.ema_batch = num_classes, label_smoothing, ema_batch
+        self._shown_names = class_names
+        self.preprocessing: Preprocessing | None = None
+        self.mixup: Any = None
+        if mixup.mixup or mixup.cutmix:
+            from timm import data as timm_data  # brings all of timm's models
+
+            self.mixup = timm_data.Mixup(
+                mixup_alpha=mixup.mixup,
+                cutmix_alpha=mixup.cutmix,
+                prob=mixup.prob,
+                switch_prob=mixup.switch_prob,
+                label_smoothing=label_smoothing,
+                num_classes=num_classes,
+            )
+        self.val_metrics, self.test_metrics = _metrics(num_classes), _metrics(num_classes)
+
+    @override
+    def average_decay(self, decay: float) -> float:
+        size = getattr(getattr(self.trainer, "datamodule", None), "batch_size", None)
+        if self.ema_batch is None:
+            return decay
+        if size is None:
+            raise ValueError("ema_batch needs data with a batch_size; leave it out, and give the decay itself")
+        return decay ** (size * self.trainer.accumulate_grad_batches / self.ema_batch)
+
+    @override
+    def prediction_callbacks(self) -> list[Callback]:
+        return [PredictionTable()]
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes for predictions: those given, those of the data, or numbers."""
+        return self._shown_names or self.label_names or [str(number) for number in range(self.num_classes)]
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Take the names of the classes and the preprocessing from the data."""
+        super().setup(stage)
+        preprocessing = getattr(self.trainer.datamodule, "preprocessing", None)  # type: ignore[attr-defined]
+        if stage == "fit" and isinstance(preprocessing, Preprocessing):
+            self.preprocessing = preprocessing
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the names of the classes, and what images go through."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["class_names"] = self.class_names
+        checkpoint["preprocessing"] = None if self.preprocessing is None else self.preprocessing.as_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore them."""
+        super().on_load_checkpoint(checkpoint)
+        names, options = checkpoint.get("class_names"), checkpoint.get("preprocessing")
+        if self.hparams["class_names"] is None and isinstance(names, list) and len(names) == self.num_classes:
+            self._shown_names = [str(name) for name in names]
+        if isinstance(options, dict):
+            self.preprocessing = as_dataclass(Preprocessing, options)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Class scores ``[B, num_classes]`` of images ``[B, channels, image_size, image_size]``."""
+        return self.network(images)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Cross-entropy of one batch."""
+        images, labels = self.mixed(batch["image"], batch["label"])
+        return self.log_loss(self.label_loss(self(images), labels), len(images))
+
+    def mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and labels after mixup and cutmix, where they are asked for; the labels are ``[B, num_classes]`` then."""
+        if self.mixup is None:
+            return images, labels
+        if len(images) % 2:
+            raise ValueError(
+                f"mixup and cutmix pair the images of a batch, but each process has {len(images)}; use a batch_size "
+                "that is an even number for each process"
+            )
+        images, labels = self.mixup(images, labels)
+        return images, labels
+
+    def label_loss(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of scores ``[B, num_classes]`` and what :meth:`mixed` gives."""
+        if self.mixup is not None:
+            return torch.sum(-labels * F.log_softmax(scores, dim=-1), dim=-1).mean()
+        return F.cross_entropy(scores, labels, label_smoothing=self.label_smoothing)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Update the validation metrics."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Update the test metrics."""
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Class probabilities and indices of the images that count."""
+        probabilities = self(batch["image"]).softmax(-1)
+        kept = batch["valid"] & ~batch["broken"] if "broken" in batch else batch["valid"]
+        return {"probability": probabilities[kept], "index": batch["index"][kept]}
+
+    def _evaluate(self, batch: dict[str, Tensor], stage: Stage) -> None:
+        scores = self(batch["image"])
+        valid = batch["valid"]
+        scores, labels = scores[valid], batch["label"][valid]
+        metrics = self.val_metrics if stage == "val" else self.test_metrics
+        if len(labels):
+            metrics["loss"].update(F.cross_entropy(scores, labels, reduction="none"))
+            metrics["samples"].update(torch.ones_like(labels))
+            for name in ("accuracy", "accuracy_top5"):
+                if name in metrics:
+                    metrics[name].update(scores, labels)
+        for name, metric in metrics.items():
+            self.log(f"{stage}/{name}", metric, on_epoch=True, prog_bar=name == "accuracy", batch_size=len(valid))
+
+
+def _metrics(num_classes: int) -> MetricCollection:
+    """Top-1, top-5 where there are more than five classes, mean loss, and how many samples counted."""
+    metrics: dict[str, Metric | MetricCollection] = {
+        "accuracy": MulticlassAccuracy(num_classes, average="micro"),
+        "loss": MeanMetric(),
+        "samples": SumMetric(),
+    }
+    if num_classes > 5:
+        metrics["accuracy_top5"] = MulticlassAccuracy(num_classes, top_k=5, average="micro")
+    return MetricCollection(metrics, compute_groups=False)

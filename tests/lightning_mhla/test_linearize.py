@@ -1,0 +1,60 @@
+"""Two-stage training: where the teacher is held, and what the weights of the second stage weigh."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_mhla.generative.distillation import DistillationConfig
+from lightning_mhla.training.linearize import Linearization, ScoringHost, TransferOptions, TwoStageOptions
+from lightning_mhla.training.module import TrainingModule
+from lightning_mhla.training.optim import OptimizerConfig
+
+
+def scores(network: Any, inputs: Tensor) -> Tensor:
+    return network(inputs)
+
+
+class Student(TrainingModule):
+    def __init__(self) -> None:
+        super().__init__(OptimizerConfig(), None)
+        self.network = nn.Linear(2, 3, dtype=torch.bfloat16)
+        self.linearization = Linearization(TransferOptions(teacher="folder"), ScoringHost("loss", scores, scores))
+
+
+def test_the_teacher_is_frozen_shared_by_copies_and_not_saved() -> None:
+    read = []
+    teacher = nn.Sequential(nn.Linear(2, 3), nn.Dropout())
+
+    def read_teacher(path: str) -> nn.Module:
+        read.append(path)
+        return teacher
+
+    module = Student()
+    assert not module.linearization.has_teacher
+    for _ in range(2):  # two fits
+        module.linearization.start(module, read_teacher)
+    assert read == ["folder"]
+    assert module.linearization.has_teacher
+    assert not teacher.training
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert teacher[0].weight.dtype == torch.bfloat16
+    assert copy.deepcopy(module).linearization is module.linearization
+    assert set(module.state_dict()) == {"network.weight", "network.bias"}
+    assert len(list(module.parameters())) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TransferOptions(logits_weight=2.0, loss_weight=3.0),
+        DistillationConfig(teacher="folder", velocity_weight=2.0, flow_weight=3.0),
+    ],
+    ids=lambda options: type(options).__name__,
+)
+def test_the_second_stage_weighs_the_loss_and_the_distance(options: TwoStageOptions) -> None:
+    assert options.weighted(torch.tensor(10.0), torch.tensor(1.0)).item() == 32
