@@ -313,14 +313,9 @@ class TokenShards(TextData):
         prompts: str | None = None,
     ) -> None:
         super().__init__(
-            context,
-            separate_documents,
-            prompts,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            seed=seed,
-            shards=shards,
-        )
+            context, separate_documents, prompts,
+            batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards,
+        )  # fmt: skip
         self.save_hyperparameters(ignore=["prompts"])
         keep_plain(self)
         self.shards: ShardSets = ShardSets(train, val, self.shard_options)
