@@ -116,7 +116,7 @@ class Chat:
 
     def _generate(self, ids: list[int], room: int, stops: list[int], streamer: TextPrinter) -> None:
         rows = torch.tensor([ids], device=self.model.device)
-        # The template may have changed earlier turns: a state that is not shorter than the prompt cannot be continued.
+        # A state that has seen as many tokens as the conversation holds, or more, has nothing left to read.
         if self.cache is not None and not 0 < self.cache.get_seq_length() < len(ids):
             self.cache = None
         output = self.model.generate(

@@ -92,7 +92,7 @@ class Conversation:
         return text
 
     def take_back(self) -> None:
-        """Remove the last message of the user, if it got no reply."""
+        """Remove the last message, which must be a message of the user without a reply."""
         self.roles.pop()
         self.contents.pop()
         self._rendered, self.ids = "", []  # the next message encodes the conversation again
