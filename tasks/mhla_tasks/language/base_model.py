@@ -36,7 +36,7 @@ DRAWN = (MixingCoefficients, nn.RMSNorm, ShortConvolution, HeadDecay, HeadScale,
 
 
 class MHLABlock(GradientCheckpointingLayer, Block):
-    """Transformer layer that transformers can recompute in the backward pass."""
+    """Layer of the backbone that transformers' gradient checkpointing can recompute in the backward pass."""
 
 
 class BackboneOptions(TypedDict, total=False):
@@ -326,6 +326,6 @@ class MHLAModel(EmbeddedBackbone):
 
 
 def check_options(options: Any, names: Any) -> None:
-    """Raise TypeError for arguments that the TypedDict ``names`` does not list."""
+    """Raise TypeError if an argument is not a key of the TypedDict ``names``."""
     if unknown := set(options) - set(names.__annotations__):
         raise TypeError(f"forward() got unexpected arguments {sorted(unknown)}")

@@ -117,7 +117,7 @@ class CausalLanguageModel(TrainingModule):
         """Use the data's tokenizer if no checkpoint has supplied one.
 
         Raises:
-            ValueError: under sequence parallelism, which predict does not support.
+            ValueError: if the run uses sequence parallelism, which predict does not support.
         """
         if self.sequence_group is not None:
             raise ValueError("prompts are not spread over processes; leave sequence_parallel_size out for predict")

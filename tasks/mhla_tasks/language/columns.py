@@ -36,7 +36,7 @@ LONGEST_LIST = 300
 
 
 class MissingColumnError(ValueError):
-    """A row or a table lacks the column; the message names the place and the columns that exist."""
+    """Error of a row or a table that lacks the column; the message names the place and the columns that exist."""
 
 
 def read_column(source: Source, column: str, kind: str | None = None) -> Rows:

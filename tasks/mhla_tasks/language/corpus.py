@@ -1,4 +1,4 @@
-"""Reading documents of files, folders and data sets of the hub in order; the log mentions everything that is left out."""
+"""Reading documents of files, folders and data sets of the hub in order; the log counts everything that is left out."""
 
 from __future__ import annotations
 

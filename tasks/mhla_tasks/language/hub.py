@@ -117,6 +117,7 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
     format_name, config = type(builder).__module__.rpartition(".")[2], builder.config
     if format_name not in KINDS or not config.data_files:
         return None
+    # Options of the data set that change how its files are parsed need the readers of ``datasets``.
     if getattr(config, "field", None) or getattr(config, "sep", ",") != ",":
         return None
     if split not in config.data_files:

@@ -72,6 +72,8 @@ def _slices(tokens: int, vocabulary: int) -> list[slice]:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Autograd function of :func:`linear_cross_entropy`, whose forward pass also computes the gradients."""
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, device: str) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]

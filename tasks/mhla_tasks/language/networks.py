@@ -73,7 +73,7 @@ def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
 
 @torch.no_grad()
 def examine(network: PreTrainedModel, context: int) -> bool:
-    """Check that a model can be trained here, and whether its logits are the plain product of hidden states and head.
+    """Check that a model can be trained, and test whether its logits are the plain product of hidden states and head.
 
     If they are, the loss can compute them for a slice of the tokens at a time.
 

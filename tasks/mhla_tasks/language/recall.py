@@ -133,6 +133,8 @@ class AssociativeRecall(QuestionData):
 
 
 class _RecallSamples:
+    """Sample source of associative recall; each sequence is drawn when it is read."""
+
     def __init__(self, data: AssociativeRecall, stage: str) -> None:
         self.parts, self.stage = data.parts[stage], stage
         self.vocab_size, self.power, self.fill, self.seed = (
@@ -151,8 +153,9 @@ class _RecallSamples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         part = self.parts[int(np.searchsorted(self.ends, index, side="right"))]
+        # The seed depends on stage and index only, so that every process and every epoch draws the same sample.
         draw = np.random.default_rng((self.seed, STAGES[self.stage], index))
-        half = self.vocab_size // 2  # the seed is of the index alone, so that any process draws the same sample
+        half = self.vocab_size // 2
         keys = 1 + draw.choice(half - 1, part.pairs, replace=False)
         values = half + draw.choice(self.vocab_size - half, part.pairs, replace=False)
         tokens = np.zeros(self.longest, dtype=np.int64)
@@ -217,6 +220,8 @@ class Needle(QuestionData):
 
 
 class _NeedleSamples:
+    """Sample source of needles in haystacks; each sequence is drawn when it is read."""
+
     def __init__(self, data: Needle, stage: str) -> None:
         self.stage, self.seed, self.third = stage, data.seed, data.vocab_size // 3
         self.depths = data.DEPTHS

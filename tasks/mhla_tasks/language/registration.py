@@ -46,7 +46,7 @@ ADAPTED = {
 
 
 def register() -> None:
-    """Register the classes with transformers, and with peft where it is installed."""
+    """Register the classes with transformers, and with peft if it is installed."""
     by_name = {model.__name__: model for model in MODELS}
     AutoConfig.register(MHLAConfig.model_type, MHLAConfig, exist_ok=True)
     for auto_class, table in NAMES.items():

@@ -106,9 +106,8 @@ def _prepare(texts: dict[Path, str], vocab_size: int, folder: Path) -> None:
         try:
             aside.rename(folder)
         except OSError:
-            if not (
-                folder / "tokens.npz"
-            ).exists():  # an earlier version wrote into the folder directly, and was interrupted
+            # An earlier version wrote into the folder directly: complete what it left when it was interrupted.
+            if not (folder / "tokens.npz").exists():
                 for path in sorted(aside.iterdir(), key=lambda path: path.name == "tokens.npz"):
                     path.replace(folder / path.name)
     finally:

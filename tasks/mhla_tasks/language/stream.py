@@ -182,7 +182,7 @@ class StreamLoader:
         rows: rows of the global batch that this process packs.
         steps: number of batches in an epoch.
         num_workers: 0, or 1 to read and tokenize in a separate process.
-        trainer: trainer, whose batch count tells which batch was the last one trained; None for use without one.
+        trainer: Trainer, whose batch count identifies the last trained batch; None if there is none.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
 class MissingBytes:
     """Counter of missing bytes: the bytes of a document's text minus the bytes of its tokens, which may be negative.
 
-    A control token inside a document counts the bytes of its letters here, so that it adds no missing bytes.
+    Control tokens inside a document, if they were read as such, count no bytes, and neither do their letters in the text.
 
     Args:
         tokenizer: tokenizer of the documents.

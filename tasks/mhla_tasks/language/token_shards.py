@@ -39,7 +39,7 @@ class ShardRuns:
         """Return the byte offset of a run's first token in its member, and the dtype of the tokens."""
         self.reader.extension(run, (TOKENS,))
         self.reader.extension(run, (STARTS,))
-        try:
+        try:  # the header alone says where to read, without loading the tokens
             shape, dtype, start = parse_array_header(self.reader.read(run, TOKENS, 0, 256))
         except ValueError as error:
             raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is no array of numpy ({error})") from error

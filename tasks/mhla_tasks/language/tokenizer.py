@@ -77,7 +77,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     special = {*tokenizer.all_special_ids, *control_tokens(tokenizer)}
     added = set(tokenizer.get_added_vocab().values())
     kind = _Letters(tokenizer)
-    size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+    size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))  # indices may have gaps
     table = np.zeros(size, dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         if index not in special:

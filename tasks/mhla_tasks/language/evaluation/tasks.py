@@ -42,9 +42,7 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
         raise FileNotFoundError(
             f"{folder} is no folder; it must hold data sets under their names on the hub (cais/mmlu)"
         )
-    original = (
-        datasets.load_dataset
-    )  # lm-eval offers no way to choose where data comes from, so this function is replaced
+    original = datasets.load_dataset  # lm-eval's tasks load their data through this function
 
     def load(path: str, *args: Any, **options: Any) -> Any:
         here = root / path
