@@ -1,4 +1,7 @@
-"""Data modules of text: the standard library of the running Python, data sets of the hub, and token shards."""
+"""Data modules of text: the standard library of the running Python, data sets of the hub, and token shards.
+
+The module is longer than others because the options of three data modules are documented in it.
+"""
 
 from __future__ import annotations
 
