@@ -89,6 +89,7 @@ class Chat:
         """Forget the conversation and the model's state."""
         self.conversation = Conversation(self.tokenizer, self.system)
         self.cache: Any = None
+        self._seen: list[int] = []
 
     def answer(self, text: str) -> None:
         """Print the reply to a message, then its time and the memory of the model's state."""
@@ -116,9 +117,12 @@ class Chat:
 
     def _generate(self, ids: list[int], room: int, stops: list[int], streamer: TextPrinter) -> None:
         rows = torch.tensor([ids], device=self.model.device)
-        # A state that has seen as many tokens as the conversation holds, or more, has nothing left to read.
-        if self.cache is not None and not 0 < self.cache.get_seq_length() < len(ids):
-            self.cache = None
+        if self.cache is not None:
+            # The state can only be continued by a longer conversation that begins with the tokens it has seen. A template may
+            # change earlier turns, for example by omitting their reasoning.
+            seen = self._seen[: self.cache.get_seq_length()]
+            if not seen or len(seen) >= len(ids) or ids[: len(seen)] != seen:
+                self.cache = None
         output = self.model.generate(
             input_ids=rows,
             attention_mask=torch.ones_like(rows),
@@ -130,7 +134,7 @@ class Chat:
             return_dict_in_generate=True,
             **self.sampling,
         )
-        self.cache = output.past_key_values
+        self.cache, self._seen = output.past_key_values, output.sequences[0].tolist()
 
     def _stops(self) -> list[int]:
         """Return the tokens that end a reply, according to the model, its tokenizer and its chat template."""
