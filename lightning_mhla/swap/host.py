@@ -251,7 +251,7 @@ class TokenGrid:
             tokens: number of tokens in the layer's input, including prefix tokens.
 
         Raises:
-            ValueError: if the grid does not have this number of tokens, or if several inputs could be that of a recomputed layer.
+            ValueError: if the grid does not have this number of tokens, or if several inputs fit a recomputed layer.
         """
         shape = self._shape_of(tokens)
         if (expected := self.prefix_tokens + math.prod(shape)) != tokens:
@@ -344,7 +344,7 @@ def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.dev
         return layout
     if (fitted := (layout, device)) != owner.fitted:
         attention.fit(*fitted)
-        owner.fitted = None if makes_fake_tensors() else fitted  # tables made of fake tensors are good for this call only
+        owner.fitted = None if makes_fake_tensors() else fitted  # fake tables are good for this call only
     return None
 
 
