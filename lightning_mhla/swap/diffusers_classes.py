@@ -123,7 +123,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     import diffusers
 
-    if name == "ModelMixin":  # diffusers looks up the base class of a pipeline's component in the component's module
+    if name == "ModelMixin":  # diffusers looks up base classes of a pipeline's component in its module
         return diffusers.ModelMixin
     host = getattr(diffusers, name, None)
     if isinstance(host, type) and issubclass(host, diffusers.ModelMixin):
