@@ -6,6 +6,7 @@ they end with the process that holds them, and the next process removes the unfi
 
 Only subfolders with the names that :func:`lightning_mhla.data.remote.kept_at` returns are counted and cleared; everything else
 in the folder is left alone. Other users may be able to write to it, so links are not followed and their files are not used.
+Longer than other modules: every change of the folder depends on the same locks.
 """
 
 from __future__ import annotations

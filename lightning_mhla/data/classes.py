@@ -1,4 +1,4 @@
-"""Names of classes: one list per data set, which maps the labels of every folder and shard."""
+"""Names of classes: each data set has one list, by which the labels of all its folders and shards are matched."""
 
 from __future__ import annotations
 

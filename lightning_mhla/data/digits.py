@@ -1,4 +1,4 @@
-"""Handwritten digits that ship with Python packages."""
+"""Source of handwritten digits, from data that Python packages contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of images: labelled images from shards or folders, and unlabelled images from a folder."""
+"""Sources of images: labeled images from shards or folders, and unlabeled images from a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes of a data set of labelled samples: their number and names, and the labels of each stage."""
+"""Classes of a data set of labeled samples: their number and names, and the labels of each stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_mhla.data.remote import url_scheme
 
 
 class LabelledShards:
-    """Mixin of data modules that read labelled shards, or folders with one subfolder per class.
+    """Mixin of data modules that read labeled shards, or folders with one subfolder per class.
 
     The class names of the training data define the labels of the data set. A validation set with fewer classes keeps these
     labels. A trained model provides its own list of classes, which takes precedence.

@@ -2,7 +2,8 @@
 
 A line ends at a line feed and nowhere else: U+2028, U+0085 and form feeds are characters of the text. UTF-8 is read with or
 without a byte order mark, UTF-16 and UTF-32 with one; the mark is never part of the text. Anything else is an error that names
-the file and the place, because a model would silently train on wrongly decoded text.
+the file and the place, because a model would silently train on wrongly decoded text. Longer than other modules: each way in
+which a file can be wrong has an error of its own that names a remedy.
 """
 
 from __future__ import annotations
@@ -332,7 +333,7 @@ def _decode(stream: BinaryIO, where: str) -> Iterator[str]:
     line, offset, data = 1, len(mark), data[len(mark) :]
     while True:
         pending = len(decoder.getstate()[0])  # bytes of a character that continues in this piece
-        # before decoding: UTF-16 without a mark is best explained by its zero bytes, and often is invalid UTF-8, too
+        # checked before decoding: UTF-16 without a mark has zero bytes, and its decoding error would be misleading
         if encoding == "utf-8" and b"\0" in data:
             _reject_nul(where, line + data[: data.index(b"\0")].count(b"\n"))
         try:

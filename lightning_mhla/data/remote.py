@@ -1,4 +1,7 @@
-"""Remote files: permitted URLs, local paths, and downloads that resume after failures."""
+"""Remote files: permitted URLs, local paths, and downloads that resume after failures.
+
+Longer than other modules: it handles the failures of several network libraries.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ SIDE_FILES = ("manifest.json", "empty-caption.npy", "classes.txt")
 
 
 class DownloadStoppedError(Exception):
-    """Raised when a download is cancelled because it is no longer needed."""
+    """Raised when a download is canceled because it is no longer needed."""
 
 
 def url_scheme(name: str) -> str | None:

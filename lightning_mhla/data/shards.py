@@ -324,7 +324,7 @@ class ShardReader:
             with self.streamed.open(self.shards[shard]) as descriptor:
                 yield descriptor
             return
-        if self._owner != os.getpid():  # forked processes must not close each other's descriptors
+        if self._owner != os.getpid():  # a worker process opens the shards itself
             self._open, self._owner = OrderedDict(), os.getpid()
         if shard not in self._open:
             if len(self._open) >= OPEN_FILES:

@@ -284,8 +284,8 @@ def read_table(file: Path) -> MemberTable | None:
         The table; None if there is no such file or, after a warning, if it is not a valid table.
     """
     try:
-        # arrays that are larger than the file are compressed, which a saved table never is
         with PARSING, ZipFile(file) as archive, np.load(file, allow_pickle=False) as kept:
+            # a table is saved uncompressed; a compressed one could expand to fill the memory
             if sum(info.file_size for info in archive.infolist()) > file.stat().st_size:
                 raise ValueError("its arrays are larger than the file")
             stamp = kept["stamp"]

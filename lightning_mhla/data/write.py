@@ -1,4 +1,7 @@
-"""Atomic writing of WebDataset shards, so that a stopped command can be resumed."""
+"""Atomic writing of WebDataset shards, so that a stopped command can be resumed.
+
+Longer than other modules: it contains all steps of a command that writes shards, from its locks to the file of a shard.
+"""
 
 from __future__ import annotations
 

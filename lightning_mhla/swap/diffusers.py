@@ -174,7 +174,7 @@ def _split_heads(attn: Any, x: Tensor, attention: Attention) -> tuple[Tensor, Te
 
 
 def _merge_heads(attn: Any, x: Tensor) -> Tensor:
-    if attn.to_out[0].weight.dtype == torch.float16:  # _split_heads went over to float32
+    if attn.to_out[0].weight.dtype == torch.float16:  # _split_heads converted the heads to float32
         x = x.half()
     for layer in attn.to_out:
         x = layer(x)

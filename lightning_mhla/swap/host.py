@@ -1,6 +1,7 @@
 """Interface for swapping attention in the models of a library, with one subclass of :class:`HostLibrary` for each library.
 
-A *host* is the model, or the attention module in it, whose attention is replaced.
+A *host* is the model, or the attention module in it, whose attention is replaced. Longer than other modules: it defines the
+interface that every library implements, and the token grid that their models share.
 """
 
 from __future__ import annotations

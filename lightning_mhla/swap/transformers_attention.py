@@ -2,7 +2,8 @@
 
 Importing this module needs transformers. Every replaced module has its own copy of the configuration whose
 ``_attn_implementation`` is :data:`NAME`; other modules keep theirs. The interface passes queries, keys and values only. A
-forward pre-hook stores the module's input, which gates need, and the cache.
+forward pre-hook stores the module's input, which gates need, and the cache. Longer than other modules: the attention function
+and its cache layer depend on each other.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class StateLayer(CacheLayerMixin):
             self.state = self.state.select(torch.arange(len(self.state.lengths)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Reject the removal of tokens, which a state cannot undo.
+        """Reject the removal of tokens, because a state cannot forget its last tokens.
 
         Raises:
             ValueError: if ``tokens_to_remove`` is not 0.
