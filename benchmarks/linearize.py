@@ -136,7 +136,7 @@ STEPS: dict[str, tuple[str, Callable[[Any, tuple[Tensor, ...]], None]]] = {
     "layers matched": ("new", transfer),
     "replaced layers trained": ("attention", train),
 }
-"""Trained part and step, by name."""
+"""Steps by name, each with the trained part of the model and the function that runs it."""
 
 
 def peak(name: str, layers: int, tokens: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend |
 
 
 def flash_linear_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Return flash-linear-attention's causal linear attention of ``[B, N, H, D]``; None without a GPU or the package."""
+    """Return causal linear attention of ``[B, N, H, D]`` from flash-linear-attention; None without it or a GPU."""
     if importlib.util.find_spec("fla") is None or not torch.cuda.is_available():
         return None
     from fla.ops.linear_attn import chunk_linear_attn

@@ -93,7 +93,22 @@ class Variant:
 
 @dataclass(frozen=True)
 class Launch:
-    """Recorded launch of a kernel, with everything needed to compile it."""
+    """Recorded launch of a kernel, with everything needed to compile it.
+
+    Attributes:
+        kernel: name of the kernel.
+        module: name of the module that defines it.
+        signature: pairs of parameter and Triton type.
+        constants: pairs of constant parameter and value.
+        divisible: names of parameters that are divisible by 16.
+        options: pairs of launch option and value, such as ``num_warps``.
+        chip: compute capability, such as 90.
+        spills_allowed: number of bytes that a thread may spill.
+        dtype: name of the dtype of q, k and v.
+        widths: key and value width, as ``64/64``.
+        unusual: see :class:`Variant`.
+        label: description of the variant for tables.
+    """
 
     kernel: str
     module: str
@@ -111,7 +126,20 @@ class Launch:
 
 @dataclass(frozen=True)
 class Usage:
-    """Resources of one compiled kernel."""
+    """Resources of one compiled kernel.
+
+    Attributes:
+        kernel: name of the kernel.
+        dtype: name of the dtype of q, k and v.
+        widths: key and value width, as ``64/64``.
+        unusual: see :class:`Variant`.
+        label: description of the variant for tables.
+        chip: compute capability, such as 90.
+        registers: number of registers of a thread.
+        spill_bytes: number of bytes that a thread spills.
+        shared_bytes: shared memory of a thread block in bytes.
+        spills_allowed: number of bytes that a thread may spill.
+    """
 
     kernel: str
     dtype: str
@@ -326,7 +354,7 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
 
 
 def layouts(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
-    """List variants of blocks that take other code paths: long ones, many, and so short that a tile spans more than 16."""
+    """List variants with blocks that take different code paths: long, many, and so short that a tile spans over 16."""
     return [
         Variant(form, causal, not causal, dtype, *pair, block_size=block_size, blocks=blocks)
         for pair in widths

@@ -73,7 +73,7 @@ class Attention(LayoutTables):
     repeats_heads: ClassVar[bool] = True
     """Whether :meth:`attend` needs as many key heads as query heads."""
     scans: ClassVar[bool] = False
-    """Whether the operator is a recurrence over tokens, which must be in raster order whatever the order of the inputs."""
+    """Whether the operator is a recurrence over tokens and needs them in raster order, even if ``block_ordered``."""
     always_gated: ClassVar[bool] = False
     """Whether the kind has an output gate even if ``gate`` is off."""
     options: Any
@@ -192,7 +192,7 @@ class Attention(LayoutTables):
 
     @classmethod
     def options_at(cls, options: dict[str, Any] | None, layer: int) -> dict[str, Any] | None:
-        """Return the options of the kind itself for layer ``layer``, counted from 0, if they depend on the layer."""
+        """Return the options of the kind itself for a layer, counted from 0. Kinds override it if options depend on it."""
         return options
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
@@ -278,7 +278,7 @@ class Attention(LayoutTables):
         raster = x
         if share is None:
             x, key_mask = self._enter(x, key_mask, packed=cu_seqlens is not None, placement=placement)
-            x = hide_rows(x, key_mask)
+            x = hide_rows(x, key_mask)  # NaN in hidden tokens would otherwise spread, because 0 * NaN is NaN
         elif not self.causal or key_mask is not None or cu_seqlens is not None:
             raise ValueError("a sequence spread over processes is causal, without padding and not packed")
         else:

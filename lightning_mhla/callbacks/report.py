@@ -23,7 +23,7 @@ from lightning_mhla.system.folders import checkpoint_folder, run_folder
 from lightning_mhla.system.listing import shown
 
 RECORD = "run.json"
-"""Name of the record in the folder of a run."""
+"""Name of the file, in the folder of a run, that records its metrics and versions."""
 
 
 class RunReport(Callback):

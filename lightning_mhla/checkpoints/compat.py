@@ -60,6 +60,7 @@ def log_changed_options(checkpoint: Mapping[str, Any], part: str, options: Mappi
         options: hyperparameters of that part in this run.
     """
     entry = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}[part]
+    # checkpoints hold redacted secrets, so both sides are compared redacted
     saved, present = (plain(redacted(dict(each or {}))) for each in (checkpoint.get(entry), options))
     for name in sorted(saved.keys() & present.keys()):
         if name[0] != "_" and saved[name] != present[name]:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 AGREE = ("num_classes", "image_size", "sample_size", "channels", "context")
-"""Options with the same meaning for a model and for its data."""
+"""Names of options with the same meaning for a model and for its data."""
 
 
 OF_PIXELS = ("image_size", "sample_size", "channels")
-"""Options that describe the latents of a model, not the images of its data, if the model works on latents."""
+"""Names of options that describe latents instead of the images of the data, if the model works on latents."""
 
 
 def shared_options(model: Mapping[str, Any]) -> list[str]:

@@ -49,7 +49,7 @@ class TwoStageOptions(Protocol):
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """How the new attention learns from the old one.
+    """Options for training the new attention to match the old one.
 
     Args:
         layer_steps: number of optimizer steps, from the first, that match the output of each replaced layer to that of the
@@ -74,7 +74,7 @@ class TransferOptions:
                 raise ValueError(f"distillation.{name}={getattr(self, name)} must not be negative")
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
-        """See :meth:`TwoStageOptions.weighted`."""
+        """Return the weighted sum of the loss on the data and the distance from the teacher's predictions."""
         return self.loss_weight * plain + self.logits_weight * distance
 
 
@@ -247,7 +247,7 @@ class Linearization:
 def check_layer_steps(
     trainer: Trainer, network: nn.Module, trained: str, complete: tuple[str, ...] = ("attention", "new", "lora")
 ) -> None:
-    """Reject strategies under which layers cannot be trained one by one.
+    """Check that a strategy and a model support training replaced layers one by one.
 
     Args:
         trainer: trainer of the run.

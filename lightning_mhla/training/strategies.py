@@ -1,4 +1,4 @@
-"""Strategies that extend Lightning's."""
+"""Training strategies that extend those of Lightning."""
 
 from __future__ import annotations
 
