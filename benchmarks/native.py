@@ -127,9 +127,8 @@ def side_streams(device: torch.device) -> Iterator[tuple[str, str]]:
     """Check that a stream does not read a cached table before a different stream has written it."""
     for form in FORMS:
         for number in range(5):
-            case = Case(
-                form, torch.bfloat16, 64, 64, True, 1024 + number, 16
-            )  # sizes for which there is no cached table yet
+            # sizes for which there is no cached table yet
+            case = Case(form, torch.bfloat16, 64, 64, True, 1024 + number, 16)
             leaves = case.make(device)
             streams = torch.cuda.Stream(), torch.cuda.Stream()
             torch.cuda.synchronize()

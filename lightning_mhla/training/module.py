@@ -126,9 +126,7 @@ class TrainingModule(LoggedApart, LightningModule):
     @lr.setter
     def lr(self, value: float) -> None:
         self.optimizer_config = replace(self.optimizer_config, lr=value)
-        if isinstance(
-            saved := self.hparams.get("optimizer"), dict
-        ):  # so that checkpoints record the rate that was found
+        if isinstance(saved := self.hparams.get("optimizer"), dict):  # checkpoints must record the rate that was found
             saved["lr"] = value
 
     def setup(self, stage: str) -> None:
