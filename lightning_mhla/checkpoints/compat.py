@@ -1,7 +1,7 @@
 """Checks of a checkpoint against the model and the options of the run that loads it.
 
-Every function takes the entries of a checkpoint and plain values of the run. They run before Lightning copies tensors, so that
-a checkpoint that does not fit is an error that names the option, not a list of tensors.
+Every function takes the entries of a checkpoint and plain values of the run. The checks run before Lightning copies tensors,
+so that the error for a checkpoint that does not fit names the option instead of a list of tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_mhla.system.redaction import redacted
 log = logging.getLogger(__name__)
 
 ATTENTION_OPTIONS = ("kind", "block_grid", "block_size")
-"""Attention options that the weights depend on; the blocks matter to MHLA alone."""
+"""Attention options on which the weights depend; ``block_grid`` and ``block_size`` are compared for mhla only."""
 
 
 def log_origin(checkpoint: Mapping[str, Any]) -> None:
@@ -35,10 +35,10 @@ def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] 
 
     Args:
         checkpoint: entries of the checkpoint.
-        attention: attention options of the run; nothing is compared without them.
+        attention: attention options of the run; None to compare nothing.
 
     Raises:
-        ValueError: naming the option that differs, and the way out.
+        ValueError: if an option differs. The message names it, and the way out.
     """
     saved: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}).get("attention") or {}
     if not saved or not attention:
@@ -60,6 +60,7 @@ def log_changed_options(checkpoint: Mapping[str, Any], part: str, options: Mappi
         options: hyperparameters of that part in this run.
     """
     entry = {"model": "hyper_parameters", "data": "datamodule_hyper_parameters"}[part]
+    # checkpoints hold redacted secrets, so both sides are compared redacted
     saved, present = (plain(redacted(dict(each or {}))) for each in (checkpoint.get(entry), options))
     for name in sorted(saved.keys() & present.keys()):
         if name[0] != "_" and saved[name] != present[name]:
@@ -67,7 +68,7 @@ def log_changed_options(checkpoint: Mapping[str, Any], part: str, options: Mappi
 
 
 def saved_groups(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Parameter groups of the optimiser that a checkpoint was saved with; None for a checkpoint without an optimiser."""
+    """Return the parameter groups of the optimizer in a checkpoint; None for a checkpoint without an optimizer."""
     states = checkpoint.get("optimizer_states") or []
     if not states or not isinstance(states[0], dict):
         return None
@@ -76,16 +77,16 @@ def saved_groups(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, group_sizes: Sequence[int]) -> None:
-    """Compare the optimiser of a checkpoint with that of the run.
+    """Compare the optimizer of a checkpoint with that of the run.
 
     Args:
         saved: parameter groups of the checkpoint, see :func:`saved_groups`.
-        kind: optimiser of the run.
-        betas: number of its betas, by which optimisers are told apart.
+        kind: kind of the run's optimizer, for the error message.
+        betas: number of the betas of the run's optimizer, which distinguishes the kinds.
         group_sizes: number of parameter tensors in each group of the run.
 
     Raises:
-        ValueError: when the optimisers differ, or their groups have different sizes.
+        ValueError: if the optimizers differ, or their groups have different sizes.
     """
     saved_betas = len(saved[0].get("betas", ())) if saved else 0
     if saved_betas and saved_betas != betas:
@@ -106,10 +107,10 @@ def check_weights(checkpoint: Mapping[str, Any], state: Mapping[str, Tensor]) ->
 
     Args:
         checkpoint: entries of the checkpoint.
-        state: the model's ``state_dict``.
+        state: ``state_dict`` of the model.
 
     Raises:
-        ValueError: naming up to three tensors of different shapes.
+        ValueError: if only one of them has adapters, or shapes differ. The message names up to three tensors.
     """
     saved: Mapping[str, Any] = checkpoint.get("state_dict", {})
     if _has_adapters(saved) != _has_adapters(state):
